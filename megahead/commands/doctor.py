@@ -5,6 +5,7 @@ megahead doctor [--output-dir runs] [--hostfile launch/hostfile] [--port 29500]
 Every line is a check: ok, a note (works without it, slower or smaller), or a problem. Exit code 1 with any problem.
 Nothing is installed or changed; a few seconds.
 """
+# Python's own modules alone are imported at first: it prints its advice where nothing is installed yet.
 
 from __future__ import annotations
 
@@ -27,8 +28,6 @@ from megahead.wording import GIB, counted
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-# Python's own modules alone: it speaks where nothing is installed yet.
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -53,7 +52,7 @@ def main() -> int:
     from rich.console import Console
 
     findings = [
-        python(),
+        Finding("Python", "ok", sys.version.split()[0]),  # the package cannot be installed on an unsupported one
         *packages(),
         *devices(),
         compiler(),
@@ -90,11 +89,6 @@ def table(findings: list[Finding]) -> Table:
         state = Text(finding.state, style=STYLES[finding.state])
         shown.add_row(state, *map(Text, (finding.subject, finding.found, finding.advice)))
     return shown
-
-
-def python() -> Finding:
-    """Always ok: the package cannot be installed on an unsupported Python."""
-    return Finding("Python", "ok", sys.version.split()[0])
 
 
 def packages() -> Iterator[Finding]:

@@ -55,14 +55,13 @@ def parameter_lines(config: RunConfig) -> list[str]:
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
     total += f", generator {counts.generator:,}" if counts.generator else ""
     phases = phases_of(config)
-    return [total, *(_operations(name, phase.config) for name, phase in zip(names_of(phases), phases, strict=True))]
-
-
-def _operations(name: str, config: RunConfig) -> str:
-    flops = _flops(config)
-    parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
-    shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
-    return f"{flops.total / 1e9:.3g} GFLOP a token ({name}): {shares}"
+    lines = [total]
+    for phase_name, phase in zip(names_of(phases), phases, strict=True):
+        flops = _flops(phase.config)
+        parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
+        shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
+        lines.append(f"{flops.total / 1e9:.3g} GFLOP a token ({phase_name}): {shares}")
+    return lines
 
 
 def _flops(config: RunConfig) -> FlopsPerToken:
@@ -104,11 +103,6 @@ def time_taken(config: RunConfig, speed: float) -> str:
     tokens = config.training.steps * config.tokens_per_step()
     operations = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
     hours = operations * config.tokens_per_step() / speed / 3600
-    time_needed = (
-        f"{hours / 24:,.3g} days"
-        if hours >= 48
-        else f"{hours:,.3g} hours"
-        if hours >= 2
-        else counted(60 * hours, "minute", ",.3g")
-    )
+    days = f"{hours / 24:,.3g} days" if hours >= 48 else f"{hours:,.3g} hours"
+    time_needed = days if hours >= 2 else counted(60 * hours, "minute", ",.3g")
     return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {time_needed}."

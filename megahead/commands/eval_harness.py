@@ -25,6 +25,7 @@ from megahead.checkpoints.arguments import far_or_existing
 from megahead.errors import FieldError, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
+from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.terminal import terminal
 
@@ -97,17 +98,12 @@ def names_of_runs(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) 
 
 def table(results: Sequence[HarnessResult]) -> Table:
     """A row for each metric of a task, a column for each model; values with their standard errors."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("task", "metric"):
-        shown.add_column(column, no_wrap=True)
-    shown.add_column("samples", justify="right", no_wrap=True)
-    for result in results:
-        shown.add_column(result.model, justify="right", overflow="fold")
+    rows = []
     for tasks in zip(*(result.tasks for result in results), strict=True):
         for scores in zip(*(task.scores for task in tasks), strict=True):
-            values = [cell(score) for score in scores]
-            shown.add_row(tasks[0].task, scores[0].metric, str(tasks[0].samples), *values)
-    return shown
+            row = {"task": tasks[0].task, "metric": scores[0].metric, "samples": str(tasks[0].samples)}
+            rows.append(row | {result.model: cell(score) for result, score in zip(results, scores, strict=True)})
+    return to_rich(rows, right=["samples", *(result.model for result in results)])
 
 
 def cell(score: Score) -> str:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "folder", type=far_or_existing, help="a step folder, a checkpoints folder, a run folder, or its URL"
-    )
+    place = "a step folder, a checkpoints folder, a run folder, or its URL"
+    parser.add_argument("folder", type=far_or_existing, help=place)
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
     from megahead.checkpoints.disk import orphaned_in  # needs torch

@@ -17,9 +17,8 @@ from megahead.wording import counted
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="datasets, or folders of them (without -validation)"
-    )
+    inputs = "datasets, or folders of them (without -validation)"
+    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=inputs)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="a new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
     arguments = parser.parse_args()

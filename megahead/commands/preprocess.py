@@ -33,17 +33,15 @@ from megahead.wording import counted
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
 
-
 PLACES_SHOWN = 10
 
 
 def main() -> None:
     arguments = parse()
+    wanted, unwanted = conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
     recipe = Recipe(
         tokenizer=Path(near_file(arguments.tokenizer)),
-        selection=Selection(
-            arguments.text_key, conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
-        ),
+        selection=Selection(arguments.text_key, wanted, unwanted),
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
         on_error=arguments.on_error,
@@ -60,32 +58,25 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="F",
-        help=".jsonl, or .txt (the whole file is one document), either may be compressed (.gz, .zst); .parquet; saved "
-        "Hugging Face datasets; globs; - for JSON lines on standard input",
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
-    parser.add_argument("--per-file", action="store_true", help="one dataset for each input file, restartable")
-    parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
+    add = parser.add_argument
+    inputs = ".jsonl, or .txt (the whole file is one document), either may be compressed (.gz, .zst); .parquet; saved "
+    inputs += "Hugging Face datasets; globs; - for JSON lines on standard input"
+    add("--input", nargs="+", required=True, metavar="F", help=inputs)
+    add("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
+    add("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
+    add("--per-file", action="store_true", help="one dataset for each input file, restartable")
+    add("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
     keep = "keep only documents that have one of the VALUEs given for each KEY"
-    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
+    add("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
     drop = "drop documents that match at least one condition"
-    parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
-    parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
-    parser.add_argument("--end-token", help=f"closes each document (default: {END_TOKEN}, else a .model's own)")
+    add("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
+    add("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
+    add("--end-token", help=f"closes each document (default: {END_TOKEN}, else a .model's own)")
     inside = "where a text spells the end token, which splits its document (default: report)"
-    parser.add_argument("--end-inside", choices=("report", "fail"), default="report", help=inside)
-    parser.add_argument(
-        "--holdout",
-        metavar="N",
-        help="every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead",
-    )
-    parser.add_argument("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
+    add("--end-inside", choices=("report", "fail"), default="report", help=inside)
+    held_out = "every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead"
+    add("--holdout", metavar="N", help=held_out)
+    add("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
     return parser.parse_args()
 
 

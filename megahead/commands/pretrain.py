@@ -36,10 +36,8 @@ def run() -> None:
     if arguments.dry_run:
         print(described(config, arguments.world_size))
         return
-
-    from megahead.distributed.launch import read_launch
-
     share_cores(os.environ)
+    from megahead.distributed.launch import read_launch
     from megahead.train.run import pretrain
 
     done = pretrain(config, read_launch(os.environ), arguments.resume)
@@ -61,28 +59,24 @@ def share_cores(environment: Mapping[str, str]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the run's YAML file, or the name of one that ships")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
-    parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint's folder or URL")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
-    parser.add_argument(
-        "--stopped-code",
-        type=int,
-        metavar="N",
-        help=f"exit code after a signal (default: 0; {_LEAVES} with parallel.elastic, by which other nodes go on)",
-    )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    add = parser.add_argument
+    add("--config", required=True, help="the run's YAML file, or the name of one that ships")
+    add("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    add("--resume", default="auto", help="auto (default), never, or a checkpoint's folder or URL")
+    add("--dry-run", action="store_true", help="print the resolved run and stop")
+    add("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
+    stopped = f"exit code after a signal (default: 0; {_LEAVES} with parallel.elastic, by which other nodes go on)"
+    add("--stopped-code", type=int, metavar="N", help=stopped)
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     return parser.parse_args()
 
 
 def described(config: RunConfig, world_size: int) -> str:
     """The resolved run, and which of its files are missing; UserError for one that cannot be used."""
-    from megahead.train.preflight import check_present
+    from megahead.train.preflight import check_present, files_of
 
     check_present(config)
     from megahead.train.describe import describe_run
-    from megahead.train.preflight import files_of
 
     lines = [*describe_run(RunPlan.of(config, world_size)), files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)

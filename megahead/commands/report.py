@@ -18,22 +18,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
-    parser.add_argument(
-        "--geometry",
-        action="store_true",
-        help="first measure, on held-out text, how much of the loss's gradient each checkpoint's head lets "
-        "through, and how evenly its outputs and embedding fill their space",
+    geometry = (
+        "first measure, on held-out text, how much of the loss's gradient each checkpoint's head lets through, and "
     )
+    geometry += "how evenly its outputs and embedding fill their space"
+    parser.add_argument("--geometry", action="store_true", help=geometry)
     arguments = parser.parse_args()
     if arguments.geometry:
         from megahead.evaluate.geometry import add_geometry
 
         for run in arguments.runs:
             add_geometry(RunFolder.of(run))
+    from megahead.report.page import save_page
     from megahead.report.read import read_runs
 
     runs = read_runs(arguments.runs)
     output = arguments.output or RunFolder(arguments.runs[0]).report
-    from megahead.report.page import save_page
-
     print(f"wrote {save_page(runs, output)}")

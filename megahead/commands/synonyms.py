@@ -14,6 +14,7 @@ from rich.table import Table
 from megahead.checkpoints.arguments import far_or_existing
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
@@ -46,13 +47,11 @@ def main() -> None:
 
 def table(found: dict[str, Similarities]) -> Table:
     """Means of each model with their standard errors."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shown.add_column("model", overflow="fold")
-    for column in ("pairs", "synonyms", "random", "gap"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, values in found.items():
-        means = [
+        synonyms, random = (
             f"{part.mean():.4f} ± {part.std() / len(part) ** 0.5:.4f}" for part in (values.synonyms_P, values.random_P)
-        ]
-        shown.add_row(name, f"{len(values.synonyms_P):,}", *means, f"{values.gap():+.4f}")
-    return shown
+        )
+        row = {"model": name, "pairs": len(values.synonyms_P), "synonyms": synonyms, "random": random}
+        rows.append(row | {"gap": f"{values.gap():+.4f}"})
+    return to_rich(rows, right=["synonyms", "random", "gap"])

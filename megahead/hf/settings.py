@@ -186,7 +186,7 @@ def _files_of_run(folder: Path, target: ExportTarget, tokenizer: Path | None) ->
 def _of_run(target: ExportTarget) -> dict[str, Any]:
     """config.json without special tokens."""
     model, config, head, family = target.model, target.model.config, target.head, target.family
-    origin = {"run": config.name, "head": head.name, "objective": config.objective.model_dump()}
+    origin: dict[str, Any] = {"run": config.name, "head": head.name, "objective": config.objective.model_dump()}
     origin |= {"step": model.checkpoint.step, "tokens": model.checkpoint.state.get("tokens")}
     return {
         **family.config(head.shape(config.model)),

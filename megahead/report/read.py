@@ -16,8 +16,6 @@ from megahead.evaluate.results import ResultCache
 from megahead.run_folder import RunFolder
 from megahead.wording import counted, listed, span
 
-# Reads the metrics that training logged: `RUN/metrics.jsonl`, one JSON object per line.
-
 Record = Mapping[str, Any]
 
 _RESTARTS = {"session", "rollback"}
@@ -64,7 +62,9 @@ def read_metrics(run: Path) -> RunMetrics:
         step = record["step"]
         if _RESTARTS & record.keys():
             past = record.get("session", {}).get("continues", step)
-            training, validation, tasks = (_up_to(past, lines) for lines in (training, validation, tasks))
+            training, validation, tasks = (
+                {at: line for at, line in lines.items() if at <= past} for lines in (training, validation, tasks)
+            )
         if "validation" in record:
             where = {key: record[key] for key in ("step", "tokens", "seconds")}
             validation[step] = where | record["validation"]
@@ -76,9 +76,7 @@ def read_metrics(run: Path) -> RunMetrics:
             events.append(record)
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
-    name = path.parent.name
-    if name in {"", ".."}:
-        name = path.parent.resolve().name
+    name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name
     return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
 
 
@@ -117,15 +115,11 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _up_to(step: int, by_step: Mapping[int, Record]) -> dict[int, Record]:
-    return {at: record for at, record in by_step.items() if at <= step}
-
-
 def _in_order(by_step: Mapping[int, Record]) -> list[Record]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-# Reads a run folder for the report: metrics, configuration, generated samples, and how the run ended.
+# A run's folder: metrics, configuration, generated samples, and how the run ended.
 
 Config = Mapping[str, Any]
 
@@ -172,13 +166,11 @@ class Run:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in `folders`, named as by `read_all_metrics`. Raises UserError as `read_metrics`."""
-    found = zip(folders, read_all_metrics(folders), strict=True)
-    return [_read(RunFolder(folder), metrics) for folder, metrics in found]
-
-
-def _read(folder: RunFolder, metrics: RunMetrics) -> Run:
-    config, ending = _config(folder.config), _ending(folder.ending)
-    return Run(folder, metrics, config, _geometry(folder.geometry), _samples(folder.samples), ending)
+    found = zip(map(RunFolder, folders), read_all_metrics(folders), strict=True)
+    return [
+        Run(at, metrics, _config(at.config), _geometry(at.geometry), _samples(at.samples), _ending(at.ending))
+        for at, metrics in found
+    ]
 
 
 def _config(path: Path) -> Config:
@@ -215,7 +207,7 @@ def _ending(path: Path) -> str | None:
         return None
 
 
-# What happened to a run beside its steps: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
+# Events of a run: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
 
@@ -276,13 +268,8 @@ def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
     ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
     rows = ", ".join(span("row", range(place["first"], place["last"] + 1)) for place in where[:3])
     on = f" on {listed('rank', ranks)}" if ranks else ""
-    yield (
-        (
-            f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']}){on}, {rows}: "
-            f"{_DONE[fault['action']]}"
-        ),
-        fault["kind"] != "overflow",
-    )
+    what = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
+    yield f"{what}{on}, {rows}: {_DONE[fault['action']]}", fault["kind"] != "overflow"
 
 
 def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
@@ -311,10 +298,8 @@ def _mirror(mirror: Record) -> Iterator[tuple[str, bool]]:
         what = f"step {mirror['step']:,}" if "step" in mirror else "the log"
         yield f"{what} did not get to the mirror: {mirror['failed']}", True
     if "skipped" in mirror:
-        yield (
-            f"step {mirror['step']:,} was not copied to the mirror, since an older checkpoint was still on its way",
-            True,
-        )
+        reason = "since an older checkpoint was still on its way"
+        yield f"step {mirror['step']:,} was not copied to the mirror, {reason}", True
 
 
 _DESCRIPTIONS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from rich.table import Table
@@ -15,11 +16,11 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 
-def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
-    """A terminal table with right-aligned numbers."""
+def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[str] = ()) -> Table:
+    """A terminal table with right-aligned numbers; `right`: columns of text that are aligned so too."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for name in columns(rows):
-        table.add_column(Text(name), justify="right" if _is_numeric(rows, name) else "left")
+        table.add_column(Text(name), justify="right" if name in right or _is_numeric(rows, name) else "left")
     for row in rows:
         table.add_row(*(Text(show(row.get(name))) for name in columns(rows)))
     return table
@@ -35,12 +36,19 @@ def to_markdown(rows: Sequence[Row]) -> str:
     widths = [max(3, *(len(line[k]) for line in grid)) for k in range(len(names))]
     numeric = [_is_numeric(rows, name) for name in names]
     rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
-    return "".join(_line(line, widths, numeric) for line in [grid[0], rule, *grid[1:]])
+    lines = []
+    for line in (grid[0], rule, *grid[1:]):
+        aligned = (f"{cell:{'>' if right else '<'}{w}}" for cell, w, right in zip(line, widths, numeric, strict=True))
+        lines.append(f"| {' | '.join(aligned)} |\n")
+    return "".join(lines)
 
 
 def to_json(rows: Sequence[Row]) -> str:
     """The rows with their exact values, as JSON; NaN and infinities become null."""
-    exact = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    exact = [
+        {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()}
+        for row in rows
+    ]
     return json.dumps(exact, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -62,18 +70,6 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    aligned = (
-        cell.rjust(width) if right else cell.ljust(width)
-        for cell, width, right in zip(cells, widths, numeric, strict=True)
-    )
-    return f"| {' | '.join(aligned)} |\n"
-
-
 def _is_numeric(rows: Sequence[Row], name: str) -> bool:
     values = [row.get(name) for row in rows if row.get(name) is not None]
     return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and value - value != 0 else value
