@@ -9,10 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from megahead.checkpoints.disk import Disk, is_complete
 from megahead.checkpoints.format import (
@@ -23,7 +22,7 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from megahead.checkpoints.reading import Checkpoint, open_together
+from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
 from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, known_orphans, patience_with
 from megahead.checkpoints.store import history, is_name, new_name, step_of
 from megahead.distributed.group import Group
@@ -135,35 +134,9 @@ def _check_room(root: Path, manifest: Manifest) -> None:
 _ALONE, _ANY = Group(), Terms()
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """What came of looking for a newer checkpoint in the mirror."""
-
-    checkpoint: Checkpoint | None
-    """None: no newer one can be used, for these `problems`."""
-
-    url: str
-    seconds: float = 0.0
-    """That it took."""
-
-    problems: list[str] = field(default_factory=list)
-    """A sentence for each newer but damaged one."""
-
-    def sentences(self) -> list[str]:
-        """For people."""
-        if self.checkpoint is None:
-            return self.problems
-        return [*self.problems, f"step {self.checkpoint.step:,} from {self.url} in {self.seconds:.1f} s"]
-
-    def facts(self) -> dict[str, Any]:
-        """For the log."""
-        found = {} if self.checkpoint is None else {"fetched": self.checkpoint.step, "seconds": round(self.seconds, 3)}
-        return {"problems": self.problems, **found}
-
-
 def fetch_newer(
     than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
-) -> Fetched | None:
+) -> Resumed | None:
     """Fetches the newest sound checkpoint of the history at `url` into `folder`, with the log up to there and what the
     run is known by, if one is newer than step `than`; None if none is. Collective; CheckpointError where the store
     cannot be read.
@@ -182,8 +155,11 @@ def fetch_newer(
     final, damage = _fetch_first(newer, Disk(folder.checkpoints), group, terms)
     if final is not None:
         run_on_all_ranks(group, lambda: Disk(final.parent).point_to(final.name) if group.rank == 0 else None)
-        return Fetched(open_together(final, group), url, time.monotonic() - began, damage)
-    return Fetched(None, url, problems=damage) if damage else None
+        checkpoint, seconds = open_together(final, group), time.monotonic() - began
+        sentence = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
+        details = {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
+        return Resumed("mirror", checkpoint, damage, sentence, details)
+    return Resumed("mirror", None, damage) if damage else None
 
 
 def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from megahead.background import begin
 from megahead.checkpoints.disk import Disk, find_checkpoint, write_together
 from megahead.checkpoints.format import (
     FileEntry,
@@ -30,7 +31,7 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from megahead.checkpoints.reading import Checkpoint, open_together
+from megahead.checkpoints.reading import Resumed, open_together
 from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, pass_on
 from megahead.distributed.launch import Launch
@@ -39,17 +40,17 @@ from megahead.files import fsync, sha256_of
 from megahead.run_folder import RunFolder
 from megahead.wording import counted, gib
 
-# Who keeps whose copy: each rank's keeper is a rank on the next node.
+# Who keeps whose replica: each rank's peer is a rank on the next node.
 
 
 @dataclass(frozen=True)
-class Keepers:
-    """The keepers of all ranks, given each rank's node."""
+class Peers:
+    """The peers of all ranks, given each rank's node."""
 
     nodes: Sequence[str]
 
     def of(self, rank: int) -> int | None:
-        """Its keeper: ranks of a node are spread over those of the next; None where there is one node only."""
+        """Its peer: ranks of a node are spread over those of the next; None where there is one node only."""
         names = list(dict.fromkeys(self.nodes))
         if len(names) == 1:
             return None
@@ -57,8 +58,8 @@ class Keepers:
         next_ones = self.on(names[(here + 1) % len(names)])
         return next_ones[self.on(names[here]).index(rank) % len(next_ones)]
 
-    def wards(self, rank: int) -> list[int]:
-        """Those whose keeper it is."""
+    def served_by(self, rank: int) -> list[int]:
+        """Those whose peer it is."""
         return [other for other in range(len(self.nodes)) if self.of(other) == rank]
 
     def count(self) -> int:
@@ -70,14 +71,14 @@ class Keepers:
         return [rank for rank, place in enumerate(self.nodes) if place == node]
 
 
-# Where the copies of a run are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N-XXXXXX, with a checkpoint's files.
+# Where a run's replicas are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N-XXXXXX, with a checkpoint's files.
 
 
 ROOT = Path("/dev/shm")
 """A file system in memory that all processes of a node share, and that outlives them."""
 
 RESERVE = 0.1
-"""Share of a node's memory that copies leave free."""
+"""Share of a node's memory that replicas leave free."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOST_OF_NAME = 60
@@ -110,10 +111,10 @@ class NodeMemory:
         return f"{boot} {root.st_dev} {root.st_ino}"
 
     def slot(self, mark: str, rank: int) -> Path:
-        """Where a rank of the session with that mark keeps its copies."""
+        """Where a rank of the session with that mark keeps its replicas."""
         return self._session(mark) / f"rank-{rank:05d}"
 
-    def copies(self, mark: str) -> list[Path]:
+    def replicas(self, mark: str) -> list[Path]:
         """The complete folders of all ranks of that session on this node."""
         slots = sorted(self._session(mark).glob("rank-*")) if self._is_ours() else []
         return [slot / name for slot in slots for name in highest_first(Disk(slot).names())]
@@ -137,7 +138,7 @@ class NodeMemory:
             )
 
     def remove(self, mark: str | None = None) -> None:
-        """All copies of the run on this node, or those of the session with that mark."""
+        """All replicas of the run on this node, or those of the session with that mark."""
         if self._is_ours():
             shutil.rmtree(self.folder if mark is None else self._session(mark), ignore_errors=True)
             with suppress(OSError):  # others' are there
@@ -154,7 +155,7 @@ class NodeMemory:
         return False
 
 
-# What is left of a session's copies on the nodes that are there, every byte verified.
+# What is left of a session's replicas on the nodes that are there, every byte verified.
 
 
 @dataclass
@@ -162,10 +163,10 @@ class Found:
     """What one rank found on its node, and verified. Ranks of one node verify a share each."""
 
     manifests: dict[str, Manifest] = field(default_factory=dict)
-    """By the copy's name."""
+    """By the replica's name."""
 
     sound: dict[str, dict[str, Path]] = field(default_factory=dict)
-    """Of each copy: files, by name."""
+    """Of each replica: files, by name."""
 
     problems: list[str] = field(default_factory=list)
     """A sentence for each that is not."""
@@ -177,7 +178,7 @@ class Found:
         memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        for folder in memory.copies(mark) + (shared.copies(mark) if here[0] == 0 else []):
+        for folder in memory.replicas(mark) + (shared.replicas(mark) if here[0] == 0 else []):
             if step_of(folder) > than:
                 found._list(folder, places)
         mine = sorted(places)[here.index(group.rank) :: len(here)]
@@ -207,23 +208,23 @@ class Found:
                     break
 
 
-# How ranks get copies from nodes whose ranks do not train: these put them into the run's folder, which all share.
+# How ranks get replicas from nodes whose ranks do not train: these put them into the run's folder, which all share.
 
 
 PATIENCE_SECONDS = 30.0
-"""How long those that train wait for the others' copies."""
+"""How long those that train wait for the others' replicas."""
 
 
-def hand_over(folder: RunFolder, launch: Launch) -> None:
-    """Called by a rank beyond those that train: what is on its node of the last session's copies, newer than the
-    checkpoints on disk, is put into the run's folder, if there is room. Others look for it there."""
+def drain(folder: RunFolder, launch: Launch) -> None:
+    """Called by a rank beyond those that train: what is on its node of the last session's replicas, newer than
+    the checkpoints on disk, is put into the run's folder, if there is room. Others look for it there."""
     mark = mark_of(folder)
     if mark is None:
         return
     newest = find_checkpoint(folder.path)
     shared = NodeMemory.shared(folder)
     with suppress(OSError):
-        for copy in NodeMemory.of(folder).copies(mark):
+        for copy in NodeMemory.of(folder).replicas(mark):
             if newest is None or step_of(copy) > step_of(newest):
                 mine = shared.slot(mark, launch.rank)
                 _put(copy, mine.with_name(f"{mine.name}-of-{copy.parent.name}"))
@@ -263,16 +264,16 @@ def _done(shared: NodeMemory, mark: str, launch: Launch, rank: int) -> Path:
     return shared.slot(mark, rank).with_name(f"done-{meeting}-{rank}")
 
 
-# Keeps a copy of the run's state in memory while training goes on.
+# Keeps a replica of the run's state in memory while training goes on.
 
 
 FORGET_SECONDS = 5.0
-"""How long a copy that is not needed any more is waited for."""
+"""How long a replica that is not needed any more is waited for."""
 
 
 @dataclass(frozen=True)
-class Copy:
-    """What a copy is made of."""
+class Replica:
+    """What a replica is made of."""
 
     header: Header
     """Of the name and the parents that it would have on disk."""
@@ -282,8 +283,8 @@ class Copy:
     """Raises if it must not be kept."""
 
 
-class MemoryCopies:
-    """The copies of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
+class Replicas:
+    """The replicas of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
 
     There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
     those of earlier sessions, whose state is on disk by then.
@@ -293,7 +294,7 @@ class MemoryCopies:
         memory.remove()
         self._memory, self._mark, self._slot = memory, mark, memory.slot(mark, world_group.rank)
         self._world_group, self._group = world_group, world_group.side_channel()
-        self.keepers = Keepers(world_group.all_gather_objects(memory.node()))
+        self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None
         self._ends = threading.Event()
 
@@ -315,10 +316,10 @@ class MemoryCopies:
                     shutil.rmtree(self._slot / name)
         return not busy
 
-    def begin(self, copy: Copy) -> None:
-        """Begins a copy in a thread; only after `may_begin`."""
-        self._ends, self._pending = threading.Event(), Future()
-        threading.Thread(target=_fulfil, args=(self._pending, self._keep, copy, self._ends), daemon=True).start()
+    def begin(self, replica: Replica) -> None:
+        """Begins a replica in a thread; only after `may_begin`."""
+        self._ends = threading.Event()
+        self._pending = begin(partial(self._keep, replica, self._ends))
 
     def forget(self, patience: float = FORGET_SECONDS) -> None:
         """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
@@ -334,45 +335,45 @@ class MemoryCopies:
         self.forget(patience)
         self._memory.remove(self._mark)
 
-    def _keep(self, copy: Copy, ends: threading.Event) -> str | None:
+    def _keep(self, replica: Replica, ends: threading.Event) -> str | None:
         """Its name, or None if it was not to be kept any more."""
         try:
-            self._write(copy, ends)
+            self._write(replica, ends)
         except Exception:
             if ends.is_set():
                 return None
             raise
-        return None if ends.is_set() else copy.header.name
+        return None if ends.is_set() else replica.header.name
 
-    def _write(self, copy: Copy, ends: threading.Event) -> None:
-        group, snapshot, memory = self._group, copy.snapshot, Disk(self._slot)
-        folder = memory.partial(copy.header.name)
-        run_on_all_ranks(group, lambda: self._prepare(folder, copy))
+    def _write(self, replica: Replica, ends: threading.Event) -> None:
+        group, snapshot, memory = self._group, replica.snapshot, Disk(self._slot)
+        folder = memory.partial(replica.header.name)
+        run_on_all_ranks(group, lambda: self._prepare(folder, replica))
         entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
         files = dict(zip(snapshot.file_names, entries, strict=True))
-        header = group.broadcast_object(copy.header)
+        header = group.broadcast_object(replica.header)
         self._exchange(folder, files, ends)
         header.manifest(snapshot.entries, files).write(folder)
         if not ends.is_set():
             folder.rename(self._slot / header.name)
 
-    def _prepare(self, folder: Path, copy: Copy) -> None:
-        copy.check()
+    def _prepare(self, folder: Path, replica: Replica) -> None:
+        replica.check()
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
         first = not Disk(self._slot).names()
-        here = self.keepers.on(self.keepers.nodes[self._group.rank])
-        kept = [*here, *(ward for rank in here for ward in self.keepers.wards(rank))]
-        self._memory.require_room((2 if first else 1) * sum(copy.snapshot.bytes_of[rank] for rank in kept))
+        here = self.peers.on(self.peers.nodes[self._group.rank])
+        kept = [*here, *(ward for rank in here for ward in self.peers.served_by(rank))]
+        self._memory.require_room((2 if first else 1) * sum(replica.snapshot.bytes_of[rank] for rank in kept))
         folder.mkdir(parents=True)
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
         """Sends this rank's file to its keeper, and receives its wards'."""
         rank, names, theirs = self._group.rank, list(files), dict[int, Tensor]()
-        keeper = self.keepers.of(rank)
+        keeper = self.peers.of(rank)
         if keeper is None:
             return
-        wards = {ward: names[ward] for ward in self.keepers.wards(rank)}
+        wards = {ward: names[ward] for ward in self.peers.served_by(rank)}
 
         def make_places() -> None:
             theirs.update({ward: _place_for(folder / name, files[name].bytes) for ward, name in wards.items()})
@@ -399,55 +400,17 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _fulfil(future: Future[str | None], function: Callable[..., str | None], *args: Any) -> None:
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:
-        future.set_exception(error)
-
-
-# What was in memory only becomes a checkpoint again: the newest copy that is whole on the nodes that are there.
-
-
-@dataclass(frozen=True)
-class Rescue:
-    """What came of the copies in memory."""
-
-    checkpoint: Checkpoint | None
-    """None: none can be used, for these `problems`."""
-
-    newer_by: int = 0
-    """Steps that it has more than the newest on disk."""
-
-    seconds: float = 0.0
-    """That it took."""
-
-    problems: list[str] = field(default_factory=list)
-    """A sentence for each newer copy, or file of one, that cannot be used."""
-
-    def sentences(self) -> list[str]:
-        """For people."""
-        if self.checkpoint is None:
-            return self.problems
-        newer = f"step {self.checkpoint.step:,}, {counted(self.newer_by, 'step')} newer than the disk's"
-        return [*self.problems, f"{newer}: saved as {self.checkpoint.folder.name} in {self.seconds:.1f} s"]
-
-    def facts(self) -> dict[str, Any]:
-        """For the log."""
-        if self.checkpoint is None:
-            return {"problems": self.problems}
-        seconds = round(self.seconds, 3)
-        return {"problems": self.problems, "newer_by": self.newer_by, "rescue_seconds": seconds}
+# What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.
 
 
 def rescue_newer(
     than: int, folder: RunFolder, launch: Launch, group: Group, keep: int, keep_rules: KeepRules
-) -> Rescue | None:
-    """Makes a checkpoint in `folder` of the newest whole copy, if one of the last session is newer than step `than`;
+) -> Resumed | None:
+    """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
     None if there is none. Collective.
 
     Which session was the last one, its mark in the folder says: once another has begun, or it has ended by itself, its
-    copies are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
+    replicas are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
     """
     began = time.monotonic()
     mark = group.broadcast_object(mark_of(folder) if group.rank == 0 else None)
@@ -466,8 +429,12 @@ def rescue_newer(
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            return Rescue(checkpoint, manifest.step - max(than, 0), time.monotonic() - began, problems)
-    return Rescue(None, problems=problems) if problems else None
+            newer_by, seconds = manifest.step - max(than, 0), time.monotonic() - began
+            newer = f"step {manifest.step:,}, {counted(newer_by, 'step')} newer than the disk's"
+            details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
+            sentence = f"{newer}: saved as {written.name} in {seconds:.1f} s"
+            return Resumed("memory", checkpoint, problems, sentence, details)
+    return Resumed("memory", None, problems) if problems else None
 
 
 def _manifest(copy: str, found: Found, group: Group) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -279,6 +279,38 @@ class Checkpoint:
             for _ in check_files(self.folder, {file: self.files[file]}):
                 pass
             self._verified.add(file)
+
+
+# What a place other than the disk had to resume from.
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What came of looking for a newer checkpoint than the disk's: in the memory of nodes, or in the remote store."""
+
+    place: str
+    """`memory` or `mirror`, as in the log."""
+
+    checkpoint: Checkpoint | None
+    """On the disk now; None: no newer one can be used, for these `problems`."""
+
+    problems: list[str]
+    """A sentence for each newer one that cannot be used, or file of one."""
+
+    sentence: str = ""
+    """What it was, for the banner."""
+
+    details: dict[str, Any] = field(default_factory=dict)
+    """The same for the log."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For the banner."""
+        found = [] if self.checkpoint is None else [self.sentence]
+        return [("in memory" if self.place == "memory" else self.place, each) for each in [*self.problems, *found]]
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        return {"problems": self.problems, **self.details}
 
 
 # Counters that earlier versions did not write, computed from what their checkpoints hold.

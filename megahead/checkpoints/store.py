@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import PurePath
-from typing import Protocol
+from typing import Any, Protocol
 
 from megahead.checkpoints.format import Manifest
 from megahead.errors import CheckpointError
@@ -181,6 +181,20 @@ class Lineage:
     def supersedes(self, name: str) -> bool:
         """Whether the run has gone on from that checkpoint, or gone back from it."""
         return leads_to(name, self.parents) or name in self.orphaned
+
+
+# What is reported of places.
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a checkpoint in some place."""
+
+    facts: dict[str, Any]
+    """For the log."""
+
+    sentence: str | None = None
+    """For the console, if something is wrong."""
 
 
 # Which checkpoints are kept: the last few of the history, and those that `KeepRules` name.

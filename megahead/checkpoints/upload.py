@@ -10,40 +10,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError
-from megahead.checkpoints.store import KeepRules, Lineage, orphans, retain, step_of
+from megahead.checkpoints.store import Event, KeepRules, Lineage, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
 
-# What becomes of the checkpoints that are to be sent, for the log and the console.
+# What becomes of the checkpoints that are to be sent: for the log a checkpoint's `step`; `seconds` and `bytes` if it
+# arrived, else why it `failed`, or that it was `skipped`.
 
 
-@dataclass(frozen=True)
-class News:
-    """What became of a checkpoint, or of the small files."""
-
-    facts: dict[str, Any]
-    """For the log: its `step`; `seconds` and `bytes` if it arrived, else why it `failed`, or that it was `skipped`."""
-
-    sentence: str | None = None
-    """For the console, if something is wrong."""
-
-
-def failed(folder: Path, reason: str) -> News:
+def failed(folder: Path, reason: str) -> Event:
     """It is not there, for that reason."""
     step = step_of(folder)
     sentence = f"step {step:,} is not in the mirror, only in {folder}: {reason}"
-    return News({"step": step, "failed": reason}, sentence)
+    return Event({"step": step, "failed": reason}, sentence)
 
 
-def skipped(folder: Path, url: str) -> News:
+def skipped(folder: Path, url: str) -> Event:
     """A newer one is sent in its place."""
     step = step_of(folder)
     sentence = f"step {step:,} is not copied to the mirror, since an older one is still on its way to {url}"
-    return News({"step": step, "skipped": True}, sentence)
+    return Event({"step": step, "skipped": True}, sentence)
 
 
 # Sends a checkpoint: files, its manifest, `latest`. What need not be kept there goes afterwards.
@@ -178,7 +167,7 @@ class Mirror:
         self._keep, self._keep_rules = keep, keep_rules
         self._begun = False
         self._taken: UserError | None = None
-        self._queue, self._news = UploadQueue(), SimpleQueue[News]()
+        self._queue, self._events = UploadQueue(), SimpleQueue[Event]()
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
@@ -197,7 +186,7 @@ class Mirror:
         it, so that from then on it is the newest one there."""
         passed_over = self._queue.put(Upload(folder, is_new))
         if passed_over is not None:
-            self._news.put(skipped(passed_over.folder, self.url))
+            self._events.put(skipped(passed_over.folder, self.url))
 
     def offer_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
@@ -212,9 +201,9 @@ class Mirror:
         if self._taken is not None:
             raise self._taken
 
-    def news(self) -> list[News]:
+    def events(self) -> list[Event]:
         """What happened since the last call."""
-        return [self._news.get() for _ in range(self._news.qsize())]  # only this thread takes some
+        return [self._events.get() for _ in range(self._events.qsize())]  # only this thread takes some
 
     def finishing(self, deadline: float = math.inf) -> Iterator[None]:
         """Ends when nothing is left to be sent, or all attempts have failed, or the monotonic clock is there; yields
@@ -241,11 +230,11 @@ class Mirror:
             self._begin()
             sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
             seconds = round(time.monotonic() - began, 3)
-            self._news.put(News({"step": step_of(folder), "seconds": seconds, "bytes": sent}))
+            self._events.put(Event({"step": step_of(folder), "seconds": seconds, "bytes": sent}))
 
         reason = self._failure_of(attempt, lambda: _is_gone(folder))
         if reason is not None and not _is_gone(folder):
-            self._news.put(failed(folder, reason))
+            self._events.put(failed(folder, reason))
         return reason is None
 
     def _send_files(self, sent: Upload | None) -> None:
@@ -260,7 +249,7 @@ class Mirror:
 
         reason = self._failure_of(attempt)
         if reason is not None:
-            self._news.put(News({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
+            self._events.put(Event({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
 
     def _failure_of(self, attempt: Callable[[], None], is_in_vain: Callable[[], bool] = lambda: False) -> str | None:
         """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from megahead.checkpoints.upload import News
+from megahead.checkpoints.store import Event
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
@@ -25,7 +25,7 @@ from megahead.losses.detection import DetectionResult
 from megahead.objectives.phrases import PhraseResult
 from megahead.train.faults import Action, OddReplica, SlowRank
 from megahead.train.progress import Progress, TrainingState
-from megahead.train.saving import Hold, Renewal
+from megahead.train.saving import Lease
 from megahead.train.start import Start
 from megahead.train.step import StepReport, Utilization
 from megahead.wording import counted, duration, span, thousands
@@ -322,18 +322,18 @@ _QUIETER = 10
 
 
 class Meters:
-    """Writes the means of the steps between two lines, and what happens beside them. Does nothing without a `hold`,
+    """Writes the means of the steps between two lines, and what happens beside them. Does nothing without a `lease`,
     rank 0's claim on the run folder, which a later session may take over."""
 
     utilization: Utilization | None = None
     """By what a step of the phase takes; None: only speeds are told."""
 
-    def __init__(self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape) -> None:
+    def __init__(self, config: RunConfig, *, lease: Lease | None, mesh: MeshShape) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
-        self._active, self._hold = hold is not None, hold
+        self._active, self._lease = lease is not None, lease
         self._interval = Interval(config.objective)
         self._last_printed = -math.inf
         self._perplexity: float | None = None
@@ -425,16 +425,16 @@ class Meters:
         if self._active:
             self._log.record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
-    def copied(self, renewal: Renewal, state: TrainingState) -> None:
+    def copied(self, event: Event, state: TrainingState) -> None:
         """Records a copy in memory, or why there is none."""
         if self._active:
-            self._log.record(state, {"copy": renewal.facts})
-            if renewal.sentence is not None:
-                self.print_line(renewal.sentence)
+            self._log.record(state, {"copy": event.facts})
+            if event.sentence is not None:
+                self.print_line(event.sentence)
 
-    def mirrored(self, news: Sequence[News], state: TrainingState) -> None:
+    def mirrored(self, events: Sequence[Event], state: TrainingState) -> None:
         """Records what became of checkpoints on their way to the mirror."""
-        for each in news:
+        for each in events:
             self._log.record(state, {"mirror": each.facts})
             if each.sentence is not None:
                 self.print_line(each.sentence)
@@ -484,8 +484,8 @@ class Meters:
             self._boards.close()
 
     def _write(self, state: TrainingState, last: bool) -> None:
-        if self._hold is not None:
-            self._hold.check()
+        if self._lease is not None:
+            self._lease.check()
         scalars = self._interval.means(state)
         if self.utilization is not None:
             scalars |= self.utilization.of(scalars["tokens_per_second"], scalars["candidates"])

@@ -16,7 +16,7 @@ from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, Guard, Health, StopRequest
 from megahead.train.log import Meters
 from megahead.train.progress import Progress, TrainingState
-from megahead.train.saving import Copier, Saver
+from megahead.train.saving import Checkpointer
 from megahead.train.step import StepReport, Stopwatch, Tally, seed_step, train_step
 
 # A phase of a run that is ready to train: the parts that the loop works with.
@@ -37,8 +37,7 @@ class Training:
     stop: StopRequest
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
-    saver: Saver
-    copier: Copier
+    checkpointer: Checkpointer
     device: torch.device
 
     evaluate_first: bool
@@ -85,8 +84,8 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
 
 def _roll_back(run: Training) -> bool:
     """Goes back to the newest checkpoint; whether there was one."""
-    run.saver.wait()
-    run.copier.forget()
+    run.checkpointer.wait()
+    run.checkpointer.forget_replicas()
     reached, folder = run.state.step, run.progress.roll_back()
     run.state.rollbacks += folder is not None
     run.meters.rolled_back(folder, reached - run.state.step, run.state)
@@ -131,16 +130,16 @@ def train(run: Training) -> Ending:
             with watch.paused():
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
-            run.meters.mirrored(run.saver.news(), run.state)
+            run.meters.mirrored(run.checkpointer.events(), run.state)
             ending = _reason_to_stop(run)
     run.meters.finish(state)
     known = state.evaluated
     if ending != "stopped" and not state.evaluated and not _evaluate(run):
         ending = "stopped"
-    saved = run.saver.up_to_date and state.evaluated == known  # with the evaluation, for `keep_best`
+    saved = run.checkpointer.up_to_date and state.evaluated == known  # with the evaluation, for `keep_best`
     if state.samples and not saved and (ending is None or replicas_agree(run, kept=True)):
         _save(run)
-    run.saver.wait()
+    run.checkpointer.wait()
     if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:
         _evaluate_tasks(run, run.tasks)
     return ending or "finished"
@@ -176,7 +175,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
 def _is_kept(run: Training) -> bool:
     """Whether the present weights will be saved or copied."""
     step = run.state.step
-    return step >= run.until or _save_is_due(run) or run.copier.due(step)
+    return step >= run.until or _save_is_due(run) or run.checkpointer.replica_due(step)
 
 
 def _save_is_due(run: Training) -> bool:
@@ -191,8 +190,8 @@ def _evaluate_and_save_if_due(run: Training) -> None:
         _evaluate(run)
     if _save_is_due(run):
         _save(run)
-    elif run.copier.due(step):
-        run.meters.copied(run.copier.renew(), run.state)
+    elif run.checkpointer.replica_due(step):
+        run.meters.copied(run.checkpointer.replicate(), run.state)
     if tasks and step % tasks.every == 0:
         _evaluate_tasks(run, tasks)
 
@@ -212,7 +211,7 @@ def _run_missed_evaluation(run: Training) -> None:
 def _run_missed_tasks(run: Training) -> None:
     """Evaluates the tasks that were due at the resumed step of this run, if the session that came to it did not."""
     state, tasks, ended = run.state, run.tasks, run.state.step >= run.config.training.steps
-    if tasks is None or run.saver.wait() is None or not (ended or state.step % tasks.every == 0):
+    if tasks is None or run.checkpointer.wait() is None or not (ended or state.step % tasks.every == 0):
         return
     if not run.progress.world_group.broadcast_object(run.meters.has_tasks(state)):
         _evaluate_tasks(run, tasks)
@@ -233,13 +232,13 @@ def _evaluate(run: Training) -> bool:
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
     """Evaluates the tasks with the run's newest checkpoint."""
-    checkpoint = run.saver.wait()
+    checkpoint = run.checkpointer.wait()
     if checkpoint is not None:
         run.meters.tasks(tasks.run(checkpoint), run.state)
 
 
 def _save(run: Training) -> None:
-    run.meters.saved(run.saver.save(), run.state)
+    run.meters.saved(run.checkpointer.save(), run.state)
     run.guard.saved()
 
 
@@ -250,10 +249,10 @@ def _reason_to_stop(run: Training) -> Ending | None:
     """
     limit, world_group = run.config.training.max_seconds, run.progress.world_group
     overtime = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
-    votes = torch.tensor([run.stop.signal is not None, overtime, run.saver.failed], dtype=torch.int32)
+    votes = torch.tensor([run.stop.signal is not None, overtime, run.checkpointer.failed], dtype=torch.int32)
     stopped, overtime, failed = world_group.all_reduce_(votes).tolist()
     if failed:
-        run.saver.wait()
+        run.checkpointer.wait()
     if stopped:
         return "stopped"
     return "out of time" if overtime else None

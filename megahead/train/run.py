@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from megahead.checkpoints.memory import NodeMemory, hand_over
+from megahead.checkpoints.memory import NodeMemory, drain
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.data.loader import training_masker
@@ -44,7 +44,7 @@ from megahead.train.faults import Ending, Guard, Health, signals_put_back
 from megahead.train.log import require_boards
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
-from megahead.train.saving import Copier, Saver
+from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, must_be_shared
 from megahead.train.start import Start, starting_weights
 from megahead.train.step import Tally, device_name
@@ -121,7 +121,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
         print(_who_waits(config, launch), flush=True)
     folder, copies = config.folder(), config.training.copy_every is not None
     if copies:
-        hand_over(folder, launch)
+        drain(folder, launch)
     spectate(launch, config.engine.timeout_seconds, settings_of(config))
     if copies:
         NodeMemory.of(folder).remove()
@@ -358,8 +358,7 @@ def _training(session: Session, plan: RunPlan, start: Start, progress: Progress,
         stop=session.stop,
         evaluation=Evaluation.of(config, session.datasets.validation, session.data_group, session.device),
         tasks=TaskEvaluation.of(config, ranks),
-        saver=Saver(progress, session.keep_rules, session.hold, mirror),
-        copier=Copier(progress, session.copies),
+        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, mirror, session.copies),
         device=session.device,
         evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),
     )

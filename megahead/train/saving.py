@@ -8,19 +8,18 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import Fetched, Terms, fetch_named, fetch_newer, small_files
+from megahead.checkpoints.fetch import Terms, fetch_named, fetch_newer, small_files
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
-from megahead.checkpoints.memory import Copy, MemoryCopies
-from megahead.checkpoints.reading import Checkpoint
+from megahead.checkpoints.memory import Replica, Replicas
+from megahead.checkpoints.reading import Checkpoint, Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen, look_at, patience_with
-from megahead.checkpoints.store import KeepRules
-from megahead.checkpoints.upload import Mirror, News
+from megahead.checkpoints.store import Event, KeepRules
+from megahead.checkpoints.upload import Mirror
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
@@ -31,69 +30,7 @@ from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_anoth
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.progress import Moment, Progress
 
-# Keeps a copy of the run in the memory of its nodes, renewed every `training.copy_every` steps.
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """What became of a copy when it was due."""
-
-    facts: dict[str, Any]
-    """For the log: `stall_seconds` that training waited and `bytes` of the state; or how many were `skipped` so far, or
-    why copies are `off`."""
-
-    sentence: str | None = None
-    """For the console, if there is news."""
-
-
-class Copier:
-    """Renews the copy of a phase's run, if it has `copies`. Methods but `due` are collective.
-
-    Training waits while weights are copied, but neither for files nor for other nodes: while the last copy is on its
-    way, those that are due are left out. What goes wrong ends copies, and nothing else.
-    """
-
-    def __init__(self, progress: Progress, copies: MemoryCopies | None) -> None:
-        self._progress, self._copies = progress, copies
-        self._every = progress.phase.config.training.copy_every or 0
-        self._skipped = 0
-
-    def due(self, step: int) -> bool:
-        """Whether to renew it behind that step."""
-        return self._copies is not None and step % self._every == 0
-
-    def renew(self) -> Renewal:
-        """Begins a copy of the present state, if the last one is complete; only where one is `due`."""
-        began, copies = time.monotonic(), self._copies
-        assert copies is not None
-        try:
-            if not copies.may_begin():
-                return self._skip()
-        except CheckpointError as error:
-            self._copies = None
-            copies.close()
-            return Renewal(
-                {"off": str(error)}, f"step {self._progress.state.step:,}: no more copies in memory: {error}"
-            )
-        moment = self._progress.moment(self._progress.world_group, copied=True)
-        copies.begin(Copy(moment.header, moment.snapshot, moment.must_be_finite))
-        return Renewal({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
-
-    def forget(self) -> None:
-        """Before the run goes back to an older state."""
-        if self._copies is not None:
-            self._copies.forget()
-
-    def _skip(self) -> Renewal:
-        self._skipped += 1
-        if self._skipped > 1:
-            return Renewal({"skipped": self._skipped})
-        step = self._progress.state.step
-        sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
-        return Renewal({"skipped": 1}, sentence)
-
-
-# A session's hold on its run's folder, so that of two sessions there only the later one writes.
+# A session's lease on its run's folder, so that of two sessions there only the later one writes.
 #
 # torchrun's agents may give a node up that only its network had left: it still trains, while the others begin again
 # from the newest checkpoint. Whoever begins last has the folder.
@@ -104,7 +41,7 @@ def session_mark() -> str:
     return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
 
 
-class Hold:
+class Lease:
     """Taken when it is made. Between `check` and what is written then another session may still begin."""
 
     def __init__(self, file: Path, mark: str) -> None:
@@ -135,25 +72,35 @@ class Hold:
             return None
 
 
-# Saves a run's checkpoints, at once or in the background.
+# Keeps a run's state in all its places.
 
 
-class Saver:
-    """Writes checkpoints of the complete run into its folder. Every method but `news` is collective.
+class Checkpointer:
+    """Puts the state of the complete run into its places: the run's folder, the memory of nodes every
+    `training.copy_every` steps, and the remote store after each save. Every method but `replica_due` and `events` is
+    collective.
 
     In the background, training waits only while weights are copied; a second save waits for the first. If a background
-    save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A state with
-    numbers that are not finite is not saved.
+    save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica waits
+    neither for files nor for other nodes: while the last one is on its way, those that are due are left out, and what
+    goes wrong ends replicas, and nothing else. A state with numbers that are not finite is not saved.
     """
 
-    def __init__(self, progress: Progress, keep_rules: KeepRules, hold: Hold | None, mirror: Mirror | None) -> None:
-        """`keep_rules`: of the run; `hold`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
+    def __init__(
+        self,
+        progress: Progress,
+        keep_rules: KeepRules,
+        lease: Lease | None,
+        mirror: Mirror | None,
+        replicas: Replicas | None,
+    ) -> None:
+        """`keep_rules`: of the run; `lease`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
         training = progress.phase.config.training
-        self._progress, self._hold, self._mirror = progress, hold, mirror
+        self._progress, self._lease, self._mirror, self._replicas = progress, lease, mirror, replicas
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
-        self._keep = training.keep_checkpoints
+        self._keep, self._replicate_every, self._skipped = training.keep_checkpoints, training.copy_every or 0, 0
         self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
         run = progress.history
@@ -194,13 +141,13 @@ class Saver:
             self._folder = pending.result()
         return self._folder
 
-    def news(self) -> list[News]:
-        """What became of checkpoints on their way to the mirror, since the last call."""
-        return [] if self._mirror is None else self._mirror.news()
+    def events(self) -> list[Event]:
+        """What became of checkpoints on their way to the remote store, since the last call."""
+        return [] if self._mirror is None else self._mirror.events()
 
     def _write(self, moment: Moment) -> Path:
-        """Unless a number is not finite on any rank, or another session has taken the folder or the mirror."""
-        checks = [moment.must_be_finite, *(each.check for each in (self._hold, self._mirror) if each is not None)]
+        """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
+        checks = [moment.must_be_finite, *(each.check for each in (self._lease, self._mirror) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         folder = write_snapshot(
             self._progress.history.root,
@@ -213,6 +160,34 @@ class Saver:
         if self._mirror is not None:
             self._mirror.offer(folder)
         return folder
+
+    def replica_due(self, step: int) -> bool:
+        """Whether to put a replica into memory behind that step."""
+        return self._replicas is not None and step % self._replicate_every == 0
+
+    def replicate(self) -> Event:
+        """Begins a replica of the present state, if the last one is complete; only where one is due. For the log:
+        `stall_seconds` that training waited and `bytes` of the state; or how many were `skipped` so far, or why
+        replicas are `off`."""
+        began, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
+        assert replicas is not None
+        try:
+            if not replicas.may_begin():
+                self._skipped += 1
+                sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
+                return Event({"skipped": self._skipped}, sentence if self._skipped == 1 else None)
+        except CheckpointError as error:
+            self._replicas = None
+            replicas.close()
+            return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}")
+        moment = self._progress.moment(self._progress.world_group, copied=True)
+        replicas.begin(Replica(moment.header, moment.snapshot, moment.must_be_finite))
+        return Event({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
+
+    def forget_replicas(self) -> None:
+        """Before the run goes back to an older state."""
+        if self._replicas is not None:
+            self._replicas.forget()
 
 
 # A run and its mirror in a store: what a session fetches from there, and how it waits for what it sends.
@@ -255,7 +230,7 @@ def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gro
     return str(fetch_named(resume, folder, world_group, Terms(accept, files)))
 
 
-def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
+def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Resumed | None:
     """The mirror's newest checkpoint, if that is newer than step `than`: it is in the run's folder then. Collective;
     CheckpointError if it is of a run that may not be resumed."""
     url = config.training.mirror
@@ -277,14 +252,14 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
     return accept
 
 
-def open_mirror(config: RunConfig, seen: Seen, hold: Hold | None, keep_rules: KeepRules) -> Mirror | None:
-    """The mirror of a session that has the `hold` on its run's folder: rank 0's. `seen`: what was there before."""
+def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, keep_rules: KeepRules) -> Mirror | None:
+    """The mirror of a session that has the `lease` on its run's folder: rank 0's. `seen`: what was in it before."""
     training, folder = config.training, config.folder()
-    if training.mirror is None or hold is None:
+    if training.mirror is None or lease is None:
         return None
     remote = Remote.of(training.mirror)
-    lease = RemoteLease(remote.store, folder, hold.mark, seen)
-    return Mirror(remote, folder, lease, training.keep_checkpoints, keep_rules)
+    remote_lease = RemoteLease(remote.store, folder, lease.mark, seen)
+    return Mirror(remote, folder, remote_lease, training.keep_checkpoints, keep_rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
@@ -295,7 +270,7 @@ def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
     return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
 
 
-def finish_mirror(mirror: Mirror | None, deadline: float, world_group: Group) -> list[News]:
+def finish_mirror(mirror: Mirror | None, deadline: float, world_group: Group) -> list[Event]:
     """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
     run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(deadline), str)
-    return [] if mirror is None else mirror.news()
+    return [] if mirror is None else mirror.events()

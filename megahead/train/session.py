@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoints.fetch import Fetched
 from megahead.checkpoints.format import run_on_all_ranks
-from megahead.checkpoints.memory import MemoryCopies, NodeMemory, Rescue, rescue_newer
+from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
+from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Seen
-from megahead.checkpoints.store import KeepRules
-from megahead.checkpoints.upload import Mirror, News
+from megahead.checkpoints.store import Event, KeepRules
+from megahead.checkpoints.upload import Mirror
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -38,7 +38,7 @@ from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import Meters
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import (
-    Hold,
+    Lease,
     fetch_from_mirror,
     finish_mirror,
     last_moment,
@@ -94,18 +94,18 @@ class Session:
             self._after_an_error.callback(self._remove_fetched)
         self._seen = look_at_mirror(resume, self.plan.config, self.world_group)
         near = near_resume(resume, self.plan.config, self.datasets, self.world_group)
-        yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
+        yield find_resume(near, folder, self.world_group, (self._rescue, self._fetch))
         while True:
-            yield find_resume("auto", folder, self.world_group, self._rescue)
+            yield find_resume("auto", folder, self.world_group, (self._rescue,))
 
-    def _rescue(self, than: int) -> Rescue | None:
+    def _rescue(self, than: int) -> Resumed | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.copy_every is None:
             return None
         return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, self.keep_rules)
 
-    def _fetch(self, than: int) -> Fetched | None:
+    def _fetch(self, than: int) -> Resumed | None:
         """The mirror's newest checkpoint, if that is newer than step `than`."""
         return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
 
@@ -116,13 +116,13 @@ class Session:
     @cached_property
     def meters(self) -> Meters:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
-        hold = self.hold
+        lease = self.lease
         mesh = {
             "tensor": self.mesh.tensor_group.size,
             "data": self.mesh.data_group.size,
             "waiting": self.launch.spare_ranks,
         }
-        return Meters(self.plan.config, hold=hold, mesh=mesh)
+        return Meters(self.plan.config, lease=lease, mesh=mesh)
 
     def meters_of(self, phase: RunPlan) -> Meters:
         """The run's, which hold its speed against what a step of this phase takes."""
@@ -136,21 +136,21 @@ class Session:
         return KeepRules(training.keep_every, [phase.steps.start for phase in later], training.keep_best)
 
     @cached_property
-    def hold(self) -> Hold | None:
+    def lease(self) -> Lease | None:
         """Rank 0's on the folder, in which it has then begun to write."""
         if self.world_group.rank != 0:
             return None
         _begin(self.plan.config.folder(), self.plan.config)
-        return Hold(self.plan.config.folder().holder, self.mark)
+        return Lease(self.plan.config.folder().holder, self.mark)
 
     @cached_property
-    def copies(self) -> MemoryCopies | None:
+    def copies(self) -> Replicas | None:
         """In the memory of the nodes, if the run keeps any. Made when its state is on disk, and the folder held."""
         if self.plan.config.training.copy_every is None:
             return None
-        mark = self.world_group.broadcast_object("" if self.hold is None else self.hold.mark)
+        mark = self.world_group.broadcast_object("" if self.lease is None else self.lease.mark)
         self._remove_handed_over()
-        copies = MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+        copies = Replicas(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
         if not self.launch.restarts:
             self._after_an_error.callback(copies.close, patience=0)
         return copies
@@ -163,7 +163,7 @@ class Session:
         """The banner's line."""
         if self.copies is None:
             return []
-        nodes = self.copies.keepers.count()
+        nodes = self.copies.peers.count()
         alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
         every = counted(self.plan.config.training.copy_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
@@ -180,17 +180,16 @@ class Session:
 
     def _opened_mirror(self, start: Start, history: RunHistory) -> Mirror | None:
         checkpoint = start.checkpoint
-        mirror = open_mirror(self.plan.config, self._seen, self.hold, self.keep_rules)
+        mirror = open_mirror(self.plan.config, self._seen, self.lease, self.keep_rules)
         if mirror is None:
             return None
         self._after_an_error.callback(mirror.close)
         own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
-        is_there = start.fetched is not None and start.fetched.checkpoint is not None
-        if checkpoint is not None and own and not is_there:
+        if checkpoint is not None and own and not start.came_from("mirror"):
             mirror.offer(checkpoint.folder, is_new=False)
         return mirror
 
-    def _finish_mirror(self, deadline: float) -> list[News]:
+    def _finish_mirror(self, deadline: float) -> list[Event]:
         if self.plan.config.training.mirror is None:
             return []
         return finish_mirror(self.mirror, deadline, self.world_group)
@@ -214,8 +213,8 @@ class Session:
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
-        if self.hold is not None:
-            self.hold.release()
+        if self.lease is not None:
+            self.lease.release()
         if self.copies is not None:
             self.copies.close()
             self._remove_handed_over()
@@ -223,7 +222,7 @@ class Session:
         if self.mirror is not None:
             self.mirror.offer_files()
             self.mirror.close()
-        for sentence in [news.sentence for news in self._finish_mirror(deadline) if news.sentence]:
+        for sentence in [event.sentence for event in self._finish_mirror(deadline) if event.sentence]:
             print(sentence, flush=True)
 
 

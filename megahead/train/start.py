@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.checkpoints.disk import find_checkpoint, orphaned_in
-from megahead.checkpoints.fetch import Fetched, fetch_named
+from megahead.checkpoints.fetch import fetch_named
 from megahead.checkpoints.format import run_on_all_ranks
-from megahead.checkpoints.memory import Rescue
-from megahead.checkpoints.reading import Checkpoint, newest_sound, open_together
+from megahead.checkpoints.reading import Checkpoint, Resumed, newest_sound, open_together
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -45,11 +44,8 @@ class Start:
     damage: list[str]
     """A sentence for each newer but damaged checkpoint."""
 
-    rescue: Rescue | None = None
-    """Where there were newer copies in memory, what came of them: perhaps this checkpoint."""
-
-    fetched: Fetched | None = None
-    """The same for newer checkpoints in the mirror."""
+    elsewhere: Sequence[Resumed] = ()
+    """Where other places than the disk had newer ones, what came of them: perhaps this checkpoint."""
 
     @property
     def step(self) -> int:
@@ -70,10 +66,7 @@ class Start:
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
         lines = [("damaged", sentence) for sentence in self.damage]
-        if self.rescue is not None:
-            lines += [("in memory", sentence) for sentence in self.rescue.sentences()]
-        if self.fetched is not None:
-            lines += [("mirror", sentence) for sentence in self.fetched.sentences()]
+        lines += [line for found in self.elsewhere for line in found.lines()]
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
@@ -98,39 +91,38 @@ class Start:
 
     def facts(self) -> dict[str, Any]:
         """For the log."""
-        facts: dict[str, Any] = {"damaged": self.damage}
-        facts |= {} if self.rescue is None else {"memory": self.rescue.facts()}
-        return facts if self.fetched is None else facts | {"mirror": self.fetched.facts()}
+        return {"damaged": self.damage} | {found.place: found.facts() for found in self.elsewhere}
 
-
-def _nothing_newer(than: int) -> None:
-    return None
+    def came_from(self, place: str) -> bool:
+        """Whether the checkpoint was taken from another place than the disk."""
+        return any(found.place == place and found.checkpoint is self.checkpoint for found in self.elsewhere)
 
 
 def find_resume(
     resume: str,
     folder: RunFolder,
     world_group: Group,
-    rescue: Callable[[int], Rescue | None] = _nothing_newer,
-    fetch: Callable[[int], Fetched | None] = _nothing_newer,
+    elsewhere: Sequence[Callable[[int], Resumed | None]] = (),
 ) -> Start:
     """What `--resume auto|never|DIR` asks for. Collective.
 
-    `rescue`: makes a checkpoint in `folder` of what is newer in memory than a step (-1: than nothing), if `auto` may
-    take it; `fetch`: of what is newer in the mirror. Otherwise nothing is written.
+    `elsewhere`: other places, for `auto`: each makes a checkpoint in `folder` of what is newer there than a step (-1:
+    than nothing). Otherwise nothing is written.
     """
     if resume != "auto":
         named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
         return Start(None if named is None else open_together(named, world_group), [])
     checkpoint, damage = newest_sound(folder.path, world_group)
-    rescued = rescue(-1 if checkpoint is None else checkpoint.step)
-    checkpoint = (rescued and rescued.checkpoint) or checkpoint
-    fetched = fetch(-1 if checkpoint is None else checkpoint.step)
-    checkpoint = (fetched and fetched.checkpoint) or checkpoint
+    newer: list[Resumed] = []
+    for look in elsewhere:
+        found = look(-1 if checkpoint is None else checkpoint.step)
+        newer += [] if found is None else [found]
+        checkpoint = (found and found.checkpoint) or checkpoint
     if checkpoint is None:
-        refuse_damaged(folder.path, [*damage, *(fetched.problems if fetched else ())])
+        lost = [each for found in newer if found.place == "mirror" for each in found.problems]
+        refuse_damaged(folder.path, [*damage, *lost])
         run_on_all_ranks(world_group, lambda: _refuse_orphaned(folder) if world_group.rank == 0 else None)
-    return Start(checkpoint, damage, rescued, fetched)
+    return Start(checkpoint, damage, newer)
 
 
 def refuse_damaged(folder: Path, damage: list[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from megahead.checkpoints import memory as keeping
 from megahead.checkpoints import memory as node_memory
 from megahead.checkpoints.format import Snapshot
-from megahead.checkpoints.memory import Keepers, MemoryCopies, NodeMemory
+from megahead.checkpoints.memory import NodeMemory, Peers, Replicas
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
@@ -31,7 +31,7 @@ def keep_with_room(group: Group, folder: Path, room: int) -> list[str]:
     memory = give_memory(folder, group.rank)
     if group.rank == 1:
         leave_room(room)
-    copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group)
     wait(copies)
     try:
@@ -61,7 +61,7 @@ def keep_on_a_node_that_fills_up(group: Group, folder: Path) -> tuple[str, list[
             raise OSError(errno.ENOSPC, "No space left on device")
 
         keeping.os.posix_fallocate = no_room  # type: ignore[assignment]
-    copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group)
     wait(copies)
     with pytest.raises(CheckpointError) as error:
@@ -79,20 +79,20 @@ def test_a_session_that_is_over_removes_nothing_of_the_one_that_came_after_it(
 ) -> None:
     monkeypatch.setattr(node_memory, "ROOT", tmp_path)
     memory = NodeMemory.of(RunFolder(tmp_path / "run"))
-    first = MemoryCopies(memory, "the first", ALONE)
-    second = MemoryCopies(memory, "the second", ALONE)
+    first = Replicas(memory, "the first", ALONE)
+    second = Replicas(memory, "the second", ALONE)
     for copies in (first, second):
         begin(copies, 2, ALONE)
         wait(copies)
     first.close()
-    assert len(memory.copies("the second")) == 1
+    assert len(memory.replicas("the second")) == 1
     second.close()
     assert not memory.folder.exists()
 
 
 def keep_what_is_bad(group: Group, folder: Path) -> str:
     give_memory(folder, group.rank)
-    copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group, bad=group.rank == 1)
     wait(copies)
     with pytest.raises(CheckpointError) as error:
@@ -107,7 +107,7 @@ def test_what_must_not_be_saved_is_not_kept_in_memory_either(tmp_path: Path) -> 
 def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
     """While it is on its way; then another can be kept."""
     memory = give_memory(folder, group.rank)
-    copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     write = Snapshot.write
     if group.rank == 1:
 
@@ -153,7 +153,7 @@ def test_a_folder_of_another_user_or_a_link_is_not_used(tmp_path: Path, monkeypa
 
 def test_ranks_that_share_a_memory_share_a_node(tmp_path: Path) -> None:
     nodes = on_ranks(4, node_of, tmp_path)
-    assert Keepers(nodes).on(nodes[0]) == [0, 1]
+    assert Peers(nodes).on(nodes[0]) == [0, 1]
     assert len(set(nodes)) == 2
 
 

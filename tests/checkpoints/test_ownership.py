@@ -132,7 +132,7 @@ def test_a_beginning_that_failed_is_tried_again(places: Places) -> None:
     run, url = places
     with faults("fails", "/session", times=1), mirror(url, run, "node-a\n") as sending:
         finish(sending)
-        assert sending.news() == []
+        assert sending.events() == []
     assert (run.parent / "store/session").read_text() == "node-a\n"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megahead.checkpoints import memory as handing_over
-from megahead.checkpoints.memory import hand_over
+from megahead.checkpoints.memory import drain
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
@@ -74,7 +74,7 @@ def test_two_runs_of_one_machine_do_not_mix(tmp_path: Path) -> None:
 
 def hand(group: Group, folder: Path, launch: Launch) -> None:
     give_memory(folder, launch.rank)
-    hand_over(RunFolder(folder / "run"), launch)
+    drain(RunFolder(folder / "run"), launch)
 
 
 def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(

@@ -25,7 +25,7 @@ from support.named import folder_of, folders_in, without_digits
 
 
 def facts(sending: Any) -> list[dict[str, Any]]:
-    return [{name: value for name, value in news.facts.items() if name != "seconds"} for news in sending.news()]
+    return [{name: value for name, value in event.facts.items() if name != "seconds"} for event in sending.events()]
 
 
 def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Places, tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
     with mirror(url, run) as sending:
         sending.offer(save(run, 3))
         finish(sending)
-        sending.news()
+        sending.events()
         with faults(fault, only):
             sending.offer(lost := save(run, 6))
             finish(sending)
-        (news,) = sending.news()
-        assert news.facts["step"] == 6
-        assert news.sentence is not None
-        assert news.sentence.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
+        (event,) = sending.events()
+        assert event.facts["step"] == 6
+        assert event.sentence is not None
+        assert event.sentence.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
         if (fault, only) != ("cuts", "checkpoint.json"):
             assert steps_in_mirror(url) == [3]
         assert open_checkpoint(fetch_to(url, run)).step == 3
@@ -120,7 +120,7 @@ def test_one_passed_over_that_was_there_before_the_session_is_no_news(places: Pl
         until(lambda: Faulty.times == 0)
         sending.offer(folder_of(run, 3), is_new=False)
         sending.offer(save(run, 4))
-        assert sending.news() == []
+        assert sending.events() == []
         Faulty.gate.set()
 
 
@@ -130,7 +130,7 @@ def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None
         with faults("cuts", "tensors", times=2):
             sending.offer(save(run, 3))
             finish(sending)
-        assert [news.sentence for news in sending.news()] == [None]
+        assert [event.sentence for event in sending.events()] == [None]
     assert steps_in_mirror(url) == [3]
 
 
@@ -148,7 +148,7 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
             assert not {names[1], names[2]} & sending.in_hand
             Faulty.gate.set()
             finish(sending)
-        told = [news.facts["step"] for news in sending.news() if news.facts.get("skipped")]
+        told = [event.facts["step"] for event in sending.events() if event.facts.get("skipped")]
     assert told[-2:] == [2, 3]
     assert steps_in_mirror(url) == [1, 4]
     assert sending.in_hand == set()
@@ -174,10 +174,10 @@ def test_a_checkpoint_that_is_there_sends_no_tensor_twice(places: Places) -> Non
     with mirror(url, run) as sending:
         sending.offer(folder := save(run, 3))
         finish(sending)
-        assert next(news.facts["bytes"] for news in sending.news()) > 2000
+        assert next(event.facts["bytes"] for event in sending.events()) > 2000
         sending.offer(folder)
         finish(sending)
-        assert [news.facts["bytes"] for news in sending.news()] == [0]
+        assert [event.facts["bytes"] for event in sending.events()] == [0]
 
 
 def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places) -> None:
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places)
         shutil.rmtree(folder)
         sending.offer(folder)
         finish(sending)
-        assert sending.news() == []
+        assert sending.events() == []
     assert steps_in_mirror(url) == []
 
 
@@ -202,7 +202,7 @@ def test_one_that_is_on_its_way_stays_on_the_disk_though_it_was_saved_again(plac
         assert sending.in_hand == {first.name, second.name}
         Faulty.gate.set()
         finish(sending)
-        assert [news.sentence for news in sending.news()] == [None, None]
+        assert [event.sentence for event in sending.events()] == [None, None]
     assert steps_in_mirror(url) == [3, 6]
 
 
@@ -288,7 +288,7 @@ def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(p
         with faults("fails", "metrics.jsonl"):
             sending.offer(save(run, 3))
             finish(sending)
-        sent, log = sending.news()
+        sent, log = sending.events()
     assert (sent.facts["step"], sent.sentence) == (3, None)
     assert "step" not in log.facts
     assert str(log.sentence).startswith(f"the run's log is not in the mirror: `{url}` must be reachable, but is not (")
@@ -315,8 +315,8 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
             patches.setattr(Path, "is_dir", fails)
             sending.offer(folder)
             finish(sending)
-        (news,) = sending.news()
-        assert "Input/output error" in str(news.sentence)
+        (event,) = sending.events()
+        assert "Input/output error" in str(event.sentence)
         monkeypatch.setattr(Remote, "put", dies)
         sending.offer(folder)
         began = time.monotonic()

@@ -9,7 +9,7 @@ import torch
 
 from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.memory import Copy, MemoryCopies, NodeMemory, rescue_newer
+from megahead.checkpoints.memory import NodeMemory, Replica, Replicas, rescue_newer
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
@@ -30,17 +30,19 @@ def tensors(step: int, group: Group) -> list[tuple[str, torch.Tensor | RoundRobi
     return [*plain, ("late/weight/rows", RoundRobinShard(rows[group.rank :: group.size].clone(), 7))]
 
 
-def begin(copies: MemoryCopies, step: int, group: Group, bad: bool = False) -> None:
+def begin(copies: Replicas, step: int, group: Group, bad: bool = False) -> None:
     def check() -> None:
         if bad:
             raise CheckpointError("numbers must be good.")
 
     snapshot = Snapshot.take(tensors(step, group), group, copied=True)
     name = group.broadcast_object(new_name(step))
-    copies.begin(Copy(Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"}), snapshot, check))
+    copies.begin(
+        Replica(Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"}), snapshot, check)
+    )
 
 
-def wait(copies: MemoryCopies) -> None:
+def wait(copies: Replicas) -> None:
     assert copies._pending is not None
     copies._pending.exception(30)
 
@@ -49,7 +51,7 @@ def keep(group: Group, folder: Path, nodes: str, steps: tuple[int, ...], mark: s
     """A session that keeps copies of these steps, waits for each, and is killed; what lies on its node then."""
     memory = give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    copies = MemoryCopies(NodeMemory.of(run), mark, group)
+    copies = Replicas(NodeMemory.of(run), mark, group)
     for step in steps:
         assert copies.may_begin()
         begin(copies, step, group)
@@ -67,7 +69,7 @@ def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int 
     came = rescue_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, 2, KeepRules())
     if came is None:
         return None
-    return None if came.checkpoint is None else came.checkpoint.step, came.newer_by, came.problems
+    return None if came.checkpoint is None else came.checkpoint.step, came.details.get("newer_by", 0), came.problems
 
 
 def same_as_on_disk(folder: Path, step: int, ranks: int) -> bool:

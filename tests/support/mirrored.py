@@ -11,7 +11,8 @@ import torch
 
 from megahead.checkpoints import upload
 from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.fetch import Fetched, fetch_newer
+from megahead.checkpoints.fetch import fetch_newer
+from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen
 from megahead.checkpoints.store import KeepRules, step_of
 from megahead.checkpoints.upload import Mirror
@@ -74,7 +75,7 @@ def until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def newer(url: str, folder: Path, than: int = -1, group: Group = Group()) -> Fetched | None:  # noqa: B008 - frozen
+def newer(url: str, folder: Path, than: int = -1, group: Group = Group()) -> Resumed | None:  # noqa: B008 - frozen
     """What a mirror has above a step, fetched into a run's folder."""
     return fetch_newer(than, url, RunFolder(folder), group, lambda found: None)
 

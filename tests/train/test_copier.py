@@ -40,15 +40,15 @@ COPIES = {"training.copy_every": 2, "training.checkpoint_every": 3}
 
 def waiting_for_copies() -> None:
     """On a busy machine as on a quiet one, each is complete when training goes on."""
-    renew = copier.Copier.renew
+    replicate = copier.Checkpointer.replicate
 
-    def patiently(mine: copier.Copier) -> copier.Renewal:
-        renewal = renew(mine)
-        if mine._copies is not None and mine._copies._pending is not None:
-            mine._copies._pending.exception(60)
-        return renewal
+    def patiently(mine: copier.Checkpointer) -> copier.Event:
+        event = replicate(mine)
+        if mine._replicas is not None and mine._replicas._pending is not None:
+            mine._replicas._pending.exception(60)
+        return event
 
-    copier.Copier.renew = patiently  # type: ignore[method-assign]
+    copier.Checkpointer.replicate = patiently  # type: ignore[method-assign]
 
 
 def on_node(folder: Path, dies_at: int | None = None) -> Sabotage:
@@ -204,11 +204,11 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
     """What is in memory right before the run goes back."""
     memory = give_memory(folder, group.rank)
     waiting_for_copies()
-    go_back, forget = Progress.roll_back, copier.Copier.forget
+    go_back, forget = Progress.roll_back, copier.Checkpointer.forget_replicas
     before: list[str] = []
     then: list[str] = []
 
-    def forgetting(mine: copier.Copier) -> None:
+    def forgetting(mine: copier.Checkpointer) -> None:
         before.extend(files_in(memory))
         forget(mine)
 
@@ -216,7 +216,7 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
         then.extend(files_in(memory))
         return go_back(progress)
 
-    copier.Copier.forget = forgetting  # type: ignore[method-assign]
+    copier.Checkpointer.forget_replicas = forgetting  # type: ignore[method-assign]
     Progress.roll_back = noting  # type: ignore[method-assign]
     return before, then, run_with(group, config, math.nan)
 

@@ -17,7 +17,7 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.engine.engine import Engine
 from megahead.report.read import Record, read_metrics
 from megahead.run_folder import RunFolder
-from megahead.train.saving import Saver
+from megahead.train.saving import Checkpointer
 from support.killable import codes, said, start_ranks
 from support.small_run import same_tensors, small_config, write_text
 
@@ -106,7 +106,7 @@ SWITCHING = {"objective.schedule": {"vanilla_share": 0.5}}
         ({"training.evaluate_every": 3}, PHASES["evaluation"], 3),
         ({}, PHASES["evaluation"], 6),
         (SWITCHING, signalled(Engine, "evaluate", 3), 3),  # two are of the first part's head
-        ({}, signalled(Saver, "__init__", 1), 0),
+        ({}, signalled(Checkpointer, "__init__", 1), 0),
     ],
     ids=["along training", "the last one", "at the switch", "before the first step"],
 )
