@@ -22,7 +22,7 @@ from megahead.hf.published import (
     load_tokenizer_folder,
 )
 
-# Log-probabilities of tokens by a language model, for many rows at once, without computing anything twice.
+# Log-probabilities of tokens, for many rows at once, without computing anything twice.
 #
 # Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
 # outputs that predict a wanted token. In a decoder, rows with the same prefix share one output, as minimal pairs do.
@@ -47,9 +47,7 @@ class TokenPredictor:
 
     def __init__(self, model: Any, *, causal: bool, batch_size: int | None = None) -> None:
         """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that)."""
-        self._model = model
-        self._causal = causal
-        self._batch_size = batch_size
+        self._model, self._causal, self._batch_size = model, causal, batch_size
 
     def log_probabilities(self, rows: Sequence[Row]) -> list[float]:
         """For each row the sum over its targets, in nats. Equal rows get equal numbers: each is computed once."""
@@ -188,12 +186,9 @@ def pseudo_perplexity(
     texts_rows = MaskedRows(tokenizer, model_dir).of_texts(texts, whole_words=False, max_length=max_length)
     rows = [row for rows in texts_rows for row in rows]
     if not rows:
-        raise DataError("The texts must hold tokens to guess, but hold none.")
+        raise DataError("The texts must hold tokens to predict, but hold none.")
     nats = TokenPredictor(model, causal=False, batch_size=batch_size).log_probabilities(rows)
     return PseudoPerplexity(len(rows), -fsum(nats) / len(rows))
-
-
-# The token with which a decoder begins a text.
 
 
 def first_token(tokenizer: Any) -> int:

@@ -43,7 +43,7 @@ class ExportTarget:
         vocab_size = shape.padded_vocab_size() if keep_padding else shape.vocab_size
         return ExportTarget(model.used(), made, family, vocab_size, dtype)
 
-    def guesses_masked(self) -> bool:
+    def predicts_masked(self) -> bool:
         """Whether its head is one for masked tokens, and not for next ones."""
         return self.family.auto_with_head == "AutoModelForMaskedLM"
 

@@ -165,7 +165,7 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
             tokenizer = model.run_folder().published
         content, generation = _of_kept(target, kept), kept.content(GENERATION)
     write_json(folder / CONFIG, content)
-    if target.has_head() and not target.guesses_masked() and generation:
+    if target.has_head() and not target.predicts_masked() and generation:
         write_json(folder / GENERATION, generation)
     return tokenizer, conflict
 

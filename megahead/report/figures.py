@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import ceil, nan
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from megahead.evaluate.geometry import Similarities
 from megahead.evaluate.results import Score, TaskResult
 from megahead.files import staged
 from megahead.report.read import Record, RunMetrics
-
-# Colours and fonts of figures, and how figures are written to files.
 
 INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
 PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # distinct to colour-blind readers too
@@ -54,7 +53,7 @@ def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
     return output
 
 
-# Draws one figure of one or several runs: loss and held-out perplexity against tokens and time, and their health.
+# Curves of one or several runs: loss and held-out perplexity against tokens and time, and their health.
 
 LEFT, MIDDLE = ["loss"] * 3 + ["perplexity"] * 3, ["loss_time"] * 3 + ["perplexity_time"] * 3
 RIGHT = ["rate"] * 2 + ["norm"] * 2 + ["speed"] * 2
@@ -83,7 +82,7 @@ def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.02)
         panels = figure.subplot_mosaic(LAYOUT, width_ratios=[1, 1, 0.8])
         time_unit = _time_unit(runs)
-        for run, color in zip(runs, _colors(len(runs)), strict=True):
+        for run, color in zip(runs, cycle(PALETTE), strict=False):
             _draw_run(panels, run, color, time_unit, label_ends=len(runs) == 1)
         _name_panels(panels, time_unit[1])
         _name_runs(figure, runs)
@@ -166,7 +165,8 @@ def _name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
     if len(runs) == 1:
         figure.suptitle(runs[0].name, x=0.012, ha="left", fontsize=13, fontweight="bold")
         return
-    lines = [figure.axes[0].plot([], [], color=color, linewidth=3)[0] for color in _colors(len(runs))]
+    colors = (PALETTE[k % len(PALETTE)] for k in range(len(runs)))
+    lines = [figure.axes[0].plot([], [], color=color, linewidth=3)[0] for color in colors]
     names = [f"{run.name}{_last_perplexity(run)}" for run in runs]
     figure.legend(lines, names, loc="outside upper left", ncols=min(4, len(runs)), fontsize=10, handlelength=1.2)
 
@@ -189,10 +189,6 @@ def _column(records: Sequence[Record], name: str) -> Any:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _colors(count: int) -> list[str]:
-    return [PALETTE[k % len(PALETTE)] for k in range(count)]
-
-
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
@@ -208,7 +204,7 @@ def _as_count(value: float, _position: int) -> str:
     return f"{value:g}"
 
 
-# Draws scores on tasks during training: a panel for each metric of a task, a line for each run.
+# Scores on tasks during training: a panel for each metric of a task, a line for each run.
 
 _COLUMNS = 3
 """Panels beside each other, at most."""
@@ -225,10 +221,11 @@ class TaskPoint:
 
 def logged_points(run: RunMetrics) -> list[TaskPoint]:
     """The tasks that a run evaluated while it trained."""
-    return [
-        TaskPoint(run.name, record["tokens"], [_result(task, found) for task, found in record["tasks"].items()])
-        for record in run.tasks
-    ]
+    points = []
+    for record in run.tasks:
+        results = [_result(task, found) for task, found in record["tasks"].items()]
+        points.append(TaskPoint(run.name, record["tokens"], results))
+    return points
 
 
 def save_task_curves(points: Sequence[TaskPoint], output: Path) -> Path:
@@ -264,27 +261,21 @@ def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:
 
 def _line(points: Sequence[TaskPoint], run: str, task: str, metric: str) -> tuple[list[int], list[float], list[float]]:
     """Tokens, values and standard errors (0 where unknown) of a run on a metric, by tokens."""
+    results = [(point.tokens, result) for point in points for result in point.tasks if point.run == run]
     found: Mapping[int, Score] = {
-        point.tokens: score
-        for point in points
-        if point.run == run
-        for result in point.tasks
-        if result.task == task
-        for score in result.scores
-        if score.metric == metric
+        at: score for at, result in results if result.task == task for score in result.scores if score.metric == metric
     }
-    ordered = [(tokens, found[tokens]) for tokens in sorted(found)]
-    return [t for t, _ in ordered], [s.value for _, s in ordered], [s.stderr or 0.0 for _, s in ordered]
+    tokens = sorted(found)
+    return tokens, [found[at].value for at in tokens], [found[at].stderr or 0.0 for at in tokens]
 
 
 def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:
     """As it was logged: without the number of examples, and with null for what is no finite number."""
-    values = {metric: nan if score["value"] is None else score["value"] for metric, score in found.items()}
-    scores = [Score(metric, values[metric], score["stderr"]) for metric, score in found.items()]
+    scores = [Score(metric, nan if s["value"] is None else s["value"], s["stderr"]) for metric, s in found.items()]
     return TaskResult(task, samples=0, scores=scores)
 
 
-# Draws how close synonyms are in each model's embedding, beside random pairs: one panel per model, one scale.
+# How close synonyms are in each model's embedding, beside random pairs: one panel per model, one scale.
 
 BINS = np.linspace(-1, 1, 81)
 
@@ -303,8 +294,9 @@ def draw_similarities(models: Mapping[str, Similarities]) -> Figure:
         for k, (name, found) in enumerate(models.items()):
             _draw(panels[k], name, found, PALETTE[k % len(PALETTE)])
         panels[-1].set_xlabel("cosine of two words' input embeddings")
-        low, high = _range(models)
-        panels[0].set_xlim(low, high)
+        parts = [part.numpy() for found in models.values() for part in (found.synonyms_P, found.random_P)]
+        low, high = np.quantile(np.concatenate(parts), [0.001, 0.999])  # the range of nearly all cosines, and a margin
+        panels[0].set_xlim(max(-1.0, float(low) - 0.1), min(1.0, float(high) + 0.1))
         return figure
 
 
@@ -320,14 +312,7 @@ def _draw(axes: Axes, name: str, found: Similarities, color: str) -> None:
     axes.legend(loc="upper right", handlelength=1.2)
 
 
-def _range(models: Mapping[str, Similarities]) -> tuple[float, float]:
-    """Limits of the x axis: the range of nearly all cosines, plus a margin."""
-    values = np.concatenate([part.numpy() for found in models.values() for part in (found.synonyms_P, found.random_P)])
-    low, high = np.quantile(values, [0.001, 0.999])
-    return max(-1.0, float(low) - 0.1), min(1.0, float(high) + 0.1)
-
-
-# Draws what *headless* means: with what a vanilla and a headless model compare a hidden state.
+# What *headless* means: with what a vanilla and a headless model compare a hidden state.
 
 SIZE = (9.0, 4.4)
 """Inches."""

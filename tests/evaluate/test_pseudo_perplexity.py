@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pseudo_perplexity as command
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
+from megahead.commands import pseudo_perplexity as command
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.scoring import pseudo_perplexity
 from megahead.hf.published import load_tokenizer_folder
@@ -72,7 +72,7 @@ def test_the_command_shows_each_model(
 def test_what_cannot_be_scored_is_reported(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="missing keys: cls"):
         pseudo_perplexity(save_small_encoder(tmp_path / "backbone"), TEXTS)
-    with pytest.raises(DataError, match="must hold tokens to guess"):
+    with pytest.raises(DataError, match="must hold tokens to predict"):
         pseudo_perplexity(folder, [""])
-    with pytest.raises(DataError, match="must hold tokens to guess"):
+    with pytest.raises(DataError, match="must hold tokens to predict"):
         pseudo_perplexity(folder, [])
