@@ -67,7 +67,7 @@ def _tokens(source: str, tokenizer: str | None, most: int) -> Array:
 def main() -> None:
     arguments = _parser().parse_args()
     targets = read_targets(arguments.data, arguments.tokenizer, max(*arguments.sizes, ERROR_SIZE))
-    import torch  # what is wrong with the text is told before
+    import torch  # what is wrong with the text is reported before
 
     from benchmarks.losses import compare
 

@@ -59,7 +59,7 @@ def main() -> None:
     if arguments.ranks > 1 and (arguments.device == "cuda" or not sizes):
         raise FieldError("--ranks", "be 1 without --vocabulary and on one GPU", got=arguments.ranks)
     if arguments.data:
-        IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
+        IndexedDataset(arguments.data)  # what is wrong is reported before torch is imported
     import torch
 
     from benchmarks.engines import grow

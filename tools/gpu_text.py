@@ -9,20 +9,19 @@ The first documents of the text, 2 bytes a token (40 MiB are 21 M tokens; longer
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import preprocess
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.writer import IndexedDatasetWriter
-from megahead.errors import FieldError, UserError, existing, run_command
+from megahead.data.writer import Bar, IndexedDatasetWriter
+from megahead.errors import FieldError, existing, run_command
 
 HOLDOUT = 200
 MOST_IDS = 50277  # of the models that the report trains
-PREPROCESS = Path(__file__).with_name("preprocess.py")
 
 
 def main() -> None:
@@ -37,9 +36,8 @@ def main() -> None:
         raise FieldError("--tokenizer", f"have at most {MOST_IDS:,} ids", got=size)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
-        command = [sys.executable, str(PREPROCESS), "--tokenizer", str(arguments.tokenizer), "--output", str(whole)]
-        if subprocess.run([*command, "--input", *map(str, arguments.text)]).returncode:
-            raise UserError("the text must be tokenized, but preprocess.py failed; it says why above.")
+        with Bar("Tokenizing") as bar:
+            preprocess(arguments.text, arguments.tokenizer, whole, workers=os.cpu_count() or 1, progress=bar)
         print(cut(IndexedDataset(whole), arguments.output, int(arguments.mebibytes * 2**19)))
 
 

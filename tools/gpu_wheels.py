@@ -20,14 +20,8 @@ from pathlib import Path
 from megahead.errors import UserError, run_command
 
 NEEDED = (
-    "hjson",
-    "annotated-types",
-    "pydantic",
-    "pydantic-core",
-    "typing-inspection",
-    "orjson",
-    "zstandard",
-    "fastokens",
+    *("hjson", "annotated-types", "pydantic", "pydantic-core", "typing-inspection"),
+    *("orjson", "zstandard", "fastokens"),
 )
 # Published as source only; of Python alone, as its kernels are compiled when they are used, and here none is
 BUILT_HERE = "deepspeed"
@@ -54,7 +48,7 @@ def main() -> None:
 
 
 def commands(output: Path, python: str, others: Sequence[str]) -> list[list[str]]:
-    """What pip is asked for; UserError where something is not installed here, whose version there should be."""
+    """What pip is called with; UserError where something is not installed here, whose version there should be."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
     into = ["--quiet", "--no-deps"]

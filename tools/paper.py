@@ -19,7 +19,7 @@ from megahead.terminal import terminal
 ROOT = Path(__file__).resolve().parents[1]
 # Each is `compare_NAME` of that file of `experiments`
 EXPERIMENTS = {
-    **dict.fromkeys(("latency", "decoders", "synonyms"), "figures"),
+    **dict.fromkeys(("latency", "decoders"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
     **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
     if arguments.text is not None:
-        find_inputs([arguments.text])  # what is wrong with it is told before torch is imported
+        find_inputs([arguments.text])  # what is wrong with it is reported before torch is imported
     folder = (arguments.folder / arguments.experiment).absolute()
     text, data, tokenizer = (
         path and path.absolute() for path in (arguments.text, arguments.tasks_data, arguments.tokenizer)

@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     if arguments.data:
-        IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
+        IndexedDataset(arguments.data)  # what is wrong is reported before torch is imported
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,19 +1,29 @@
-"""The demo from end to end, on a little text and few steps: real corpus, launcher (once), export and harness."""
+"""The demo: its parts on a small corpus, stages that run once, and its sizes."""
 
 from __future__ import annotations
 
 import email
+import io
 import json
 import logging
-from collections.abc import Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from rich.console import Console
 
 from demo_pipeline.pipeline import ROOT, Pipeline, show, train
-from demo_pipeline.stages import MODELS, QUICK
+from demo_pipeline.stages import FULL, MODELS, QUICK, Size, Stages, duration
+from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
+from megahead.errors import FieldError
+from megahead.estimate import run_parameters
+from support.commands import call
 from support.forked import fork_pythons, run_script
 from support.long import long_but
 
@@ -58,3 +68,177 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     again = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)
     assert again.run(with_vanilla=False) == rows
     assert all(stage.reused for stage in again.stages.finished)
+
+
+class Copying:
+    """A stage that copies `source` to `target` and counts how often it did."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.source, self.target, self.times = folder, folder / "source", folder / "target", 0
+        self.source.write_text("text")
+        self.output = io.StringIO()
+
+    def run(self, **changed: Any) -> bool:
+        """Runs the stage in a new runner, as a second command would; whether it was reused."""
+        stages = Stages(self.folder / "stamps", Console(file=self.output))
+        options = {"settings": {"seed": 1}, "inputs": [self.source], "outputs": [self.target], **changed}
+        return stages.run("copy", self._work, **options).reused
+
+    def _work(self) -> str:
+        self.times += 1
+        self.target.write_bytes(self.source.read_bytes())
+        return "1 file [new]"
+
+
+@pytest.fixture
+def copying(tmp_path: Path) -> Copying:
+    return Copying(tmp_path)
+
+
+def test_a_finished_stage_is_reused_and_says_so(copying: Copying) -> None:
+    assert [copying.run(), copying.run()] == [False, True]
+    assert copying.times == 1
+    assert copying.output.getvalue().splitlines() == [
+        "▸ copy",
+        "✓ copy done (0.0 s): 1 file [new]",
+        "✓ copy reused (0.0 s): 1 file [new]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda copying: copying.source.write_text("longer text"),
+        lambda copying: os.utime(copying.source, (1, 1)),
+        lambda copying: copying.target.unlink(),
+        lambda copying: copying.target.write_text("damaged"),
+        lambda copying: Path(copying.folder, "stamps", "copy.json").write_text('{"key'),
+    ],
+    ids=["input content", "input time", "output gone", "output changed", "stamp broken"],
+)
+def test_it_runs_again_after_a_file_changed(copying: Copying, change: Callable[[Copying], None]) -> None:
+    copying.run()
+    change(copying)
+    assert not copying.run()
+    assert copying.target.read_bytes() == copying.source.read_bytes()
+
+
+@pytest.mark.parametrize("changed", [{"settings": {"seed": 2}}, {"version": 2}], ids=["settings", "version"])
+def test_it_runs_again_after_its_definition_changed(copying: Copying, changed: dict[str, Any]) -> None:
+    copying.run()
+    assert not copying.run(**changed)
+
+
+def test_a_changed_file_inside_an_input_folder_counts(copying: Copying) -> None:
+    folder = copying.folder / "inputs"
+    folder.mkdir()
+    copying.run(inputs=[folder])
+    assert copying.run(inputs=[folder])
+    Path(folder, "new").write_text("")
+    assert not copying.run(inputs=[folder])
+
+
+def test_a_stage_that_fails_is_not_taken_for_finished(copying: Copying) -> None:
+    copying.run()
+    copying.source.unlink()
+    with pytest.raises(FileNotFoundError):
+        copying.run()
+    assert not Path(copying.folder, "stamps", "copy.json").exists()
+
+
+def test_the_table_adds_up_what_this_run_did(copying: Copying) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    stages = Stages(copying.folder, console)
+    stages.run("first", lambda: "one")
+    Stages(copying.folder, console).run("second", lambda: "two")
+    stages.run("second", lambda: "never")
+    console.print(stages.table())
+    table = console.file.getvalue().splitlines()[-4:]
+    assert [line.split() for line in table] == [
+        ["stage", "time", "result"],
+        ["first", "0.0", "s", "one"],
+        ["second", "reused", "two"],
+        ["this", "run", "0.0", "s"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.44, "0.4 s"), (9.96, "10 s"), (59.6, "1 min 00 s"), (187, "3 min 07 s")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def run_of(folder: Path, size: Size, name: str) -> RunConfig:
+    settings = Pipeline(folder, Console(file=io.StringIO()), size=size).settings(name)
+    return load_config(ROOT / f"configs/demo-{name}.yaml", settings)
+
+
+SIZES = [FULL, QUICK, FULL.of("llama"), QUICK.of("llama")]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
+def test_runs_of_a_size_fit_each_other_and_end_in_an_evaluation(tmp_path: Path, size: Size) -> None:
+    headless, head, vanilla = (run_of(tmp_path, size, name) for name in ("headless", "head", "vanilla"))
+    assert headless.model == head.model == vanilla.model
+    assert headless.data == head.data == vanilla.data
+    assert headless.data.train == f"{tmp_path}/data/train"
+    for run in (headless, head):
+        assert run.training.steps % run.training.evaluate_every == 0
+        assert run.training.steps >= 2 * run.training.evaluate_every
+
+
+def test_the_quick_one_learns_less_and_lies_elsewhere(tmp_path: Path) -> None:
+    full, quick = (run_of(tmp_path, size, "headless") for size in (FULL, QUICK))
+    assert quick.training.steps * quick.batch.global_size <= full.training.steps * full.batch.global_size / 4
+    assert len({size.folder for size in SIZES}) == len({size.name for size in SIZES}) == 4
+    for file, pattern in ((".gitignore", "^/{}$"), (".dockerignore", "^{}$"), ("Makefile", r"^\trm -rf .*\b{}( |$)")):
+        for size in SIZES:
+            assert re.search(pattern.format(size.folder), (ROOT / file).read_text(), re.MULTILINE), (file, size.folder)
+
+
+def test_a_llama_is_as_large_as_the_decoder_it_stands_beside(tmp_path: Path) -> None:
+    """Of biases it has none."""
+    pythia, llama = (run_of(tmp_path, size, "headless") for size in (FULL, FULL.of("llama")))
+    assert llama.model.family == "llama"
+    counts = [run_parameters(config).body for config in (pythia, llama)]
+    assert counts[1] == pytest.approx(counts[0], rel=0.02)
+
+
+def test_a_folder_holds_one_size_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        FULL.claim(tmp_path / "demo")
+    with pytest.raises(FieldError, match=r"hold no demo but a quick one, but is .*/demo with a full one instead"):
+        QUICK.claim(tmp_path / "demo")
+    Path(tmp_path, "unmarked/stages").mkdir(parents=True)
+    with pytest.raises(FieldError, match="with a full one"):
+        QUICK.claim(tmp_path / "unmarked")
+    QUICK.claim(tmp_path / "new/place")
+    with pytest.raises(FieldError, match="with a quick one"):
+        FULL.claim(tmp_path / "new/place")
+
+
+def test_the_command_touches_nothing_in_a_folder_of_the_other_size(tmp_path: Path) -> None:
+    FULL.claim(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    done = run_script("tools/demo.py", "--quick", "--folder", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: `--folder` must hold no demo but a quick one, but is {tmp_path} with a full one instead; "
+        "name another, or none.\n"
+    )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_help_comes_at_once_and_fits_a_terminal() -> None:
+    done = call(sys.executable, "-X", "importtime", "tools/demo.py", "--help")
+    assert re.search(r"\| +argparse$", done.stderr, re.MULTILINE)
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    commands = re.findall(r"^ +(make demo\S*(?: ARGS=(?:\"[^\"]+\"|\S+))?)", done.stdout, re.MULTILINE)
+    assert commands == [
+        "make demo",
+        "make demo ARGS=--quick",
+        "make demo ARGS=--with-vanilla",
+        'make demo ARGS="--model llama"',
+    ]

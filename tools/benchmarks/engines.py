@@ -1,4 +1,4 @@
-"""Steps of a bare torch loop or of the engine, each in processes of its own that take a step when told to.
+"""Steps of a bare torch loop or of the engine, each in processes of its own that take a step on request.
 
 DeepSpeed changes what it is imported into; and a process that has computed cannot be forked. They run on the device of
 `engine.device`, which must be cpu or cuda here; for CUDA they are spawned, which no state of its own can disturb.
@@ -47,7 +47,7 @@ SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
 class Contender:
-    """One or more processes that take a step at the same time when told to."""
+    """One or more processes that take a step at the same time on request."""
 
     def __init__(
         self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]], device: str = "cpu"
@@ -228,7 +228,7 @@ def grow(
     kinds: Sequence[str] = ("rows", "dense"),
 ) -> list[dict[str, object]]:
     """Times `steps` steps of `ranks` ranks under each vocabulary, its embedding dense or in rows, on ids that the
-    smallest has, and tells; the table's lines. A step before them warms up, one after them says what memory it
+    smallest has; prints the table and returns its lines. A step before them warms up, one after says what memory it
     takes."""
     smallest = _under(config, min(vocabularies), "dense", ranks)
     texts = token_rows(smallest, prefix, count=(steps + 2) * ranks)

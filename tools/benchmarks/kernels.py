@@ -1,4 +1,4 @@
-"""What tools/kernel_figures.py tells of the loss's kernel and of micro-steps, without a GPU.
+"""What tools/kernel_figures.py computes of the loss's kernel and of micro-steps, without a GPU.
 
 A micro-step reads so few tokens that what is moved belongs to parameters: weights, gradients, and sums of gradients.
 """
@@ -144,7 +144,7 @@ class Counted(TorchDispatchMode):
         return result
 
 
-# What DeepSpeed does at stage 1 unless it is told otherwise: gradients become sums at the end of a micro-step
+# What DeepSpeed does at stage 1 unless it is configured otherwise: gradients become sums at the end of a micro-step
 LATER = {"bf16": {"immediate_grad_update": False}}
 
 

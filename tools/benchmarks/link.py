@@ -63,7 +63,7 @@ def linked(count: int, megabits: int) -> Iterator[list[str]]:
 
 
 def enter(namespace: str) -> None:
-    """From here on this process, which has one thread, has no network but that namespace's; gloo is told."""
+    """From here on this process, which has one thread, has no network but that namespace's, gloo too."""
     with Path(f"/run/netns/{namespace}").open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
@@ -90,7 +90,7 @@ Line = dict[str, object]
 
 
 def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, ways: list[Way]) -> list[Line]:
-    """Measures steps of all ways on each number of ranks, one after the other, and tells; the table's lines."""
+    """Measures steps of all ways on each number of ranks in turn; prints the table and returns its lines."""
     lines: list[Line] = []
     for count in ranks:
         with linked(count, megabits) as namespaces:

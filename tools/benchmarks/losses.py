@@ -1,6 +1,6 @@
 """What tools/bench_loss.py compares: the headless loss and the full softmax, forward and backward, timed and weighed.
 
-On a CPU a form begins with the table. On a GPU it begins as in a step: candidates were chosen by the feed, and their
+On a CPU a form begins with the table. On a GPU it begins as in a step: candidates were chosen by the loader, and their
 rows looked up before; so what is timed waits for nothing. N outputs, D features, U candidates, V vocabulary.
 """
 
@@ -128,7 +128,7 @@ def kernels_here(small: Problem) -> tuple[dict[str, Kernel], list[str]]:
 
 
 def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
-    """Every form with what it begins with: ours with candidates padded as the feed pads them, the others without."""
+    """Every form with what it begins with: ours with candidates padded as the loader pads them, the others without."""
     among = chosen(problem.targets)
     padded = among.padded(CANDIDATE_MULTIPLE)
     entries = [
@@ -141,7 +141,7 @@ def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
 
 
 def chosen(targets_N: Tensor) -> Candidates:
-    """The headless candidates of these targets, on the CPU, where the feed chooses them."""
+    """The headless candidates of these targets, on the CPU, where the loader chooses them."""
     targets_N = targets_N.cpu()
     return build_objective(ObjectiveConfig(), VOCABULARY).pool(targets_N).candidates(targets_N)
 
@@ -198,12 +198,12 @@ class Taken(NamedTuple):
 
     seconds: float
     mebibytes: float  # at most, above what was there before
-    host_seconds: float | None = None  # until the host had asked a GPU for all of it; where that is more, the GPU waits
+    host_seconds: float | None = None  # until the host had launched all of it; where that is more, the GPU waits
 
 
 def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
-    """Times every form at every size, on the device of `targets`, and tells; then errors against float64. What is known
-    is written to `arguments.output` as soon as it is known."""
+    """Times every form at every size, on the device of `targets`; then errors against float64. Prints all, and
+    writes it to `arguments.output` as soon as it is known."""
     device, dtype = targets.device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     kernels: dict[str, Kernel] | None = None
     absent: list[str] = []

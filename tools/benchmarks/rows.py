@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
@@ -49,7 +48,7 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
 def step_batches(
     config: RunConfig, rule: Objective, rows: Sequence[np.ndarray[Any, Any]], device: torch.device
 ) -> StepBatches:
-    """Micro-batches of rows as those of one step, as a run's feed prepares them on one rank."""
+    """Micro-batches of rows as those of one step, as a run's loader prepares them on one rank."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
     feed = Feed(
         _Given(np.concatenate(rows)),
@@ -99,15 +98,10 @@ def rule_of(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objectiv
     if objective.needs_token_counts():
         ids = np.concatenate([each.reshape(-1) for each in rows])
         counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=size))
-    return build_objective(objective, size, counts_V, _nearest(config))
-
-
-def _nearest(config: RunConfig) -> Tensor | None:
-    """int64 [V, K]: of the config's file, or drawn."""
-    asked, path, size = config.objective.nearest, config.data.nearest_ids, config.model.vocab_size
-    if not asked or path is None:
-        return None
-    if path != DRAWN:
-        return torch.from_numpy(open_nearest_ids(path, size, asked))
-    steps_K = torch.randperm(size - 1, generator=torch.Generator().manual_seed(config.seed))[:asked] + 1
-    return (torch.arange(size)[:, None] + steps_K) % size
+    asked, path, nearest_VK = objective.nearest, config.data.nearest_ids, None
+    if asked and path == DRAWN:
+        steps_K = torch.randperm(size - 1, generator=torch.Generator().manual_seed(config.seed))[:asked] + 1
+        nearest_VK = (torch.arange(size)[:, None] + steps_K) % size
+    elif asked and path is not None:
+        nearest_VK = torch.from_numpy(open_nearest_ids(path, size, asked))
+    return build_objective(objective, size, counts_V, nearest_VK)

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -149,12 +149,12 @@ class Contender:
         now, between = self.clock.now, self.clock.seconds
         self.clock.wait()
         of_threads, start = time.process_time(), now()
-        passes = [self._forward_backward(micro) for micro in micro_batches]
+        passes = [self._forward_backward(micro) for micro in micro_batches]  # begin, end, parts in the body
         self.weights.update(self.config.optimizer.gradient_clipping)
         step_done = now()
         self.clock.wait()
-        in_passes = sum(between(one.start, one.end) for one in passes)
-        body = sum(between(*part) for one in passes for part in one.body)
+        in_passes = sum(between(begin, end) for begin, end, _ in passes)
+        body = sum(between(*part) for *_, encoded in passes for part in encoded)
         parts = body, in_passes - body, between(start, step_done) - in_passes
         if index and on_gpu:
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
@@ -164,7 +164,7 @@ class Contender:
             self.cpu_seconds.append(time.process_time() - of_threads)
             self.candidates.append(candidates)
 
-    def _forward_backward(self, micro: MicroBatch) -> _Pass:
+    def _forward_backward(self, micro: MicroBatch) -> tuple[Any, Any, list[tuple[Any, Any]]]:
         """Of one micro-batch; its gradients are added to those of the step."""
         self._encoded: list[tuple[Any, Any]] = []
         self._loss_done: Any = None
@@ -173,7 +173,7 @@ class Contender:
         loss.backward()
         backward_done = self.clock.now()
         self.weights.add()
-        return _Pass(start, backward_done, [*self._encoded, (self._loss_done, backward_done)])
+        return start, backward_done, [*self._encoded, (self._loss_done, backward_done)]
 
     def name(self) -> str:
         """The objective, and what is unusual about how it is computed."""
@@ -220,7 +220,7 @@ class Contender:
         return row
 
     def _prepared(self, index: int) -> tuple[list[MicroBatch], float]:
-        """A step's micro-batches on the device, as a run's feed would bring them there, and how many candidates they
+        """A step's micro-batches on the device, as a run's loader would bring them there, and how many candidates they
         have."""
         first = index * self.accumulation
         step = step_batches(self.config, self.rule, self.rows[first : first + self.accumulation], self.device)
@@ -247,19 +247,12 @@ class Contender:
         begin = self.clock.now()
         hidden = encode()
         self._encoded.append((begin, self.clock.now()))
-        hidden.register_hook(self._note_loss_done)
+
+        def note_loss_done(_: torch.Tensor) -> None:
+            self._loss_done = self._loss_done or self.clock.now()
+
+        hidden.register_hook(note_loss_done)
         return hidden
-
-    def _note_loss_done(self, _: torch.Tensor) -> None:
-        self._loss_done = self._loss_done or self.clock.now()
-
-
-class _Pass(NamedTuple):
-    """When a forward and backward pass and its parts in the body began and ended."""
-
-    start: Any
-    end: Any
-    body: list[tuple[Any, Any]]
 
 
 def compare(one: Contender, other: Contender) -> str:
@@ -279,8 +272,8 @@ def compare(one: Contender, other: Contender) -> str:
 def hold(
     config: RunConfig, plans: Sequence[Plan], prefix: str | None, steps: int, device: torch.device
 ) -> list[dict[str, object]]:
-    """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), and tells; the
-    table's lines."""
+    """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), prints the table
+    and returns its lines."""
     rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
 
     def contender(plan: Plan) -> Contender:
@@ -320,7 +313,8 @@ def hold(
 def fill(
     config: RunConfig, objectives: Sequence[str], most: int, prefix: str | None, device: torch.device
 ) -> list[dict[str, object]]:
-    """Finds for each objective the largest micro-batch of up to `most` rows that fits, and tells; the table's lines."""
+    """Finds for each objective the largest micro-batch of up to `most` rows that fits; prints the table and returns its
+    lines."""
     lines: list[dict[str, object]] = []
     for name in objectives:
         fitting: dict[int, dict[str, object] | None] = {0: {}}

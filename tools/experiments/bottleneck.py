@@ -59,7 +59,7 @@ def _known(laboratory: Laboratory, texts: Path, cell: Cell) -> Row:
     first_lap = evaluate_checkpoint(folder, HEADS[cell.values["objective"]], dataset=str(texts / "first-lap"))
     row = cell.values | {"loss": first_lap.loss, "facts known": _without_ends(first_lap.accuracy, LAP - 1)}
     row |= {"right in all laps": _without_ends(cell.run.validation[-1]["accuracy"], WALK)}
-    return row | asdict(measure_geometry(folder / f"checkpoints/step-{STEPS:08d}")) | {"tokens/s": speed(cell.run)}
+    return row | asdict(measure_geometry(folder)) | {"tokens/s": speed(cell.run)}
 
 
 def _without_ends(accuracy: float, symbols: int) -> float:

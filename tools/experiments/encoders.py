@@ -23,7 +23,7 @@ from megahead.report.read import RunMetrics
 WRONG = 0.1
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
 LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "zh")  # the paper's
-STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that tell what a step of a variant costs
+STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that measure what a step of a variant costs
 SEEDS = 3  # of glue's fine-tuning
 
 

@@ -1,4 +1,4 @@
-"""The paper's Fig. 3 (steps' time and memory), Fig. 5 with Tables 3 and 4 (decoders), and Fig. 9 (synonyms)."""
+"""The paper's Fig. 3 (time and memory of steps), and Fig. 5 with Tables 3 and 4 (decoders)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from pathlib import Path
 
 from experiments.laboratory import GRIDS, Cell, Laboratory, scores_of
 from experiments.measures import Chart, Row, lines, over_seeds
+from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
-from megahead.data.tokenizer import load_tokenizer
-from megahead.evaluate.geometry import similarities, synonym_pairs
 from megahead.evaluate.perplexity import evaluate_checkpoint
-from megahead.hf.published import input_embedding
-from megahead.report.figures import save_similarities
 from megahead.run_folder import RunFolder
 
 SHAPES = (("bert-small", 128), ("bert-small", 512), ("bert-base", 128), ("bert-base", 512))
@@ -24,9 +21,6 @@ RUN = "{objective}, {head} head"
 HEAD_STEPS, LONG_HEAD_STEPS, HEAD_POINTS = 40, 160, 8
 ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 ALONG_LIMIT, LIMIT = 1_000, 300
-
-MODELS = ("encoders/headless", "encoders/vanilla", "decoders/headless-0", "decoders/vanilla-0", "decoders/random-0")
-WORDNET = Path("/usr/share/wordnet")
 
 
 def compare_latency(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -95,13 +89,10 @@ def _along(laboratory: Laboratory, cell: Cell, points: slice = slice(None)) -> l
         spent = next(record for record in cell.run.training if record["step"] >= step)
         for head in HEADS[cell.values["objective"]]:
             scored = evaluate_checkpoint(folder, head)
-            found = {
-                "perplexity": scored.perplexity,
-                "accuracy": scored.accuracy,
-                "bits_per_byte": scored.bits_per_byte,
-            }
-            where = {"step": step, "tokens": spent["tokens"], "seconds": spent["seconds"]}
-            rows.append(_row(folder, cell.values["objective"], head, cell.values["seed"], where, found))
+            row = {"model": str(folder), "objective": cell.values["objective"], "head": head}
+            row |= {"seed": cell.values["seed"], "step": step, "tokens": spent["tokens"], "seconds": spent["seconds"]}
+            row |= {"perplexity": scored.perplexity, "accuracy": scored.accuracy}
+            rows.append(row | {"bits per byte": scored.bits_per_byte})
     return rows
 
 
@@ -114,16 +105,12 @@ def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points
     rows = []
     for record in run.validation[1:]:  # the first is of what it starts from
         spent = next(one for one in run.training if one["step"] >= record["step"])
-        folder = laboratory.folder / name / f"checkpoints/step-{record['step']:08d}"
-        where = {"step": record["step"]} | {both: body[both] + spent[both] for both in ("tokens", "seconds")}
-        rows.append(_row(folder, "headless", "trained", seed, where, dict(record)))
+        folder = find_checkpoint(laboratory.folder / name / f"checkpoints/step-{record['step']:08d}")
+        row = {"model": str(folder), "objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
+        row |= {both: body[both] + spent[both] for both in ("tokens", "seconds")}
+        row |= {"perplexity": record["perplexity"], "accuracy": record["accuracy"]}
+        rows.append(row | {"bits per byte": record["bits_per_byte"]})
     return rows
-
-
-def _row(folder: Path, objective: str, head: str, seed: int, where: Row, found: Row) -> Row:
-    row = {"model": str(folder), "objective": objective, "head": head, "seed": seed, **where}
-    row |= {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
-    return row | {"bits per byte": found["bits_per_byte"]}
 
 
 def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -> None:
@@ -134,7 +121,7 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
         "small-headless", f"random-{seed}", *laboratory.data(), *untrained, f"seed={seed}", "objective.name=vanilla"
     )
     exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
-    points = [model for model in exported if model.exists()]
+    points = [model for model in exported if model.exists()]  # a head's last
     known = ("objective", "head", "step", "tokens", "seconds")
     along = [
         {**{name: exported[model][name] for name in known}, **scores_of(result)}
@@ -155,20 +142,3 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
             row = beside.setdefault((task, score.metric), {"task": task, "metric": score.metric})
             row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
     laboratory.record("decoders-tasks", list(beside.values()))
-
-
-def compare_synonyms(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """How close synonyms lie in the embeddings of those models of `encoders` and `decoders` that are there (or those of
-    `only`, folders like theirs)."""
-    pairs, found, rows = synonym_pairs(WORDNET), {}, []
-    for name in only or MODELS:
-        run = laboratory.folder.parent / name
-        if run.exists():
-            weight_VD, tokenizer = input_embedding(run)
-            found[name] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
-    for name, cosines in found.items():
-        means = {"synonyms": float(cosines.synonyms_P.mean()), "random pairs": float(cosines.random_P.mean())}
-        error = float(cosines.synonyms_P.std() / len(cosines.synonyms_P) ** 0.5)
-        rows.append({"model": name, "pairs": len(cosines.synonyms_P), **means, "gap": cosines.gap(), "± gap": error})
-    laboratory.record("synonyms", rows)
-    save_similarities(found, laboratory.folder / "synonyms.png")

@@ -55,7 +55,7 @@ class Course:
     """One run."""
 
     kind: str
-    run: str  # what it is told as
+    run: str  # its name in tables
     budget: int
     objective: str  # that it begins with
     steps: int
@@ -169,7 +169,7 @@ class Race:
         return rows if tasks is None else self._scored(rows, tasks, data)
 
     def folder(self, name: str) -> str:
-        """Of the laboratory, where a course of that name lies."""
+        """Of the run of a course."""
         return f"{self.name}-{self.seed}-{name}"
 
     def _learns_by(self, objective: str) -> list[str]:

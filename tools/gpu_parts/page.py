@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpu_parts.plan import PREFIX, Outcome
-from megahead.report.read import RunMetrics, read_metrics
+from megahead.report.read import read_metrics
 from megahead.report.tables import to_markdown
 from megahead.wording import duration
 
@@ -37,8 +36,7 @@ def steps_compared(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 OUTPUTS = 16384  # of the loss whose share of the matrix rate counts: a micro-batch of training
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """One number of a part."""
 
     part: str
@@ -47,21 +45,22 @@ class Target:
     found: Callable[[Outcome], float | None]  # None: it was not measured
     is_limit: bool = False  # whether it is a most and not a least
 
-    def row(self, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-        """Its line of the page."""
-        outcome = outcomes.get(self.part)
-        found = self.found(outcome) if outcome and outcome.lines else None
-        reached = found is not None and (found <= self.wanted if self.is_limit else found >= self.wanted)
-        least = f"at {'most' if self.is_limit else 'least'} {self.wanted:g}"
-        state = "not measured" if found is None else "met" if reached else "missed"
-        told = None if found is None else f"{found:.3g}"
-        return {"part": self.part, "what": self.what, "wanted": least, "found": told, "": state}
-
 
 def judged(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """A row for each target of the parts that there are."""
-    by_name = {outcome.name: outcome for outcome in outcomes}
-    return [target.row(by_name) for target in TARGETS if target.part in by_name]
+    by_name, rows = {outcome.name: outcome for outcome in outcomes}, []
+    for part, what, wanted, measure, is_limit in TARGETS:
+        if outcome := by_name.get(part):
+            found = measure(outcome) if outcome.lines else None
+            reached = found is not None and (found <= wanted if is_limit else found >= wanted)
+            state = "not measured" if found is None else "met" if reached else "missed"
+            row: dict[str, Any] = {
+                "part": part,
+                "what": what,
+                "wanted": f"at {'most' if is_limit else 'least'} {wanted:g}",
+            }
+            rows.append(row | {"found": None if found is None else f"{found:.3g}", "": state})
+    return rows
 
 
 def falls_short(part: str, outcomes: Sequence[Outcome]) -> bool:
@@ -118,35 +117,27 @@ TARGETS = (
 
 
 def trainings_compared(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each size of which `measured` has `train-SIZE-headless` and `train-SIZE-vanilla`, run in `folder`."""
-    sizes = [name.removeprefix(PREFIX).removesuffix("-headless") for name in measured if name.endswith("-headless")]
+    """A row for each size of which `measured` has `train-SIZE-headless` and `train-SIZE-vanilla`, run in `folder`:
+    held-out perplexities where both have been, read off between evaluations."""
     rows = []
-    for size in sizes:
-        names = [f"{PREFIX}{size}-{objective}" for objective in ("headless", "vanilla")]
-        if names[1] in measured:
-            rows.append({"model": size} | _compared(*(read_metrics(folder / "runs" / name) for name in names)))
+    for name in measured:
+        size, twin = name.removeprefix(PREFIX).removesuffix("-headless"), name.replace("-headless", "-vanilla")
+        if not name.endswith("-headless") or twin not in measured:
+            continue
+        runs = {"headless": read_metrics(folder / "runs" / name), "vanilla": read_metrics(folder / "runs" / twin)}
+        row: dict[str, Any] = {"model": size}
+        for axis, unit in (("tokens", "M tokens"), ("seconds", "s")):
+            reached = min(run.validation[-1][axis] for run in runs.values())
+            row[unit] = round(reached / (1e6 if axis == "tokens" else 1), 1)
+            for objective, run in runs.items():
+                places, scores = zip(*((one[axis], log(one["perplexity"])) for one in run.validation), strict=True)
+                row[f"{objective} after these {axis}"] = exp(float(np.interp(reached, places, scores)))
+        for objective, run in runs.items():
+            last = run.training[-1]
+            row[f"{objective}, tokens/s"] = round(last["tokens"] / last["seconds"])
+            row |= {f"{objective}, MFU": f"{last['mfu']:.1%}"} if "mfu" in last else {}
+        rows.append(row)
     return rows
-
-
-def _compared(headless: RunMetrics, vanilla: RunMetrics) -> dict[str, Any]:
-    """Held-out perplexities where both have been, read off between evaluations."""
-    row: dict[str, Any] = {}
-    for axis, unit in (("tokens", "M tokens"), ("seconds", "s")):
-        reached = min(run.validation[-1][axis] for run in (headless, vanilla))
-        row[unit] = round(reached / (1e6 if axis == "tokens" else 1), 1)
-        for name, run in (("headless", headless), ("vanilla", vanilla)):
-            row[f"{name} after these {axis}"] = _perplexity_at(run, axis, reached)
-    for name, run in (("headless", headless), ("vanilla", vanilla)):
-        last = run.training[-1]
-        row[f"{name}, tokens/s"] = round(last["tokens"] / last["seconds"])
-        row |= {f"{name}, MFU": f"{last['mfu']:.1%}"} if "mfu" in last else {}
-    return row
-
-
-def _perplexity_at(run: RunMetrics, axis: str, place: float) -> float:
-    places = [record[axis] for record in run.validation]
-    losses = [log(record["perplexity"]) for record in run.validation]
-    return exp(float(np.interp(place, places, losses)))
 
 
 LONGEST = 20_000  # characters of what a part printed that stand on the page
@@ -156,11 +147,9 @@ def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome],
     """Markdown: what was found at a glance, then every part with its command and what it printed. `folder`: where
     trainings left their logs."""
     parts = [outcome.name for outcome in outcomes if outcome.state == "measured"]
+    columns = ("part", "state", "took", "because")
     short = [
-        {
-            **{"part": one.name, "state": one.state, "took": duration(one.seconds)},
-            "because": one.why.splitlines()[0] if one.why else "",
-        }
+        dict(zip(columns, (one.name, one.state, duration(one.seconds), one.why.partition("\n")[0]), strict=True))
         for one in outcomes
     ]
     tables = {

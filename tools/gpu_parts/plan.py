@@ -22,15 +22,13 @@ class Part:
     """One question, answered by a command of this checkout."""
 
     name: str
-
     question: str
-
-    command: tuple[str, ...]  # A script and its arguments
+    command: tuple[str, ...]  # a script and its arguments
     seconds: float  # about what it takes on an H100, and at least what is kept for it. Twice that is its limit.
     packages: tuple[str, ...] = ()  # without these it is left out
     files: tuple[Path, ...] = ()  # likewise
     obstacle: str = ""  # why it cannot be done, as far as that is known beforehand
-    # The part whose targets it tells the reason of, where they were missed; it is left out where they were met
+    # The part whose missed targets it explains; it is left out where they were met
     explains: str = ""
 
     @property
@@ -51,13 +49,8 @@ class Part:
 
     def filled(self, result: Path, limit: float) -> list[str]:
         """Its command, to end by itself within `limit` seconds."""
-        values = {RESULT: str(result), SECONDS: str(round(max(limit - START_UP, 1)))}
-        words = []
-        for word in self.command:
-            for name, value in values.items():
-                word = word.replace(name, value)
-            words.append(word)
-        return words
+        seconds = str(round(max(limit - START_UP, 1)))
+        return [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in self.command]
 
 
 @dataclass(frozen=True)

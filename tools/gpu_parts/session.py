@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
@@ -59,15 +59,11 @@ _PATIENCE = 5.0  # seconds that a process which must end has to do so by itself
 
 
 class Process(Protocol):
-    """A command that has been started."""
+    """A command that has been started; `wait` raises subprocess.TimeoutExpired, `end` ends all that it started."""
 
-    def wait(self, seconds: float) -> int:
-        """Its exit code; subprocess.TimeoutExpired after so many seconds."""
-        ...
+    def wait(self, seconds: float) -> int: ...
 
-    def end(self) -> None:
-        """Ends it, if it has not ended, and all that it started."""
-        ...
+    def end(self) -> None: ...
 
 
 # From a script with its arguments, and files for what it says and what goes wrong
@@ -110,13 +106,13 @@ def run(part: Part, folder: Path, limit: float, start: Start = OwnProcess) -> Ou
         code = None
     finally:
         process.end()
-    seconds = time.monotonic() - began
+    seconds, lines = time.monotonic() - began, None
+    with suppress(OSError, ValueError):  # it wrote none, or was ended while it did
+        lines = json.loads(result.read_text(encoding="utf-8"))
     state, why = ("measured", "") if code == 0 else _what_is_wrong(code, limit, said, wrong)
     about = {"name": part.name, "question": part.question, "command": list(part.command), "called": command}
     printed = said.read_text(encoding="utf-8", errors="replace")
-    return Outcome.read(
-        about | {"state": state, "seconds": seconds, "why": why, "said": printed, "lines": _read(result)}
-    )
+    return Outcome.read(about | {"state": state, "seconds": seconds, "why": why, "said": printed, "lines": lines})
 
 
 def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[str, str]:
@@ -128,14 +124,6 @@ def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> t
     lines = [line for path in (said, wrong) for line in path.read_text(errors="replace").splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return "failed", told[-1] if told else "\n".join([f"it ended with code {code}:", *lines[-LAST_LINES:]])
-
-
-def _read(result: Path) -> list[dict[str, Any]] | None:
-    try:
-        lines: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
-        return lines
-    except (OSError, ValueError):  # it wrote none, or was ended while it did
-        return None
 
 
 ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here says anything about a GPU"
@@ -156,12 +144,15 @@ class Session:
     def do(self, parts: Sequence[Part], seconds: float) -> None:
         """Does them within so many seconds, and writes `report.json` and `report.md` after each."""
         deadline = time.monotonic() + seconds
-        todo = [part for part in parts if not self._has(part)]
+        there = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
+        todo = [part for part in parts if (part.name, *part.command) not in there]
         if len(todo) < len(parts):
             self.console.print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
         for number, part in enumerate(todo, 1):
             left = deadline - time.monotonic()
-            doing = f"[{number}/{len(todo)}] {part.name}: {part.question} {_outlook(part, left)}"
+            takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
+            outlook = f"({takes}; {duration(max(left, 0))} left)"
+            doing = f"[{number}/{len(todo)}] {part.name}: {part.question} {outlook}"
             self.console.print(doing, markup=False, soft_wrap=True)
             outcome = self._outcome(part, left, todo[number - 1 :])
             self.outcomes[part.name] = outcome
@@ -176,31 +167,20 @@ class Session:
             return Outcome.left_out(part, lack)
         if part.explains and not falls_short(part.explains, list(self.outcomes.values())):
             return Outcome.left_out(part, f"{part.explains} has nothing to explain: its targets were met.")
-        limit = min(left, _kept_for(part, left, to_come) if part.shares else 2 * part.seconds)
+        kept = 2 * part.seconds
+        if part.shares:  # what nothing needs is shared by those that take what they are given
+            spare = left - sum(other.seconds for other in to_come)
+            kept = part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
+        limit = min(left, kept)
         if limit < (LEAST + START_UP if part.shares else LEAST):
             return Outcome.left_out(part, f"no time was left for it; {duration(max(left, 0))} were.")
         return run(part, self.folder, limit, self._start)
-
-    def _has(self, part: Part) -> bool:
-        found = self.outcomes.get(part.name)
-        return found is not None and found.command == list(part.command)
 
     def _save(self) -> None:
         outcomes = list(self.outcomes.values())
         content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
         write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
         write_atomically(self.folder / "report.md", page_of(self._title, self._machine, outcomes, self.folder))
-
-
-def _kept_for(part: Part, left: float, to_come: Sequence[Part]) -> float:
-    """What a part takes that takes what it is given."""
-    spare = left - sum(other.seconds for other in to_come)
-    return part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
-
-
-def _outlook(part: Part, left: float) -> str:
-    takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
-    return f"({takes}; {duration(max(left, 0))} left)"
 
 
 def _measured_before(report: Path) -> dict[str, Outcome]:
