@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from support.long import long
 from support.plain_course import ROWS, Course, as_on_gpus, assert_equal, assert_near, config_of, on_mesh
-from support.precisions import FP16, NEEDS_FP16
+from support.precisions import NEEDS_FP16
 from support.small_run import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +33,8 @@ def test_the_settings_for_gpus_equal_plain_torch(
     ("objective", "stage", "tensor", "data", "precision", "changes"),
     [
         ("headless", 1, 1, 1, "bf16", {}),  # sums are sent, to nobody, in fp32
-        ("tied", 2, 2, 2, "fp32", {}),
-        ("vanilla", 1, 2, 2, "bf16", {}),
+        long("tied", 2, 2, 2, "fp32", {}),
+        long("vanilla", 1, 2, 2, "bf16", {}),
         ("headless", 1, 2, 1, "fp32", ROWS),
         ("headless", 3, 1, 2, "bf16", ROWS),
         pytest.param("headless", 2, 1, 2, "fp16", {}, marks=NEEDS_FP16),
@@ -61,14 +62,23 @@ def test_the_settings_for_gpus_go_with_every_mesh_objective_and_table(
         assert_near(ours, references[objective], config_of(tmp_path, objective))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16])
-@pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload"])
+OFFLOADED = [(f"zero{stage}_offload", precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+IN_FP16 = [(f"zero{stage}_offload", "fp16") for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tensor"),
+    [(*case, 1) for case in OFFLOADED]
+    + [pytest.param(*IN_FP16[1], 1, marks=NEEDS_FP16)]
+    + [long(*case, 2) for case in OFFLOADED]
+    + [long(*case, 2, marks=[NEEDS_FP16]) for case in IN_FP16],
+)
 def test_offloading_to_the_host_equals_plain_torch(
-    tmp_path: Path, references: dict[str, Course], name: str, precision: str
+    tmp_path: Path, references: dict[str, Course], name: str, precision: str, tensor: int
 ) -> None:
     write_text(tmp_path)
     changes = {"engine.deepspeed": f"{ROOT}/configs/deepspeed/{name}.json", "engine.precision": precision}
-    ours = on_mesh(tmp_path, "headless", 0, 2, 2, **changes)
+    ours = on_mesh(tmp_path, "headless", 0, tensor, 2, **changes)
     if precision == "fp32":
         assert_equal(ours, references["headless"])
     else:

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from support.long import long, long_but
 from support.plain_course import Course, assert_equal, on_mesh
 from support.small_run import write_text
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 MATRIX = [(o, stage, *mesh) for o in ("headless", "vanilla") for stage in (0, 1, 2, 3) for mesh in MESHES]
 MATRIX += [("tied", stage, 2, 2) for stage in (0, 1, 2, 3)]
+QUICK = [(o, stage, *mesh) for o, mesh in (("headless", (1, 2)), ("vanilla", (2, 1))) for stage in (0, 1, 2, 3)]
+QUICK += [("headless", 0, 1, 1), ("headless", 3, 1, 1), ("headless", 1, 2, 2), ("tied", 3, 2, 2)]
+"""Every stage on two ranks of each kind, and some with others: what is cut up by rank meets each kind of rank."""
 
 
-@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), MATRIX)
+@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), long_but(QUICK, MATRIX))
 def test_fp32_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int
 ) -> None:
@@ -26,9 +30,9 @@ def test_fp32_equals_plain_torch(
 
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "recompute"),
-    [("headless", stage, 2, 2, stage % 2 == 0) for stage in (0, 1, 2, 3)]
-    + [("vanilla", 1, 2, 2, True), ("vanilla", 3, 2, 2, True), ("headless", 0, 2, 1, True), ("headless", 3, 2, 1, True)]
-    + [("headless", 0, 1, 1, False)],
+    [long("headless", stage, 2, 2, stage % 2 == 0) for stage in (0, 1, 2, 3)]
+    + [long("vanilla", 1, 2, 2, True), long("vanilla", 3, 2, 2, True), ("vanilla", 1, 2, 1, False)]
+    + [("headless", 0, 2, 1, True), ("headless", 3, 2, 1, True), ("headless", 0, 1, 1, False)],
 )
 def test_sequence_parallelism_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int, recompute: bool
@@ -39,11 +43,14 @@ def test_sequence_parallelism_equals_plain_torch(
 
 
 @pytest.mark.parametrize(
-    ("recompute", "stage"), [(True, 0), (True, 1), (True, 2), (True, 3), ("selective", 0), ("selective", 2)]
+    ("recompute", "stage", "data"),
+    [(True, 0, 1), (True, 3, 1), ("selective", 2, 1)]
+    + [long(True, stage, 2) for stage in (0, 1, 2, 3)]
+    + [long("selective", stage, 2) for stage in (0, 2)],
 )
 def test_activation_checkpointing_equals_plain_torch(
-    tmp_path: Path, references: dict[str, Course], recompute: bool | str, stage: int
+    tmp_path: Path, references: dict[str, Course], recompute: bool | str, stage: int, data: int
 ) -> None:
     write_text(tmp_path)
-    ours = on_mesh(tmp_path, "headless", stage, 2, 2, **{"engine.activation_checkpointing": recompute})
+    ours = on_mesh(tmp_path, "headless", stage, 2, data, **{"engine.activation_checkpointing": recompute})
     assert_equal(ours, references["headless"])

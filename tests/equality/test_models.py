@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.long import long
 from support.plain_course import ROWS, Course, assert_equal, config_of, on_mesh, plain_torch
 from support.small_run import write_text
 
@@ -23,8 +24,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Course:
 
 @pytest.mark.parametrize(
     ("stage", "tensor", "data", "changes"),
-    [(stage, 2, 2, {"parallel.sequence": stage % 2 == 0}) for stage in (0, 1, 2, 3)]
-    + [(0, 1, 1, {}), (3, 2, 1, {"engine.activation_checkpointing": True})],
+    [long(stage, 2, 2, {"parallel.sequence": stage % 2 == 0}) for stage in (0, 1, 2, 3)]
+    + [(0, 1, 1, {}), (1, 1, 2, {}), (2, 2, 1, {"parallel.sequence": True})]
+    + [(3, 2, 1, {"engine.activation_checkpointing": True})],
     ids=str,
 )
 def test_a_llama_equals_plain_torch(
@@ -34,14 +36,14 @@ def test_a_llama_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
 
 
-@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
+@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [long("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
 def test_a_vanilla_llama_equals_plain_torch(tmp_path: Path, objective: str, stage: int, tensor: int, data: int) -> None:
     write_text(tmp_path)
     reference = plain_torch(config_of(tmp_path, objective, **LLAMA))
     assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **LLAMA), reference)
 
 
-@pytest.mark.parametrize(("stage", "tensor", "data"), [(2, 2, 2), (0, 1, 1)])
+@pytest.mark.parametrize(("stage", "tensor", "data"), [long(2, 2, 2), (2, 1, 2), (0, 1, 1)])
 def test_a_llama_with_a_table_of_rows_equals_plain_torch(
     tmp_path: Path, llama: Course, stage: int, tensor: int, data: int
 ) -> None:
@@ -66,11 +68,13 @@ DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "di
     ("objective", "stage", "tensor", "data", "model", "changes"),
     [
         ("headless", 0, 1, 1, BERT, {"objective.vanilla_weight": 0.3}),
-        ("headless", 2, 2, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        long("headless", 2, 2, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 2, 1, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
         ("headless", 1, 1, 2, BERT, {"masking.strategy": "frequency"}),
-        ("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
-        ("vanilla", 3, 2, 1, MODERNBERT, {}),
+        long("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
+        long("vanilla", 3, 2, 1, MODERNBERT, {}),
+        ("vanilla", 1, 2, 1, MODERNBERT, {}),
     ],
     ids=str,
 )

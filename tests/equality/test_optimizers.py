@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.long import long
 from support.plain_course import (
     Course,
     assert_equal,
@@ -23,7 +24,8 @@ RATED = {"optimizer.table": {"learning_rate_ratio": 4}, "model.init_embedding_st
 
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data"),
-    [("vanilla", stage, 2, 2) for stage in (0, 1, 2, 3)] + [("headless", 0, 1, 1), ("tied", 3, 1, 2)],
+    [long("vanilla", stage, 2, 2) for stage in (0, 1, 2, 3)]
+    + [("headless", 0, 1, 1), ("vanilla", 1, 2, 1), ("vanilla", 2, 1, 2), ("tied", 3, 1, 2)],
 )
 def test_a_rate_for_table_and_head_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int
@@ -39,8 +41,14 @@ MUON = {"optimizer.name": "muon", "optimizer.table": {"learning_rate_ratio": 2}}
 
 @pytest.mark.parametrize(
     ("stage", "tensor", "data", "changes"),
-    [(stage, 2, 2, {}) for stage in (0, 1, 2, 3)]
-    + [(1, 1, 2, {"model.family": "llama", "model.num_key_heads": 1}), (2, 2, 1, {"engine.embedding": "rows"})],
+    [long(stage, 2, 2, {}) for stage in (0, 1, 2, 3)]
+    + [
+        (0, 1, 1, {}),
+        (2, 2, 1, {}),
+        (3, 1, 2, {}),
+        (1, 1, 2, {"model.family": "llama", "model.num_key_heads": 1}),
+        (2, 2, 1, {"engine.embedding": "rows"}),
+    ],
     ids=str,
 )
 def test_muon_stays_near_plain_torch(
@@ -52,7 +60,7 @@ def test_muon_stays_near_plain_torch(
     assert_near(on_mesh(tmp_path, "headless", stage, tensor, data, **MUON | changes), plain_torch(config), config)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("zero2_offload", "fp32"), ("zero3_offload", "bf16")])
+@pytest.mark.parametrize(("name", "precision"), [("zero2_offload", "fp32"), long("zero3_offload", "bf16")])
 def test_muon_beside_offloading_stays_near_plain_torch(tmp_path: Path, name: str, precision: str) -> None:
     write_text(tmp_path)
     changes = {"engine.deepspeed": f"{ROOT}/configs/deepspeed/{name}.json", "engine.precision": precision, **MUON}

@@ -8,15 +8,25 @@ from typing import Any
 import pytest
 
 from megahead.report.read import read_metrics
+from support.long import long, long_but
 from support.plain_course import ROWS, Course, assert_equal, assert_near, config_of, on_mesh
 from support.precisions import NEEDS_FP16
 from support.small_run import write_text
 
 ROOT = Path(__file__).parents[2]
-ROWS_MATRIX = [(stage, 2, 2) for stage in (0, 1, 2, 3)] + [(0, 1, 1), (1, 1, 2), (3, 1, 2), (1, 1, 4), (2, 2, 1)]
+ROWS_MATRIX = [(stage, 2, 2) for stage in (0, 1, 2, 3)] + [
+    (0, 1, 1),
+    (0, 1, 2),
+    (1, 1, 2),
+    (3, 1, 2),
+    (1, 1, 4),
+    (2, 2, 1),
+]
 
 
-@pytest.mark.parametrize(("stage", "tensor", "data"), ROWS_MATRIX)
+@pytest.mark.parametrize(
+    ("stage", "tensor", "data"), long_but([(0, 1, 1), (0, 1, 2), (1, 1, 2), (2, 2, 1), (3, 1, 2)], ROWS_MATRIX)
+)
 def test_a_table_of_rows_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], stage: int, tensor: int, data: int
 ) -> None:
@@ -37,7 +47,10 @@ def test_a_table_of_rows_equals_plain_torch(
         (1, {"optimizer.table": {"learning_rate_ratio": 4}}),
     ],
 )
-def test_a_table_of_rows_goes_with_everything_else(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tensor", [1, long(2)])
+def test_a_table_of_rows_goes_with_everything_else(
+    tmp_path: Path, stage: int, changes: dict[str, Any], tensor: int
+) -> None:
     """Two runs, dense and with rows, equal in what they log, and in what held-out text is given. Few tokens a step, so
     that rows are stale."""
     courses, held_out = [], []
@@ -45,7 +58,8 @@ def test_a_table_of_rows_goes_with_everything_else(tmp_path: Path, stage: int, c
     for kind in ("dense", "rows"):
         (tmp_path / kind).mkdir()
         write_text(tmp_path / kind)
-        courses.append(on_mesh(tmp_path / kind, "headless", stage, 2, 2, **changes | {"engine.embedding": kind}))
+        mesh = (2, 1) if tensor == 1 and "parallel.sequence" in changes else (tensor, 2)
+        courses.append(on_mesh(tmp_path / kind, "headless", stage, *mesh, **changes | {"engine.embedding": kind}))
         held_out.append(read_metrics(tmp_path / kind / "run").validation[-1]["loss"])
     assert_equal(courses[1], courses[0])
     assert read_metrics(tmp_path / "rows/run").training[-1]["rows_late"] > 0
@@ -63,8 +77,14 @@ def test_a_table_of_rows_beside_offloading_equals_plain_torch(
 
 @pytest.mark.parametrize(
     ("precision", "stage"),
-    [("bf16", 0), ("bf16", 1), ("bf16", 2), ("bf16", 3)]
-    + [pytest.param("fp16", stage, marks=NEEDS_FP16) for stage in (1, 3)],
+    [
+        long("bf16", 0),
+        ("bf16", 1),
+        long("bf16", 2),
+        ("bf16", 3),
+        pytest.param("fp16", 1, marks=NEEDS_FP16),
+        long("fp16", 3, marks=[NEEDS_FP16]),
+    ],
 )
 def test_a_table_of_rows_in_half_precision_stays_near_plain_torch(
     tmp_path: Path, references: dict[str, Course], precision: str, stage: int

@@ -19,6 +19,7 @@ from megahead.errors import CheckpointError
 from megahead.hf.export import export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -51,8 +52,9 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     ("family", "ranks", "changes"),
     [
         ("bert", 2, stage(2) | {"batch.micro_size": 1, "engine.activation_checkpointing": True}),
-        ("bert", 4, stage(1) | {"parallel.tensor": 2, "data.prefetch": 0}),
-        ("modernbert", 4, stage(3) | {"engine.embedding": "rows"}),
+        long("bert", 4, stage(1) | {"parallel.tensor": 2, "data.prefetch": 0}),
+        ("modernbert", 2, stage(1) | {"parallel.tensor": 2, "engine.embedding": "rows", "data.prefetch": 0}),
+        long("modernbert", 4, stage(3) | {"engine.embedding": "rows"}),
     ],
     ids=str,
 )

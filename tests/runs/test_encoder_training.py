@@ -19,6 +19,7 @@ from megahead.hf.export import hf_folder
 from megahead.report.read import read_metrics
 from megahead.train.describe import describe_run
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.plain_course import initial
 from support.small_run import same_tensors, small_config, write_text
@@ -94,9 +95,9 @@ def test_resuming_is_bitwise(tmp_path: Path, objective: str, diffusion: bool) ->
         ("headless", 2, 2, 1, "dense"),
         ("headless", 3, 1, 2, "dense"),
         ("vanilla", 1, 1, 2, "dense"),
-        ("vanilla", 3, 2, 2, "dense"),
+        long("vanilla", 3, 2, 2, "dense"),
         ("headless", 1, 1, 2, "rows"),
-        ("headless", 3, 2, 2, "rows"),
+        long("headless", 3, 2, 2, "rows"),
     ],
 )
 def test_every_mesh_and_stage_takes_the_same_course(
@@ -116,9 +117,10 @@ def test_every_mesh_and_stage_takes_the_same_course(
 @pytest.mark.parametrize(
     ("name", "number", "tensor", "data", "ways"),
     [
-        ("headless", 0, 2, 1, {"parallel.sequence": True}),
-        ("headless", 2, 2, 2, {"engine.activation_checkpointing": "selective"}),
-        ("headless", 3, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        long("headless", 0, 2, 1, {"parallel.sequence": True}),
+        long("headless", 2, 2, 2, {"engine.activation_checkpointing": "selective"}),
+        ("headless", 2, 1, 2, {"engine.activation_checkpointing": "selective"}),
+        long("headless", 3, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         ("vanilla", 1, 1, 2, {"engine.attention": "sdpa"}),
         ("vanilla", 3, 2, 1, {"parallel.sequence": True}),
         ("headless", 1, 1, 2, {"engine.embedding": "rows"}),

@@ -18,6 +18,7 @@ from megahead.errors import UserError
 from megahead.hf.export import export, hf_folder
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -43,25 +44,31 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "ranks", "changes"),
     [
-        ("bert", stage(2) | {"batch.micro_size": 1, "parallel.tensor": 2, "engine.activation_checkpointing": True}),
-        ("modernbert", stage(3) | {"engine.embedding": "rows"}),
+        ("bert", 2, stage(2) | {"parallel.tensor": 2, "engine.activation_checkpointing": True}),
+        ("modernbert", 2, stage(3) | {"engine.embedding": "rows"}),
+        long(
+            "bert",
+            4,
+            stage(2) | {"batch.micro_size": 1, "parallel.tensor": 2, "engine.activation_checkpointing": True},
+        ),
+        long("modernbert", 4, stage(3) | {"engine.embedding": "rows"}),
     ],
     ids=str,
 )
 def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
-    tmp_path: Path, family: str, changes: dict[str, Any]
+    tmp_path: Path, family: str, ranks: int, changes: dict[str, Any]
 ) -> None:
     write_text(tmp_path)
     group = {"objective.group_samples": 2}
     on_ranks(1, run, encoder(tmp_path, "alone", family, group))
-    on_ranks(4, run, encoder(tmp_path, "four", family, group | changes))
+    on_ranks(ranks, run, encoder(tmp_path, "meshed", family, group | changes))
     on_ranks(1, run, encoder(tmp_path, "run", family, group), str(tmp_path / "alone/checkpoints/step-00000003"))
     assert same_tensors(tmp_path / "run", tmp_path / "alone")
-    one, four = (read_metrics(tmp_path / name) for name in ("alone", "four"))
-    assert four.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=2e-5)
-    assert [r["loss"] for r in four.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    one, meshed = (read_metrics(tmp_path / name) for name in ("alone", "meshed"))
+    assert meshed.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=2e-5)
+    assert [r["loss"] for r in meshed.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
     with pytest.raises(
         UserError, match=r"`--head pmi` needs .* but this one reads mask tokens from layer 2 on; use none"
     ):
@@ -71,7 +78,11 @@ def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
 
 @pytest.mark.parametrize(
     ("ranks", "changes"),
-    [(2, stage(3) | {"batch.micro_size": 1, "engine.embedding": "rows"}), (4, stage(1) | {"parallel.tensor": 2})],
+    [
+        (2, stage(1) | {"parallel.tensor": 2}),
+        long(2, stage(3) | {"batch.micro_size": 1, "engine.embedding": "rows"}),
+        long(4, stage(1) | {"parallel.tensor": 2}),
+    ],
     ids=str,
 )
 def test_a_decoder_of_masks_is_trained_on_every_mesh_and_left_out_of_exports(

@@ -19,6 +19,7 @@ from megahead.train.run import pretrain
 from megahead.train.start import starting_weights
 from megahead.train.step import seed_step
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_engine import CPU
 from support.small_run import small_config, stage, write_text
@@ -46,7 +47,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("zero", "tensor", "ranks"), [(0, 1, 1), (3, 1, 2), (1, 2, 4), (3, 4, 4)], ids=lambda number: str(number)
+    ("zero", "tensor", "ranks"), [(0, 1, 1), (3, 1, 2), (1, 2, 4), long(3, 4, 4)], ids=lambda number: str(number)
 )
 def test_a_run_goes_on_over_another_mesh_and_stage(
     on_two_ranks: Path, tmp_path: Path, zero: int, tensor: int, ranks: int
@@ -56,7 +57,7 @@ def test_a_run_goes_on_over_another_mesh_and_stage(
     assert losses(tmp_path / "resumed") == pytest.approx(losses(on_two_ranks / "run")[3:], abs=1e-5)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, long(3)])
 def test_resume_over_tensor_and_data_ranks_is_bitwise_under_dropout(tmp_path: Path, zero: int) -> None:
     write_text(tmp_path)
     changes = meshed(zero, 2) | {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}

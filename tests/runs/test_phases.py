@@ -24,12 +24,14 @@ from megahead.report.read import read_metrics
 from megahead.train.log import Meters
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
+from support.long import long
 from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases
 from support.small_run import same_tensors, shipped, small_config, stage, write_text
 
 STEPS, SWITCH = 8, 5
+AROUND = [SWITCH - 2, SWITCH, SWITCH + 1]
 SCHEDULE: dict[str, Any] = {
     "objective.schedule": {"vanilla_share": 3 / 8},
     "optimizer.eps": 1e-4,
@@ -80,12 +82,24 @@ def records(folder: Path) -> list[dict[str, Any]]:
         (1, LLAMA | {"objective.bias": "once", "objective.negatives": 9}, 1e-6),
         (1, ENCODER, 1e-6),
         (2, stage(3) | TIED | {"objective.bias": "corrected"}, 1e-6),
-        (4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
+        (2, stage(1) | ROWS, 1e-6),
+        long(4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
         (2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
         (1, TIED | {"objective.score": "cosine", "objective.temperature": 0.1}, 1e-6),
         (2, stage(1) | {"objective.score": "harmonic", "objective.temperature": 0.2, "parallel.tensor": 2}, 1e-5),
     ],
-    ids=["untied", "tied", "llama", "encoder", "corrected", "in rows", "bf16", "cosine", "harmonic"],
+    ids=[
+        "untied",
+        "tied",
+        "llama",
+        "encoder",
+        "corrected",
+        "in rows",
+        "in rows on a mesh",
+        "bf16",
+        "cosine",
+        "harmonic",
+    ],
 )
 def test_the_softmax_begins_with_what_the_training_free_head_ended_with(
     tmp_path: Path, ranks: int, changes: dict[str, Any], apart: float
@@ -114,7 +128,7 @@ def on_mesh(number: int, tensor: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("number", "tensor", "data", "changes"),
-    [(number, 2, 2, TIED if number % 2 else {}) for number in (0, 1, 2, 3)]
+    [long(number, 2, 2, TIED if number % 2 else {}) for number in (0, 1, 2, 3)]
     + [(0, 1, 1, TIED), (3, 1, 2, {}), (1, 1, 2, ROWS), (2, 2, 1, LLAMA | TIED)],
     ids=str,
 )
@@ -134,20 +148,24 @@ def test_both_phases_equal_plain_torch(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    ("ranks", "changes", "steps"),
     [
-        (1, stage(0) | {"training.save_in_background": True}),
-        (2, stage(2) | TIED | {"engine.precision": "bf16"}),
-        (2, stage(3) | ROWS),
-        (4, stage(1) | {"parallel.tensor": 2}),
+        (1, stage(0) | {"training.save_in_background": True}, AROUND),
+        (2, stage(2) | TIED | {"engine.precision": "bf16"}, [SWITCH - 2]),
+        (2, stage(3) | ROWS, [SWITCH]),
+        long(2, stage(2) | TIED | {"engine.precision": "bf16"}, AROUND),
+        long(2, stage(3) | ROWS, AROUND),
+        long(4, stage(1) | {"parallel.tensor": 2}, AROUND),
     ],
-    ids=["0", "2 in bf16", "3 in rows", "1 on a mesh"],
+    ids=["0", "2 in bf16", "3 in rows", "2 in bf16, everywhere", "3 in rows, everywhere", "1 on a mesh"],
 )
-def test_a_resumed_run_equals_the_undisturbed_one_bitwise(tmp_path: Path, ranks: int, changes: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_the_undisturbed_one_bitwise(
+    tmp_path: Path, ranks: int, changes: dict[str, Any], steps: list[int]
+) -> None:
     """From before the switch, at it, and after it."""
     write_text(tmp_path)
     whole = trained(tmp_path, ranks, changes)
-    for step in (SWITCH - 2, SWITCH, SWITCH + 1):
+    for step in steps:
         again = trained(
             tmp_path, ranks, changes | {"output_dir": str(tmp_path / f"{step}")}, str(folder_of(whole, step))
         )
@@ -164,12 +182,17 @@ def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_pa
     assert same_tensors(whole, tmp_path / "often")
 
 
-def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "steps"), [(2, [SWITCH - 1, SWITCH + 1]), long(4, [SWITCH - 1, SWITCH, SWITCH + 1])], ids=["two", "four"]
+)
+def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path, ranks: int, steps: list[int]) -> None:
     write_text(tmp_path)
     whole = trained(tmp_path, 1, {})
     elsewhere = on_mesh(3, 2) | {"output_dir": str(tmp_path / "elsewhere")}
-    for step in (SWITCH - 1, SWITCH, SWITCH + 1):
-        again = trained(tmp_path, 4, elsewhere | {"output_dir": str(tmp_path / str(step))}, str(folder_of(whole, step)))
+    for step in steps:
+        again = trained(
+            tmp_path, ranks, elsewhere | {"output_dir": str(tmp_path / str(step))}, str(folder_of(whole, step))
+        )
         ours, theirs = open_checkpoint(again), open_checkpoint(whole)
         for name in theirs.names():
             torch.testing.assert_close(ours.read(name), theirs.read(name), rtol=0, atol=3e-6)

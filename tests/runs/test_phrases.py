@@ -17,6 +17,7 @@ from megahead.distributed.launch import Launch
 from megahead.hf.export import export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -46,8 +47,9 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     ("family", "ranks", "changes"),
     [
         ("bert", 2, stage(2) | {"batch.micro_size": 4, "engine.activation_checkpointing": True}),
-        ("bert", 4, stage(3) | {"engine.embedding": "rows"}),
-        ("modernbert", 4, stage(1) | {"parallel": {"tensor": 2, "sequence": True}, "data.prefetch": 0}),
+        long("bert", 4, stage(3) | {"engine.embedding": "rows"}),
+        ("modernbert", 2, stage(1) | {"parallel": {"tensor": 2}, "engine.embedding": "rows", "data.prefetch": 0}),
+        long("modernbert", 4, stage(1) | {"parallel": {"tensor": 2, "sequence": True}, "data.prefetch": 0}),
     ],
     ids=str,
 )

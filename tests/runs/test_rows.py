@@ -20,6 +20,7 @@ from megahead.hf.export import export
 from megahead.hf.trained import TrainedModel
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -44,7 +45,8 @@ def trained(folder: Path, ranks: int, changes: dict[str, Any], resume: str = "au
         (1, 0, {}),
         (2, 1, {"engine.precision": "bf16", "training.save_in_background": True}),
         (2, 3, {"optimizer.table.rule": "adamw_row"}),
-        (4, 2, {"parallel.tensor": 2}),
+        (2, 2, {"parallel.tensor": 2}),
+        long(4, 2, {"parallel.tensor": 2}),
     ],
 )
 def test_a_resumed_run_equals_the_undisturbed_one_bitwise(
@@ -96,8 +98,17 @@ def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
         torch.testing.assert_close(models[0][name], weight, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("head", ["pmi", "tied", "none"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("gpt_neox", "pmi"),
+        ("llama", "tied"),
+        ("llama", "none"),
+        long("gpt_neox", "tied"),
+        long("gpt_neox", "none"),
+        long("llama", "pmi"),
+    ],
+)
 def test_an_export_of_rows_is_that_of_the_same_weights_kept_dense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, head: HeadName
 ) -> None:

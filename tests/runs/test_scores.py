@@ -20,6 +20,7 @@ from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export, hf_folder
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 
@@ -34,20 +35,22 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     return pretrain(config, Launch(), resume).ending
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(tmp_path: Path, score: str) -> None:
+@pytest.mark.parametrize(("score", "ranks"), [(score, 2) for score in SCORES] + [long(score, 4) for score in SCORES])
+def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(
+    tmp_path: Path, score: str, ranks: int
+) -> None:
     write_text(tmp_path)
     changes = SCORES[score] | {"training.steps": 6}
     if score == "hard negatives":
         changes |= {"data.nearest_ids": nearest_ids(tmp_path)}
     on_ranks(1, run, small_config(tmp_path, changes | {"output_dir": str(tmp_path / "alone")}))
     meshed = changes | stage(1) | {"parallel.tensor": 2, "engine.embedding": "rows"}
-    on_ranks(4, run, small_config(tmp_path, meshed | {"output_dir": str(tmp_path / "four")}))
+    on_ranks(ranks, run, small_config(tmp_path, meshed | {"output_dir": str(tmp_path / "meshed")}))
     on_ranks(1, run, small_config(tmp_path, changes), str(tmp_path / "alone/checkpoints/step-00000003"))
     assert same_tensors(tmp_path / "run", tmp_path / "alone")
-    one, four = (read_metrics(tmp_path / name) for name in ("alone", "four"))
-    assert [r["loss"] for r in four.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
-    assert four.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
+    one, other = (read_metrics(tmp_path / name) for name in ("alone", "meshed"))
+    assert [r["loss"] for r in other.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    assert other.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
     head = "tied" if score == "hard negatives" else "pmi"
     assert evaluate_checkpoint(tmp_path / "run", head).loss == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
 

@@ -14,6 +14,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 
@@ -43,12 +44,14 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder).training]
 
 
-def test_every_mesh_reads_the_same_similar_tokens_and_a_resume_is_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("meshes", [[(2, stage(1))], long([(2, stage(1)), (4, {"parallel.tensor": 2} | stage(3))])])
+def test_every_mesh_reads_the_same_similar_tokens_and_a_resume_is_bitwise(
+    tmp_path: Path, meshes: list[tuple[int, dict[str, Any]]]
+) -> None:
     write_text(tmp_path)
     for name, masking in {"alone": SIMILAR, "masked": {}}.items():
         on_ranks(1, run, config_of(tmp_path, masking, output_dir=str(tmp_path / name)))
     assert losses(tmp_path / "alone")[0] != pytest.approx(losses(tmp_path / "masked")[0], rel=1e-4)
-    meshes: list[tuple[int, dict[str, Any]]] = [(2, stage(1)), (4, {"parallel.tensor": 2} | stage(3))]
     for ranks, changes in meshes:
         there = tmp_path / f"on-{ranks}"
         on_ranks(ranks, run, config_of(tmp_path, SIMILAR, output_dir=str(there), **changes))
