@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megahead.distributed.group import Group
 from megahead.engine.engine import StepResult
+from support.long import long
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16, PRECISIONS
 from support.small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole
@@ -61,7 +62,7 @@ def assert_equal_to_plain_torch(ranks: int, stage: int, chosen: dict[str, Any]) 
             torch.testing.assert_close(engine_tensors[name], weight, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, long(4)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_equals_plain_torch_with_ragged_targets_and_active_clipping(stage: int, ranks: int) -> None:
     assert_equal_to_plain_torch(ranks, stage, {})
@@ -119,7 +120,7 @@ def one_bad_step(group: Group, stage: int, precision: str) -> dict[str, Any]:
     return {"outcomes": outcomes, "as if it never was": differing(whole(engine), whole(bystander)), "steps": steps}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", long("bf16")])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_with_nan_on_one_rank_changes_nothing_on_any(stage: int, precision: str) -> None:
     for outcome in on_ranks(2, one_bad_step, stage, precision):

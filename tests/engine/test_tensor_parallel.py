@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import Whole
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 
@@ -108,7 +109,7 @@ def split(world: Group, stage: int, steps: int, given: dict[str, Tensor] | None)
     return start, whole(engine), norms
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (0, 4), (1, 4), (2, 4), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), long(0, 4), (1, 4), (2, 2), long(2, 4), (3, 2), long(3, 4)])
 def test_two_tensor_ranks_equal_plain_torch_and_tell_whole_tensors(stage: int, ranks: int) -> None:
     weights, norms = plain(4)
     assert min(norms) > CLIPPING
@@ -133,8 +134,8 @@ def one_bad_slice(world: Group, stage: int, precision: str) -> tuple[bool, list[
     return bad, unchanged, engine.step(0.01).applied
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", long("bf16")])
+@pytest.mark.parametrize("stage", [0, 1, long(2), 3])
 def test_a_gradient_that_is_not_finite_on_one_tensor_rank_stops_the_step_on_all(stage: int, precision: str) -> None:
     for outcome in on_ranks(4, one_bad_slice, stage, precision):
         assert outcome == (False, [], True)
@@ -147,7 +148,7 @@ def one_rank(group: Group) -> dict[str, Tensor]:
     return whole(engine)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [long(0), 1, 3])
 def test_tensor_ranks_load_what_one_rank_left(stage: int) -> None:
     left = on_ranks(1, one_rank)[0]
     for loaded, later, _ in on_ranks(4, split, stage, 1, left):

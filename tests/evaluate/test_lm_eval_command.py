@@ -14,14 +14,13 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, write_tasks
 from megahead.hf.export import hf_folder
 from support.forked import fork_pythons
-from support.long import long
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 LIMIT = 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_neox", long("llama")])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_the_same_numbers(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     fork_pythons(monkeypatch)
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "family": family}))

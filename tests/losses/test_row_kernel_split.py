@@ -24,6 +24,7 @@ from megahead.losses.softmax import (
     parallel_evaluation_sums,
 )
 from support.in_turn import in_turn
+from support.long import long
 from support.row_kernel_cases import assert_rounded_once, drawn, on_device, solved, truth
 
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
@@ -45,7 +46,7 @@ def sharded(rows_UD: Tensor, shard: CandidateShard) -> Tensor:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, long(4)])
 @pytest.mark.parametrize(
     ("device", "n", "u", "d"),
     [SMALL, pytest.param("cuda", 3001, 4599, 512, marks=ON_GPU), pytest.param("cuda", 2048, 30522, 768, marks=ON_GPU)],

@@ -19,6 +19,7 @@ from megahead.models.registry import build_backbone
 from megahead.report.read import read_metrics
 from megahead.train import run as acceleration
 from megahead.train.run import accelerate_, pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 
@@ -120,7 +121,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return curve(tmp_path_factory.mktemp("plain"), {})
 
 
-@pytest.mark.parametrize(("zero", "recompute"), [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("zero", "recompute"), [(0, False), long(1, True), long(2, False)])
 def test_a_compiled_run_learns_what_a_plain_one_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

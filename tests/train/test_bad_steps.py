@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.report.read import read_metrics
 from support.bad_rows import BAD, run_with
+from support.long import long
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16
 from support.small_run import same_tensors, shipped, small_config, write_text
@@ -46,10 +47,10 @@ def in_rows(settings: str) -> dict[str, Any]:
     ("settings", "precision"),
     [
         ("zero0", "fp32"),
-        ("zero2", "fp32"),
-        ("zero1_offload", "fp32"),
+        long("zero2", "fp32"),
+        long("zero1_offload", "fp32"),
         ("zero2_offload", "bf16"),
-        pytest.param("zero3_offload", "fp16", marks=NEEDS_FP16),
+        long("zero3_offload", "fp16", marks=[NEEDS_FP16]),
     ],
 )
 def test_nan_in_one_ranks_batch_is_skipped_and_told_with_rank_and_rows(
@@ -77,11 +78,11 @@ def test_nan_in_one_ranks_batch_is_skipped_and_told_with_rank_and_rows(
     ("settings", "precision"),
     [
         ("zero0", "fp32"),
-        ("zero2_offload", "fp32"),
-        ("zero1_offload", "bf16"),
+        long("zero2_offload", "fp32"),
+        long("zero1_offload", "bf16"),
         ("zero2_offload", "bf16"),
         pytest.param("zero1_offload", "fp16", marks=NEEDS_FP16),
-        pytest.param("zero3_offload", "fp16", marks=NEEDS_FP16),
+        long("zero3_offload", "fp16", marks=[NEEDS_FP16]),
     ],
 )
 def test_gradients_that_are_not_finite_once_are_skipped_once(tmp_path: Path, settings: str, precision: str) -> None:
@@ -106,7 +107,7 @@ def test_a_step_whose_row_gradients_are_not_finite_is_skipped(tmp_path: Path) ->
 
 
 @NEEDS_FP16
-@pytest.mark.parametrize("settings", ["zero1", "zero1_offload", "zero2_offload"])
+@pytest.mark.parametrize("settings", ["zero1", long("zero1_offload"), long("zero2_offload")])
 def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> None:
     """From a scale that overflows at first."""
     write_text(tmp_path)
@@ -120,7 +121,14 @@ def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [on("zero0"), on("zero2"), on("zero1_offload", "bf16"), on("zero2_offload"), in_rows("zero0"), in_rows("zero2")],
+    [
+        on("zero0"),
+        long(on("zero2")),
+        long(on("zero1_offload", "bf16")),
+        long(on("zero2_offload")),
+        long(in_rows("zero0")),
+        in_rows("zero2"),
+    ],
     ids=["0", "2", "1 offloaded in bf16", "2 offloaded", "0 in rows", "2 in rows"],
 )
 def test_rollback_takes_back_what_was_learned_and_goes_on_with_new_rows(
@@ -209,7 +217,13 @@ SPIKY = {"faults.spike_window": 16, "faults.spike_score": 5, "training.steps": 1
 
 @pytest.mark.parametrize(
     ("policy", "settings"),
-    [("note", "zero0"), ("skip", "zero0"), ("rollback", "zero0"), ("skip", "zero1_offload"), ("skip", "zero2_offload")],
+    [
+        ("note", "zero0"),
+        ("skip", "zero0"),
+        ("rollback", "zero0"),
+        long("skip", "zero1_offload"),
+        long("skip", "zero2_offload"),
+    ],
 )
 def test_a_spike_is_seen_and_answered(tmp_path: Path, policy: str, settings: str) -> None:
     write_text(tmp_path)

@@ -18,6 +18,7 @@ from megahead.engine.state import weight_sums
 from megahead.report.read import events_of, read_runs
 from megahead.train.faults import WINDOW, OddReplica, Pace, SlowRank, odd_replica
 from support.killable import Sabotage, codes, said, start_ranks
+from support.long import long
 from support.named import without_digits
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -114,7 +115,7 @@ def flipping(step: int, victim: int) -> Sabotage:
     return sabotage
 
 
-@pytest.mark.parametrize(("number", "step"), [(0, 3), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("number", "step"), [(0, 3), long(1, 4), long(2, 4)])
 def test_a_flipped_bit_ends_the_run_before_it_is_saved_and_the_next_start_undoes_it(
     tmp_path: Path, number: int, step: int
 ) -> None:
@@ -178,7 +179,9 @@ def test_a_flipped_bit_is_not_saved_when_a_signal_comes_before_the_next_comparis
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("changes", [stage(2) | {"parallel.tensor": 2}, stage(3), {"engine.embedding": "rows"}])
+@pytest.mark.parametrize(
+    "changes", [stage(2) | {"parallel.tensor": 2}, long(stage(3)), long({"engine.embedding": "rows"})]
+)
 def test_replicas_agree_on_every_mesh(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, changes | {"faults.replicas_every": 1})

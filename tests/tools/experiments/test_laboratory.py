@@ -21,6 +21,7 @@ from megahead.config.loading import load_config
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
+from support.forked import fork_pythons
 from support.laboratory import TINY, run_logged
 
 
@@ -81,6 +82,7 @@ def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
 def test_runs_train_on_as_many_ranks_as_asked(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = laboratory.train("small-headless", "alone", *(data := laboratory.data()))
     monkeypatch.setattr("experiments.laboratory.run_python", run_python)
+    fork_pythons(monkeypatch)
     both = replace(laboratory, ranks=2).train("small-headless", "both", *data)
     (began,) = (event["session"]["mesh"] for event in both.events if "session" in event)
     assert began["data"] == 2

@@ -11,18 +11,19 @@ from experiments.laboratory import GRIDS, Laboratory
 from experiments.neighbours import compare_neighbours
 from megahead.report.read import read_runs
 from support.laboratory import TINY, results
+from support.long import long
 
 
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [
-        ("decoder", "meap-30"),
-        ("encoder", "similar"),
+        long("decoder", "meap-30"),
+        long("encoder", "similar"),
         ("encoder", "causal-50"),
-        ("encoder", "dropping"),
-        ("four-layers", "rate-40-late-of-4"),
-        ("four-layers", "dropping-of-4"),
-        ("diffusion", "diffusion-vanilla"),
+        long("encoder", "dropping"),
+        long("four-layers", "rate-40-late-of-4"),
+        long("four-layers", "dropping-of-4"),
+        long("diffusion", "diffusion-vanilla"),
         ("detection", "electra-vanilla"),
     ],
 )

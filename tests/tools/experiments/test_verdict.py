@@ -36,6 +36,7 @@ def tasks_in(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
