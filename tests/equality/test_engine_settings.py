@@ -15,8 +15,19 @@ from support.small_run import write_text
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (0, "fp32"),
+        (1, "bf16"),
+        (2, "fp32"),
+        (3, "bf16"),
+        long(0, "bf16"),
+        long(1, "fp32"),
+        long(2, "bf16"),
+        long(3, "fp32"),
+    ],
+)
 def test_the_settings_for_gpus_equal_plain_torch(
     tmp_path: Path, references: dict[str, Course], stage: int, precision: str
 ) -> None:

@@ -132,6 +132,7 @@ def step_limited(world: Group, config: RunConfig) -> int:
         return trained(world, config, 1).optimizer_steps
 
 
+@pytest.mark.long
 def test_zero_3_trains_what_zero_0_has_no_room_for(text: Path) -> None:
     """At ZeRO 0 states alone are 320 MiB a rank; at ZeRO 3, 80 of states and about 90 of all else that a rank takes."""
     replicated, sharded = config_of(text, 0, {}), config_of(text, 3, {}, **SHARED_OUT)

@@ -305,7 +305,7 @@ def die_when_naming_the_second(rank: int) -> None:
     Store.write = write_or_die  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_in_an_upload_goes_on_from_s3_on_an_empty_disk_bit_for_bit(
     s3: str,  # noqa: F811
     tmp_path: Path,

@@ -21,6 +21,7 @@ from megahead.hf.trained import TrainedModel
 from megahead.report.read import read_metrics
 from megahead.train.progress import TrainingState
 from support.bad_rows import BAD, run_with
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text
 
@@ -55,8 +56,8 @@ def score(config: RunConfig, model: TrainedModel, bias_V: Tensor) -> float:
     "objective",
     [
         {},
-        {"bias": "once"},
-        {"negatives": 30},
+        long({"bias": "once"}),
+        long({"negatives": 30}),
         {"negatives": 30, "negatives_from": "uniform", "bias": "once"},
     ],
     ids=str,

@@ -46,7 +46,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
 @pytest.mark.parametrize(
     ("family", "ranks", "changes"),
     [
-        ("bert", 2, stage(2) | {"parallel.tensor": 2, "engine.activation_checkpointing": True}),
+        long("bert", 2, stage(2) | {"parallel.tensor": 2, "engine.activation_checkpointing": True}),
         ("modernbert", 2, stage(3) | {"engine.embedding": "rows"}),
         long(
             "bert",

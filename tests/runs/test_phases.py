@@ -84,9 +84,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
         (2, stage(3) | TIED | {"objective.bias": "corrected"}, 1e-6),
         (2, stage(1) | ROWS, 1e-6),
         long(4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
-        (2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
+        long(2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
         (1, TIED | {"objective.score": "cosine", "objective.temperature": 0.1}, 1e-6),
-        (2, stage(1) | {"objective.score": "harmonic", "objective.temperature": 0.2, "parallel.tensor": 2}, 1e-5),
+        long(2, stage(1) | {"objective.score": "harmonic", "objective.temperature": 0.2, "parallel.tensor": 2}, 1e-5),
     ],
     ids=[
         "untied",
@@ -129,7 +129,7 @@ def on_mesh(number: int, tensor: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("number", "tensor", "data", "changes"),
     [long(number, 2, 2, TIED if number % 2 else {}) for number in (0, 1, 2, 3)]
-    + [(0, 1, 1, TIED), (3, 1, 2, {}), (1, 1, 2, ROWS), (2, 2, 1, LLAMA | TIED)],
+    + [(0, 1, 1, TIED), (3, 1, 2, {}), (1, 1, 2, ROWS), long(2, 2, 1, LLAMA | TIED)],
     ids=str,
 )
 def test_both_phases_equal_plain_torch(

@@ -80,7 +80,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", long_but(["zero 1, embedding in rows", "zero 3"], MESHES))
+@pytest.mark.parametrize("mesh", long_but(["zero 1, embedding in rows"], MESHES))
 def test_without_one_node_a_run_goes_on_from_the_step_of_its_last_copy(tmp_path: Path, mesh: str) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, COPIES | MESHES[mesh])

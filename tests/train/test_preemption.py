@@ -19,6 +19,7 @@ from megahead.report.read import Record, read_metrics
 from megahead.run_folder import RunFolder
 from megahead.train.saving import Checkpointer
 from support.killable import codes, said, start_ranks
+from support.long import long
 from support.small_run import same_tensors, small_config, write_text
 
 
@@ -49,8 +50,10 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "background"),
+    [(phase, phase == "training") for phase in PHASES] + [long(phase, phase != "training") for phase in PHASES],
+)
 def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, phase: str, background: bool) -> None:
     write_text(tmp_path)
     every = {"training.checkpoint_every": 4, "training.evaluate_every": 3, "training.save_in_background": background}
@@ -104,9 +107,9 @@ SWITCHING = {"objective.schedule": {"vanilla_share": 0.5}}
     ("changes", "sabotage", "stops_at"),
     [
         ({"training.evaluate_every": 3}, PHASES["evaluation"], 3),
-        ({}, PHASES["evaluation"], 6),
+        long({}, PHASES["evaluation"], 6),
         (SWITCHING, signalled(Engine, "evaluate", 3), 3),  # two are of the first part's head
-        ({}, signalled(Checkpointer, "__init__", 1), 0),
+        long({}, signalled(Checkpointer, "__init__", 1), 0),
     ],
     ids=["along training", "the last one", "at the switch", "before the first step"],
 )

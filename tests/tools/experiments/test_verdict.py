@@ -90,6 +90,7 @@ def test_a_part_that_is_headless_alone_times_no_vanilla_steps(
     assert not [*laboratory.folder.glob("tiny-probe-*")]
 
 
+@pytest.mark.long
 def test_encoders_are_scored_by_blimp_and_fine_tuned(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
