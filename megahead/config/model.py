@@ -12,21 +12,21 @@ from megahead.errors import ConfigError
 # Families of models: named sizes, where a family's defaults differ from Pythia's, and settings that it cannot have.
 
 
-def _size(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, Any]:
-    return {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
+def _size(num_layers: int, hidden_size: int, num_heads: int, **settings: Any) -> dict[str, Any]:
+    return {**settings, "num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
 
 
-def _encoder(num_layers: int, hidden_size: int, num_heads: int, token_types: int = 2) -> dict[str, Any]:
-    return {"family": "bert", **_size(num_layers, hidden_size, num_heads), "token_types": token_types}
+def _bert(num_layers: int, hidden_size: int, num_heads: int, token_types: int = 2) -> dict[str, Any]:
+    return _size(num_layers, hidden_size, num_heads, family="bert", token_types=token_types)
 
 
 def _llama(num_layers: int, hidden_size: int, num_heads: int, mlp: int, **settings: Any) -> dict[str, Any]:
-    return {"family": "llama", **_size(num_layers, hidden_size, num_heads), "intermediate_size": mlp, **settings}
+    return _size(num_layers, hidden_size, num_heads, family="llama", intermediate_size=mlp, **settings)
 
 
 def _llama3(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
-    shape = _llama(num_layers, hidden_size, num_heads, mlp, num_key_heads=8)
-    return shape | {"rotary_base": 500_000.0, "max_positions": 8192}
+    settings: dict[str, Any] = {"num_key_heads": 8, "rotary_base": 500_000.0, "max_positions": 8192}
+    return _llama(num_layers, hidden_size, num_heads, mlp, **settings)
 
 
 def _qwen(max_positions: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _qwen3(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[
 
 
 def _modernbert(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
-    return {"family": "modernbert", **_size(num_layers, hidden_size, num_heads), "intermediate_size": mlp}
+    return _size(num_layers, hidden_size, num_heads, family="modernbert", intermediate_size=mlp)
 
 
 NAMED_SIZES: dict[str, dict[str, Any]] = {
@@ -65,11 +65,11 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "bert-base": _encoder(12, 768, 12),
-    "bert-small": _encoder(4, 512, 8),
-    "bert-mini": _encoder(4, 256, 4),
-    "bert-tiny": _encoder(2, 128, 2),
-    "distilbert-multilingual": _encoder(6, 768, 12, token_types=0),
+    "bert-base": _bert(12, 768, 12),
+    "bert-small": _bert(4, 512, 8),
+    "bert-mini": _bert(4, 256, 4),
+    "bert-tiny": _bert(2, 128, 2),
+    "distilbert-multilingual": _bert(6, 768, 12, token_types=0),
     "modernbert-15m": _modernbert(7, 288, 6, 576),
     "modernbert-base": _modernbert(22, 768, 12, 1152),
     "modernbert-large": _modernbert(28, 1024, 16, 2624),
