@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo_pipeline.cloze import build_cloze, is_answerable, passages_of
-from demo_pipeline.corpus import Corpus, SeenRuns, build_corpus, drawn, find_sources, pages_of, runs_of
+from demo_pipeline.corpus import (
+    Corpus,
+    SeenRuns,
+    build_cloze,
+    build_corpus,
+    drawn,
+    find_sources,
+    is_answerable,
+    pages_of,
+    passages_of,
+    runs_of,
+)
 from megahead.errors import DataError
 
 WORDS = [

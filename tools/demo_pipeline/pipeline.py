@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from demo_pipeline.cloze import build_cloze
-from demo_pipeline.corpus import build_corpus
+from demo_pipeline.corpus import build_cloze, build_corpus
 from demo_pipeline.stages import FULL, Size, Stages, duration
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
-from demo_pipeline.cloze import build_cloze
-from demo_pipeline.corpus import write_jsonl
+from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tuned, table_of
 from experiments.laboratory import GRIDS, Laboratory, one_at_a_time, run_name, scores_of, settings_of
 from experiments.measures import Row, over_seeds, spent
