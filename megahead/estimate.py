@@ -50,10 +50,10 @@ class ParameterCounts:
 
     head: int
     """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
-    V for a bias alone; D^2 + 2 D + 1 for what judges tokens; 1 for a learned temperature; else 0."""
+    V for a bias alone; what an auxiliary objective has; 1 for a learned temperature; else 0."""
 
     generator: int = 0
-    """Of replaced-token detection: blocks, norms and positions of its own; it has no table."""
+    """Of a second encoder beside it: blocks, norms and positions of its own; it has no table."""
 
     @property
     def total(self) -> int:
@@ -112,14 +112,13 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
     )
     counts = replace(counts, head=counts.head + objective.learned_temperature)
     generator = config.generator()
-    if generator is None:
-        return counts
-    return replace(counts, generator=count_parameters(generator).body, head=counts.head + detection_head(config.model))
+    body = 0 if generator is None else count_parameters(generator).body
+    return replace(counts, generator=body, head=counts.head + _auxiliary_head(config))
 
 
-def detection_head(config: ModelConfig) -> int:
-    """Of what judges whether a token was replaced: D^2 + 2 D + 1."""
-    return (config.hidden_size + 2) * config.hidden_size + 1
+def _auxiliary_head(config: RunConfig) -> int:
+    auxiliary = config.objective.auxiliary()
+    return 0 if auxiliary is None else auxiliary.head_parameters(config.model)
 
 
 # Peak operations per second of devices.
@@ -242,8 +241,7 @@ class FlopsPerToken:
 
     head: float
     """Scores of the candidates: 3 * 2 D U, and 2 D U more each where tokens are drawn from them or missed ones are
-    counted, 3 * 2 D V beside a vanilla share; and where tokens are judged, a transform and score of each,
-    3 * 2 (D^2 + D)."""
+    counted, 3 * 2 D V beside a vanilla share; and what an auxiliary objective computes of each token."""
 
     @property
     def total(self) -> float:
@@ -292,29 +290,27 @@ def training_flops(
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
-    those of the model that judges all tokens. Of phrases that are found in other rows the outputs of all tokens count,
-    not the comparisons, whose number the text decides."""
-    length, targets = config.data.sequence_length, config.targets_per_row()
+    those of the model, which reads all tokens. Of an auxiliary objective the comparisons do not count whose number the
+    text decides."""
+    length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
     model, generator, head = config.trained_model(), config.generator(), _scores(config, candidate_rows)
+    head += 0.0 if auxiliary is None else auxiliary.head_flops(model)
     if generator is None:
-        computed = None if config.objective.phrases else targets
+        computed = None if auxiliary is not None and auxiliary.reads_all_outputs else targets
         learned = training_flops(model, length, 0, targets=computed, subsets=subset_layers(config))
         return replace(learned, head=head)
     learned = training_flops(generator, length, 0, targets=targets)
-    judged = training_flops(model, length, candidate_rows=0)
-    return FlopsPerToken(
-        body=learned.body + judged.body,
-        attention=learned.attention + judged.attention,
-        head=head + 3 * 2 * (model.hidden_size**2 + model.hidden_size),
-    )
+    all_tokens = training_flops(model, length, candidate_rows=0)
+    return FlopsPerToken(learned.body + all_tokens.body, learned.attention + all_tokens.attention, head)
 
 
 def _scores(config: RunConfig, candidate_rows: int) -> float:
     """The scores of targets: three products, one more for what is drawn from them and one for the targets that are
     missed; and of all ids three, where a share of the loss is vanilla, or the one that is drawn from."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    asked, products = config.objective.replaced_tokens, 3 + (masking is not None and masking.adapts())
-    drawn = 0 if asked is None else candidate_rows if asked.draws == "group" else config.model.vocab_size
+    auxiliary, products, drawn = config.objective.auxiliary(), 3 + (masking is not None and masking.adapts()), 0
+    if auxiliary is not None and auxiliary.draws_tokens():
+        drawn = config.model.vocab_size if auxiliary.draws_all_ids() else candidate_rows
     of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     return share * 2 * config.model.hidden_size * (products * candidate_rows + drawn + of_all_ids)
 
@@ -479,7 +475,7 @@ def rank_parameters(config: RunConfig) -> int:
     shapes = [model, *([generator] if (generator := config.generator()) else [])]
     held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
     held_by_each += model.padded_vocab_size() if last.output_bias else 0
-    held_by_each += detection_head(model) if config.generator() else 0
+    held_by_each += _auxiliary_head(config)
     beside = counts.embedding if shards_embedding(config) else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -40,6 +45,41 @@ def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     fix = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
+
+
+# Classes of one's own, named in a setting by the file or the package that they are in.
+
+
+def require_named(field: str, name: str) -> str:
+    """`name`; ConfigError unless it is `path/to/file.py:Class` or `package.module:Class`."""
+    where, _, what = name.rpartition(":")
+    if not where or not what.isidentifier():
+        rule = "name a class as `path/to/file.py:Class` or `package.module:Class`"
+        raise ConfigError(field, rule, got=repr(name))
+    return name
+
+
+def load_named(field: str, name: str) -> Any:
+    """The class of that name, imported once; ConfigError where it cannot be. A path is seen from the working
+    directory."""
+    where, _, what = require_named(field, name).rpartition(":")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else import_module(where)
+        return getattr(module, what)
+    except (ImportError, OSError, AttributeError, SyntaxError) as error:
+        raise ConfigError(field, "name a class that can be imported", got=f"{name!r} ({error})") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = f"megahead_custom_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        specification = spec_from_file_location(name, path)
+        assert specification is not None
+        assert specification.loader is not None
+        module = module_from_spec(specification)
+        specification.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
 
 
 # Finds config files by name; the last place to look is the `configs/` that ships with megahead.

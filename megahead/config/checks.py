@@ -87,48 +87,6 @@ def _unused_files(
         yield "id_weights", "without masking.strategy or masking.dropping.by: weights"
 
 
-# What goes with replaced-token detection, and what does not.
-
-
-_WHERE = "objective.replaced_tokens"
-
-
-def check_detection(
-    objective: ObjectiveConfig,
-    model: ModelConfig,
-    masking: MaskingConfig | None,
-    training: TrainingConfig,
-    init: InitConfig | None,
-) -> None:
-    """ConfigError unless there are masked tokens that a generator can fill in, and nothing else is asked of it."""
-    asked = objective.replaced_tokens
-    if asked is None:
-        return
-    if masking is None or model.is_causal:
-        rule = "be left out where next tokens are learned: those that are replaced are an encoder's masked tokens"
-        raise ConfigError(_WHERE, rule, got="given")
-    if asked.generator_layers > model.num_layers:
-        rule = f"be at most model.num_layers ({model.num_layers})"
-        raise ConfigError(f"{_WHERE}.generator_layers", rule, got=asked.generator_layers)
-    if objective.name == "vanilla" and asked.draws != "group":
-        rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
-        raise ConfigError(f"{_WHERE}.draws", rule, got=asked.draws)
-    _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
-    _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
-    _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")
-    _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
-    _refuse("masking.dropping", masking.dropping and "given", "whose model judges all tokens")
-    _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
-    _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")
-    _refuse("init.from_hf", init and init.from_hf, "whose generator is in no such folder")
-    _refuse("training.keep_best", training.keep_best, "where held-out loss is the generator's and not the model's")
-
-
-def _refuse(field: str, value: object, reason: str) -> None:
-    if value:
-        raise ConfigError(field, f"be left out with {_WHERE}, {reason}", got=value)
-
-
 # Encoders that learn next tokens, always or at first: what only masked tokens have is refused beside it.
 
 
@@ -175,8 +133,10 @@ def check_corrected(objective: ObjectiveConfig, masking: MaskingConfig | None, i
     computed from the counts of the text, and would be wrong."""
     if objective.bias != "corrected" or masking is None or is_causal:
         return
-    other = "objective.phrases" if objective.phrases else f"masking.strategy: {masking.strategy}"
-    if objective.phrases or masking.weighs_ids():
+    auxiliary = objective.auxiliary()
+    by_auxiliary = auxiliary is not None and auxiliary.weighs_ids
+    other = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
+    if by_auxiliary or masking.weighs_ids():
         rule = f"be another with {other}, by which ids are targets more or less often than in the text"
         raise ConfigError("objective.bias", rule, got="corrected", hint="take paper or once")
 
@@ -239,9 +199,8 @@ def check_fit(config: RunConfig) -> None:
     if config.masked_inputs:
         config.masked_inputs.check(config.model, config.data)
     check_causal(config.model, config.objective.schedule, config.masking, config.training, config.tasks)
-    check_detection(config.objective, config.model, config.masking, config.training, config.init)
-    if config.objective.phrases:
-        config.objective.phrases.check(config.model, config.masking, config.batch)
+    if auxiliary := config.objective.auxiliary():
+        auxiliary.check(config)
     check_corrected(config.objective, config.masking, config.model.is_causal)
     _check_course_of_masks(config)
     check_id_files(config.data, config.masking, config.objective)

@@ -43,9 +43,10 @@ def refusal(config: RunConfig) -> Refusal | None:
     if config.objective.has_vocabulary_softmax():
         rule = "be `dense` where all ids compete, and each row is updated at each step"
         return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
-    if config.objective.replaced_tokens is not None:
-        rule = "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once"
-        return Refusal("replaced tokens are drawn", ConfigError("engine.embedding", rule, got="`rows`"))
+    auxiliary = config.objective.auxiliary()
+    if auxiliary is not None and auxiliary.why_dense is not None:
+        reason, rule = auxiliary.why_dense
+        return Refusal(reason, ConfigError("engine.embedding", rule, got="`rows`"))
     if (decay := _decay_error(config.optimizer)) is not None:
         return Refusal("weight decay leaves nothing", decay)
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):

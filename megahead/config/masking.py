@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import cos, pi
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megahead.config.base import Settings
+from megahead.config.base import Settings, require_named
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
@@ -61,7 +61,7 @@ class DroppingConfig(Settings):
             raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)
 
 
-Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights"]
+STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
 _COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
@@ -78,7 +78,7 @@ _OF_OTHER_MASKS = (
 )
 """Fields that say what diffusion decides by itself."""
 
-_DIFFUSED: tuple[Strategy, ...] = ("uniform", "frequency", "informative", "weights")
+_DIFFUSED = ("uniform", "frequency", "informative", "weights")
 """Strategies that diffusion can mask by: of single tokens, and the same over a run."""
 
 
@@ -144,10 +144,14 @@ class MaskingConfig(Settings):
     dropping: DroppingConfig | None = None
     """Middle layers compute only important tokens; none by default."""
 
-    strategy: Strategy = "uniform"
+    strategy: str = "uniform"
     """What is masked: tokens with equal probability (`uniform`), whole words, spans of geometric length (`span`),
     rarer tokens (`frequency`), tokens informative about their neighbours (`informative`), tokens the model misses
-    (`hardest`), collocations (`pmi`), or tokens by data.id_weights (`weights`)."""
+    (`hardest`), collocations (`pmi`), tokens by data.id_weights (`weights`), or what a class of your own says, named
+    as `path/to/file.py:Class` or `package.module:Class` (docs/extending.md)."""
+
+    strategy_settings: dict[str, Any] = Field(default={})
+    """What a strategy of your own reads."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: length l has probability proportional to span_stop (1 - span_stop)^(l - 1), up to longest_span."""
@@ -168,8 +172,20 @@ class MaskingConfig(Settings):
     least_count: int = Field(default=10, gt=0)
     """pmi, informative: least occurrences of a pair in the training text."""
 
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        if value in STRATEGIES:
+            return value
+        if ":" in value:
+            return require_named("strategy", value)
+        raise ConfigError("strategy", f"be one of {', '.join(STRATEGIES)}, or name a class", got=repr(value))
+
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
+        if self.strategy_settings and not self.strategy_is_custom():
+            rule = "be left out unless strategy names a class of your own"
+            raise ConfigError("strategy_settings", rule, got=self.strategy_settings)
         ids = {"mask_token": self.mask_token, "cls_token": self.cls_token, "sep_token": self.sep_token}
         for name, value in ids.items():
             if list(ids.values()).count(value) > 1:
@@ -257,9 +273,15 @@ class MaskingConfig(Settings):
         """Ids that are never selected for masking, and never replace another token."""
         return [self.mask_token, self.cls_token, self.sep_token, end_token, *self.special_tokens]
 
+    def strategy_is_custom(self) -> bool:
+        """Whether it is a class of the user's."""
+        return ":" in self.strategy
+
     def weighs_ids(self) -> bool:
         """Whether some ids are selected more often than others: by weight, or since they are of long words or
-        collocations, which fit less often into what is left of a row's number."""
+        collocations, which fit less often into what is left of a row's number. A strategy of one's own may."""
+        if self.strategy_is_custom():
+            return True
         together = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
         return together or self.strategy in ("frequency", "informative", "hardest", "weights")
 

@@ -1,4 +1,4 @@
-"""What a run learns: headless or vanilla, a schedule of both, replaced-token detection, phrases."""
+"""What a run learns: headless or vanilla, a schedule of both, and an auxiliary objective beside it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megahead.config.auxiliary import AuxiliarySettings, Curve, CustomConfig
 from megahead.config.base import Settings
 from megahead.config.data import BatchConfig
-from megahead.config.masking import MaskingConfig
-from megahead.config.model import ModelConfig
+from megahead.config.phrases import PhrasesConfig
+from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.errors import ConfigError
 
 
@@ -89,71 +90,23 @@ adding to the rows' gradient is bound by memory: 8 bytes moved for 2 n operation
 outputs at a time."""
 
 
-class ReplacedTokensConfig(Settings):
-    """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
-    samples replace them, and the model learns which tokens were replaced."""
-
-    generator_layers: int = Field(default=1, gt=0)
-    """Blocks of the generator, as wide as the model's (as in COCO-LM, arXiv 2102.08473); it shares the model's
-    embedding."""
-
-    draws: Literal["group", "vocabulary"] = "group"
-    """headless: what replacements are sampled from. `group`: the candidates of the group, at almost no cost;
-    `vocabulary`: all ids by the training-free head, at the cost of one product with the whole embedding."""
-
-    weight: float = Field(default=50.0, gt=0)
-    """Weight of the detection loss, a mean over all tokens but special ones; the generator's is 1."""
-
-
-class PhrasesConfig(Settings):
-    """Phrases that several rows share are masked, and the outputs at both ends are trained to match those of the
-    same phrase in other rows (NPM: Min et al. 2023, arXiv 2212.01349), beside the loss of masked tokens."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Weight of the loss at each end of a masked phrase, relative to that of a masked token."""
-
-    shortest: int = Field(default=2, ge=2)
-    """Fewest tokens of a phrase."""
-
-    longest: int = Field(default=10, ge=2)
-    """Most tokens of a phrase; the paper has 10."""
-
-    share: float = Field(default=0.5, gt=0, lt=1)
-    """Probability mass of phrases in the selection of a row's masked tokens; masking.strategy selects the rest."""
-
-    group_samples: int = Field(default=32, ge=2)
-    """Consecutive samples that are searched for shared phrases, a divisor of batch.micro_size. More find more
-    phrases, and more negatives."""
-
-    temperature: float | None = Field(default=None, gt=0)
-    """Divides products of outputs; by default the square root of model.hidden_size (the paper)."""
-
-    @model_validator(mode="after")
-    def _some_length(self) -> PhrasesConfig:
-        if self.longest < self.shortest:
-            raise ConfigError("longest", f"be at least shortest ({self.shortest})", got=self.longest)
-        return self
-
-    def check(self, model: ModelConfig, masking: MaskingConfig | None, batch: BatchConfig) -> None:
-        """ConfigError unless whole phrases can be masked, and each rank has whole groups."""
-        if masking is None or model.is_causal:
-            rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
-            raise ConfigError("objective.phrases", rule, got="given")
-        if masking.diffusion:
-            raise ConfigError(
-                "masking.diffusion", "be left out with objective.phrases, which are masked whole", got=True
-            )
-        if batch.micro_size % self.group_samples:
-            rule = f"divide batch.micro_size ({batch.micro_size})"
-            raise ConfigError("objective.phrases.group_samples", rule, got=self.group_samples)
-
-
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
 """Names for the number of samples of a candidate group (`group_samples`)."""
 
 HeadKind = Literal["pmi", "tied", "trained"]
 HeadName = Literal["none", "tied", "pmi", "trained"]
 """The head of an export; `none` for the backbone alone."""
+
+
+_AUXILIARY = ("phrases", "replaced_tokens", "custom")
+"""Fields of `ObjectiveConfig`, each the settings of an auxiliary objective."""
+
+_KINDS = (ReplacedTokensConfig, PhrasesConfig, CustomConfig)
+
+
+def auxiliary_curves() -> list[Curve]:
+    """Charts of what auxiliary objectives log."""
+    return [curve for kind in _KINDS for curve in kind.curves]
 
 
 class ObjectiveConfig(Settings):
@@ -216,6 +169,9 @@ class ObjectiveConfig(Settings):
     phrases: PhrasesConfig | None = None
     """encoder: also learns phrases that several rows share (NPM); none by default."""
 
+    custom: CustomConfig | None = None
+    """An auxiliary objective of your own, beside the softmax (docs/extending.md)."""
+
     @field_validator("group_samples")
     @classmethod
     def _known_group(cls, value: int | str) -> int | str:
@@ -254,11 +210,21 @@ class ObjectiveConfig(Settings):
             raise ConfigError(
                 "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"
             )
-        for field in ("replaced_tokens", "schedule"):
-            if self.phrases is not None and getattr(self, field) is not None:
-                rule = "be left out with phrases, which the model itself learns from the first step to the last"
-                raise ConfigError(field, rule, got="given")
+        if len(given := self._auxiliary()) > 1:
+            rule = f"be left out with {given[0]}: a run has one auxiliary objective"
+            raise ConfigError(given[1], rule, got="given")
         return self
+
+    def _auxiliary(self) -> list[str]:
+        return [field for field in _AUXILIARY if getattr(self, field) is not None]
+
+    def auxiliary(self) -> AuxiliarySettings | None:
+        """What is learned beside the softmax; None where nothing is."""
+        return next((getattr(self, field) for field in self._auxiliary()), None)
+
+    def auxiliary_name(self) -> str:
+        """Its section's name; empty where there is none."""
+        return next(iter(self._auxiliary()), "")
 
     def trains_head(self) -> bool:
         """Whether there is an output matrix beside the input embedding."""
@@ -298,8 +264,9 @@ class ObjectiveConfig(Settings):
         """The setting by which the dataset must have token counts; None where it need not."""
         if self.bias == "corrected":
             return "bias"
-        if self.replaced_tokens is not None and self.replaced_tokens.draws == "vocabulary":
-            return "replaced_tokens.draws"
+        auxiliary = self.auxiliary()
+        if auxiliary is not None and (needing := auxiliary.needs_token_counts()):
+            return needing
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 
 

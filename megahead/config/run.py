@@ -70,8 +70,9 @@ class RunConfig(Settings):
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
-        if self.objective.replaced_tokens is not None:
-            return "tells replaced tokens and predicts none"
+        auxiliary = self.objective.auxiliary()
+        if auxiliary is not None and auxiliary.why_headless is not None:
+            return auxiliary.why_headless
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
         if self.masking and self.masking.mask_decoder_layers:
@@ -86,8 +87,8 @@ class RunConfig(Settings):
 
     def generator(self) -> ModelConfig | None:
         """The shape of what fills in masked tokens beside the model; None where the model itself does."""
-        asked = self.objective.replaced_tokens
-        return None if asked is None else self.model.model_copy(update={"num_layers": asked.generator_layers})
+        auxiliary = self.objective.auxiliary()
+        return None if auxiliary is None else auxiliary.generator(self.model)
 
     def usable_ranks(self, there: int) -> int:
         """How many of the launcher's ranks train: under `parallel.elastic` the most that batch and tensor ranks allow.

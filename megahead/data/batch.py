@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megahead.config.data import DataConfig
+from megahead.data.indexed import DatasetInfo
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """The tokens that some layers of an encoder compute alone: the others pass these layers by."""
 
     index_N: Tensor
@@ -37,34 +40,6 @@ class KeptTokens:
         """Those that are true."""
         most = int(kept_BT.sum(1).max(initial=1))
         return KeptTokens(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
-
-
-@dataclass(frozen=True)
-class ReplacedTokens:
-    """What it takes to replace the masked tokens and to judge all of them."""
-
-    draw_N: Tensor
-    """float64, in (0, 1): the random number of each target, which decides by what it is replaced."""
-
-    judged_P: Tensor
-    """int64, increasing: which of the B * T tokens are judged, all but special ones and padding."""
-
-
-@dataclass(frozen=True)
-class MaskedPhrases:
-    """The ends of Q / 2 or more masked phrases of a group of rows, and K tokens among which they are looked for."""
-
-    ends_Q: Tensor
-    """int64, increasing: which of the B * T tokens are the first or last of a masked phrase that is among the K."""
-
-    candidates_K: Tensor
-    """int64, increasing: the unmasked tokens of the group's text."""
-
-    right_QR: Tensor
-    """int64: at which of the K the same phrase begins (or ends) as at each end, in other rows; -1 behind the last."""
-
-    row_length: int
-    """T."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +68,8 @@ class Batch:
     kept: tuple[KeptTokens, ...] = ()
     """In the order of their layers; all other layers compute all tokens."""
 
-    replaced: ReplacedTokens | None = None
-    """None: the model itself learns the targets."""
-
-    phrases: tuple[MaskedPhrases, ...] = ()
-    """One for each group of rows that are searched for each other's phrases."""
+    auxiliary: Any = ()
+    """What an auxiliary objective has prepared: tensors in any nesting of tuples, lists and dicts."""
 
     weight_N: Tensor | None = None
     """float32: how often the loss of each target counts; None: once."""
@@ -114,23 +86,45 @@ class Batch:
         """How often all targets count together."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
-    def judged(self) -> int:
-        """How many tokens are judged, where masked ones are replaced."""
-        return 0 if self.replaced is None else self.replaced.judged_P.numel()
-
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        kept = tuple(replace(part, **_changed(part, change)) for part in self.kept)
-        replaced = None if self.replaced is None else replace(self.replaced, **_changed(self.replaced, change))
-        phrases = tuple(replace(part, **_changed(part, change)) for part in self.phrases)
-        return replace(self, **_changed(self, change), kept=kept, replaced=replaced, phrases=phrases)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{name: tree_map_only(Tensor, change, value) for name, value in values.items()})
 
 
-def _changed(
-    owner: Batch | KeptTokens | ReplacedTokens | MaskedPhrases, change: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
-    """Its tensors by name, changed."""
-    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+class RowMasker:
+    """Makes batches of rows; what it makes of a row depends on the sample's number alone."""
+
+    upper_bound: ClassVar[bool] = False
+    """Whether the loss of its batches is an upper bound of the text's."""
+
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+        """The batch of a `RowSource`'s rows, int64 [B, t], negative where a row is empty, and its `document_starts`,
+        bool [B, t]: where documents begin other than after end tokens."""
+        raise NotImplementedError
+
+    def predicted(self, info: DatasetInfo) -> int | None:
+        """How many tokens of a dataset count in the loss; None if only some do."""
+        return None
+
+
+@dataclass(frozen=True)
+class CausalRows(RowMasker):
+    """Next-token prediction for a decoder that reads whole rows, int64 [B, T+1], as they are."""
+
+    data: DataConfig
+
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+        data = self.data
+        return causal_batch(
+            text,
+            document_starts,
+            end_token=data.end_token,
+            isolate_documents=data.isolate_documents,
+            boundary_targets=data.boundary_targets,
+        )
+
+    def predicted(self, info: DatasetInfo) -> int:
+        return info.tokens
 
 
 def causal_batch(

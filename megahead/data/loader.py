@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch import Tensor
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, causal_batch
+from megahead.data.batch import Batch, CausalRows, RowMasker
 from megahead.data.blending import RowSource
-from megahead.data.framing import Framing, MaskedInputs, NextTokens, TokenDropping
+from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset, open_array
-from megahead.data.masking import Diffusion, Masker, Replacing
-from megahead.data.strategies import STRATEGIES, Difficulty, TrainingText, Uniform
+from megahead.data.masking import Diffusion, Masker
+from megahead.data.strategies import STRATEGIES, Difficulty, TrainingText, Uniform, strategy_of
+from megahead.data.token_subsets import TokenDropping
 from megahead.errors import ConfigError, DataError
 from megahead.files import staged
 
@@ -83,20 +84,6 @@ def save_nearest_ids(path: Path, nearest_VK: Array) -> None:
 # for), framed rows for an encoder, masked or (where it is causal) as they are.
 
 
-class RowMasker(Protocol):
-    """Makes batches that are no plain rows of text: framed ones, or some of whose inputs are masked."""
-
-    def batch(
-        self,
-        rows: np.ndarray[Any, Any],
-        sample_indices: Sequence[int],
-        document_starts: np.ndarray[Any, Any] | None = None,
-        /,
-    ) -> Batch:
-        """The batch of a `RowSource`'s rows, int64 [B, t], and its `document_starts`, bool [B, t]."""
-        ...
-
-
 @dataclass(frozen=True)
 class BatchReader:
     """Reads batches, which depend on nothing but the samples' numbers."""
@@ -109,15 +96,8 @@ class BatchReader:
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
         rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
-        if self.masker is not None:
-            return self.masker.batch(rows, sample_indices, document_starts)
-        return causal_batch(
-            rows,
-            document_starts,
-            end_token=self.data.end_token,
-            isolate_documents=self.data.isolate_documents,
-            boundary_targets=self.data.boundary_targets,
-        )
+        masker = self.masker or CausalRows(self.data)
+        return masker.batch(rows, sample_indices, document_starts)
 
 
 def training_masker(
@@ -125,9 +105,9 @@ def training_masker(
     datasets: Sequence[IndexedDataset],
     difficulty: Difficulty | None = None,
     masked_from: int = 0,
-) -> RowMasker | None:
-    """How a run, or a phase of it, frames and masks its training samples; None for a decoder that reads whole rows.
-    `masked_from`: how many of the run's steps come before the first one that masks.
+) -> RowMasker:
+    """How a run, or a phase of it, frames and masks its training samples. `masked_from`: how many of the run's steps
+    come before the first one that masks.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
     text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
@@ -136,15 +116,14 @@ def training_masker(
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
     if config.masking is None:
-        return None
+        return CausalRows(config.data)
     if config.model.is_causal:
         return _next_tokens(config.masking, config.data)
     text = TrainingText(config, datasets, "masking.strategy", difficulty)
     if config.masking.diffusion:
-        strategy = STRATEGIES[config.masking.strategy](config.masking, text)
+        strategy = strategy_of(config.masking, text)
         return Diffusion(_framing(config.masking, config.data), config.seed, strategy)
-    masker = _masker(config, config.masking, text, masked_from)
-    return masker if config.generator() is None else Replacing(masker, config.seed)
+    return _masker(config, config.masking, text, masked_from)
 
 
 def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, masked_from: int) -> Masker:
@@ -153,7 +132,7 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, maske
     nearest = config.data.nearest_ids if masking.similar_share else None
     return Masker(
         framing,
-        STRATEGIES[masking.strategy](masking, text),
+        strategy_of(masking, text),
         config.model.vocab_size,
         config.seed,
         samples_per_step=config.batch.global_size,
@@ -162,7 +141,6 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, maske
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
         masks_from=masking.masks_from(config.model),
         dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
-        phrases=config.objective.phrases,
     )
 
 
@@ -194,7 +172,8 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     known (all 0)."""
     if config.masking is None or config.model.is_causal:
         return None
-    weighs_ids = config.masking.weighs_ids() or config.objective.phrases is not None
+    auxiliary = config.objective.auxiliary()
+    weighs_ids = config.masking.weighs_ids() or (auxiliary is not None and auxiliary.weighs_ids)
     if not weighs_ids or token_counts_V is None or not token_counts_V.any():
         return None
     special = config.masking.never_masked(config.data.end_token)
@@ -203,19 +182,18 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     return counts_V
 
 
-def held_out_masker(config: RunConfig) -> RowMasker | None:
+def held_out_masker(config: RunConfig) -> RowMasker:
     """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
-    whose rows are masked as in training. None for a decoder."""
+    whose rows are masked as in training."""
     if config.masking is None:
-        return None
+        return CausalRows(config.data)
     if config.model.is_causal:
         return _next_tokens(config.masking, config.data)
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
     masks_from = config.masking.masks_from(config.model)
-    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
-    return masker if config.generator() is None else Replacing(masker, seed=0)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

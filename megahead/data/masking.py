@@ -1,20 +1,21 @@
-"""From rows to masked rows: what an encoder reads and must predict; masked diffusion; replaced tokens."""
+"""From rows to masked rows: what an encoder reads and must predict; masked diffusion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.config.objective import PhrasesConfig
-from megahead.data.batch import Batch, KeptTokens, ReplacedTokens
-from megahead.data.framing import Framing, SharedPhrases, TokenDropping
+from megahead.data.batch import Batch, KeptTokens, RowMasker
+from megahead.data.framing import FramedRows, Framing
+from megahead.data.indexed import DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Strategy, Uniform
+from megahead.data.token_subsets import TokenDropping
 
 # From rows of text to masked rows: what an encoder reads, and what it must predict.
 #
@@ -27,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Masker:
+class Masker(RowMasker):
     """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches; with a strategy
     that adapts also on what the run had learned long enough before. The rows of a batch are of one step."""
 
@@ -52,10 +53,6 @@ class Masker:
     dropping: TokenDropping | None = None
     """What middle layers leave out, if anything."""
 
-    phrases: PhrasesConfig | None = None
-    """Which phrases are masked, too: those that rows of a group share. What is masked then depends on the samples of
-    the group."""
-
     @property
     def config(self) -> MaskingConfig:
         """What is asked for."""
@@ -63,19 +60,26 @@ class Masker:
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Arguments as of `Framing.rows`."""
-        rows = self.framing.rows(text, document_starts)
+        return self.masked(self.framing.rows(text, document_starts), text, sample_indices)
+
+    def masked(
+        self,
+        rows: FramedRows,
+        text: Array,
+        sample_indices: Sequence[int] | Array,
+        adapted: Callable[[Strategy], Strategy] | None = None,
+    ) -> Batch:
+        """The same of rows that were framed before; `adapted`: by which strategy they are masked, made of the run's."""
         noise = CounterRng(self.seed, sample_indices)
         step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
-        shared = None if self.phrases is None else SharedPhrases.of(rows, self.phrases)
-        strategy = self.strategy.at(step) if shared is None else shared.beside(self.strategy.at(step))
+        strategy = self.strategy.at(step) if adapted is None else adapted(self.strategy.at(step))
         chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
         read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, noise)
         kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
         if self.dropping:
             kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
-        phrases = () if shared is None else shared.masked(chosen_BT)
-        return replace(rows.batch(chosen_BT, read_BT), kept=kept, phrases=phrases)
+        return replace(rows.batch(chosen_BT, read_BT), kept=kept)
 
     def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
         """All tokens but the mask tokens, for the layers before these enter."""
@@ -199,8 +203,10 @@ def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Diffusion:
+class Diffusion(RowMasker):
     """Masks rows by shares of their own. What is masked depends on the sample's number alone."""
+
+    upper_bound: ClassVar = True
 
     framing: Framing
     seed: int
@@ -223,31 +229,7 @@ class Diffusion:
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
         return replace(rows.batch(chosen_BT, read_BT), weight_N=torch.from_numpy(weight_N))
 
-    def maskable(self, token_counts: Sequence[int]) -> int:
-        """How many of a text's tokens may be masked; `token_counts`: of each id."""
+    def predicted(self, info: DatasetInfo) -> int:
+        """All that may be masked."""
         unmaskable = set(self.framing.unmaskable())
-        return sum(count for id_, count in enumerate(token_counts) if id_ not in unmaskable)
-
-
-# Masked rows for replaced-token detection (ELECTRA: Clark et al. 2020, arXiv 2003.10555): beside what is masked, the
-# random numbers by which masked tokens are replaced, and which tokens are judged.
-#
-# B rows, T tokens per row, N targets of the batch, P judged tokens.
-
-
-@dataclass(frozen=True)
-class Replacing:
-    """Masks rows by `masker`. What is drawn depends on the seed, the sample's number and the token's place alone."""
-
-    masker: Masker
-    seed: int
-
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.rows`. A judged token may be masked or not; no special token is judged."""
-        batch = self.masker.batch(text, sample_indices, document_starts)
-        index_N = batch.target_index_N
-        tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
-        judged_M = ~np.isin(tokens_M.numpy(), self.masker.framing.unmaskable())
-        draw_BT = CounterRng(self.seed, sample_indices).uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
-        draw_N = torch.from_numpy(draw_BT).flatten()[index_N]
-        return replace(batch, replaced=ReplacedTokens(draw_N, torch.from_numpy(np.flatnonzero(judged_M))))
+        return sum(count for id_, count in enumerate(info.token_counts) if id_ not in unmaskable)

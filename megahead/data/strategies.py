@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megahead.config.base import load_named
 from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset, open_array
@@ -631,3 +632,12 @@ STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
     "weights": Weights.made,
 }
 """By `masking.strategy`."""
+
+
+def strategy_of(masking: MaskingConfig, text: TrainingText) -> Strategy:
+    """By `masking.strategy`, which may name a class of one's own with the same `made`; ConfigError where that cannot be
+    imported."""
+    if masking.strategy_is_custom():
+        made: Strategy = load_named("masking.strategy", masking.strategy).made(masking, text)
+        return made
+    return STRATEGIES[masking.strategy](masking, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from os import PathLike
@@ -11,19 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.data import DataConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
+from megahead.data.batch import CausalRows, RowMasker
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader, RowMasker, held_out_masker, require_end_tokens
-from megahead.data.masking import Diffusion
+from megahead.data.loader import BatchReader, require_end_tokens
 from megahead.data.samples import EvenlySpread, Samples, held_out_samples
 from megahead.distributed.group import Group
 from megahead.errors import FieldError
 from megahead.hf.heads import require_head
 from megahead.hf.trained import TrainedModel
-from megahead.losses.detection import DetectionResult
 from megahead.losses.softmax import EvaluationSums
+from megahead.objectives.auxiliary import held_out_rows
 from megahead.objectives.micro_batch import EvaluationRequest
 
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
@@ -55,9 +56,9 @@ class ValidationResult:
     """Whether loss, perplexity and bits are upper bounds: those of masked diffusion, for a text whose special tokens
     (end tokens are some) are given, estimated with one mask a row."""
 
-    detection: DetectionResult | None = None
-    """Where a generator replaces tokens: how well the model tells them from others. All else is the generator's, then,
-    and what replaces is drawn from all ids."""
+    auxiliary: Mapping[str, float] | None = None
+    """How well an auxiliary objective is met, where one is evaluated: means by name. Where a generator learns the
+    targets, all else is the generator's."""
 
 
 class ValidationSet:
@@ -72,13 +73,21 @@ class ValidationSet:
         micro_size: int,
         group: Group,
         masker: RowMasker | None = None,
+        auxiliary: AuxiliarySettings | None = None,
     ) -> None:
-        self._samples = samples
+        self._samples, self._auxiliary = samples, auxiliary
         spread = EvenlySpread(samples, rows)
-        self._reader = BatchReader(spread, data, masker)
+        self._masker = masker or CausalRows(data)
+        self._reader = BatchReader(spread, data, self._masker)
         self._rows = spread.count
         self._micro_size = micro_size
         self._group = group
+
+    @staticmethod
+    def of(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
+        """As a run of `config` scores it."""
+        rows, masker, auxiliary = config.training.evaluate_samples, held_out_rows(config), config.objective.auxiliary()
+        return ValidationSet(samples, config.data, rows, config.batch.micro_size, group, masker, auxiliary)
 
     def evaluate(
         self, score: Callable[[EvaluationRequest], EvaluationSums], bias_V: Tensor | None, device: torch.device
@@ -88,15 +97,18 @@ class ValidationSet:
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
         training-free head, None for the embedding alone or a head of the model's own.
         """
-        totals = torch.zeros(len(EvaluationSums._fields), dtype=torch.float64)
+        totals, names = torch.zeros(1, dtype=torch.float64), list[str]()
         bias = None if bias_V is None else bias_V.to(device)
         for mine in self._requests():
             batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
             scores = score(EvaluationRequest(batches, bias))
-            if mine[0]:
-                totals += torch.tensor(scores, dtype=torch.float64)
-        loss, correct, targets, weight, *judged = self._group.all_reduce_(totals).tolist()
-        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), *judged))
+            *of_targets, auxiliary = scores
+            names = list(auxiliary)
+            values = torch.tensor([*of_targets, *auxiliary.values()], dtype=torch.float64)
+            totals = totals + (values if mine[0] else torch.zeros_like(values))
+        loss, correct, targets, weight, *sums = self._group.all_reduce_(totals).tolist()
+        auxiliary = dict(zip(names, sums, strict=True))
+        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), auxiliary))
 
     def _requests(self) -> Iterator[list[range]]:
         """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
@@ -111,21 +123,18 @@ class ValidationSet:
     def _result(self, sums: EvaluationSums) -> ValidationResult:
         loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
         bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
-        bound = isinstance(self._reader.masker, Diffusion)
-        detection = DetectionResult.of(sums.detection) if sums.judged else None
-        return ValidationResult(loss, exp(min(loss, 700.0)), sums.correct / sums.targets, bits, bound, detection)
+        means = self._auxiliary.means(sums.auxiliary) if self._auxiliary and sums.auxiliary else None
+        accuracy, bound = sums.correct / sums.targets, self._masker.upper_bound
+        return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
 
     def _bytes_per_token(self) -> float | None:
         """Bytes of text for each token that counts in the loss; None if unknown, or the loss is of masked places alone.
 
         The whole dataset's average: exact only if all of it was read.
         """
-        info, masker = self._samples.dataset.info, self._reader.masker
-        if info is None or not info.text_bytes:
-            return None
-        if isinstance(masker, Diffusion):
-            return info.text_bytes / max(masker.maskable(info.token_counts), 1)
-        return info.text_bytes / info.tokens if masker is None else None
+        info = self._samples.dataset.info
+        predicted = None if info is None else self._masker.predicted(info)
+        return info.text_bytes / max(predicted, 1) if info and info.text_bytes and predicted is not None else None
 
 
 # The held-out text of a trained model, cut as its run cut it.
@@ -175,9 +184,7 @@ def evaluate_on_each(
     def score(request: EvaluationRequest) -> EvaluationSums:
         return pretraining(request)
 
-    return [_validation_set(model.config, samples).evaluate(score, bias_V, torch.device("cpu")) for samples in opened]
-
-
-def _validation_set(config: RunConfig, samples: Samples) -> ValidationSet:
-    rows, masker = config.training.evaluate_samples, held_out_masker(config)
-    return ValidationSet(samples, config.data, rows, config.batch.micro_size, Group(), masker)
+    return [
+        ValidationSet.of(model.config, samples, Group()).evaluate(score, bias_V, torch.device("cpu"))
+        for samples in opened
+    ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
+from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
@@ -234,7 +235,7 @@ def last_evaluation(model: TrainedModel) -> str | None:
         try:
             record = json.loads(line)
             if _is_checkpoints_own(record["step"], record["validation"].get("loss"), model.checkpoint):
-                sentence = _sentence(record["step"], record["validation"])
+                sentence = _sentence(record["step"], record["validation"], model.config.objective.auxiliary())
         except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
             continue
     return sentence
@@ -248,11 +249,11 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
     return last is not None and (step, loss) == (last["step"], last["loss"])
 
 
-def _sentence(step: int, found: dict[str, Any]) -> str:
+def _sentence(step: int, found: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
-    if detection := found.get("detection"):
-        shares = f"{detection['found']:.1%} of replaced tokens found and {detection['kept']:.1%} of others kept"
-        return f"{shares} (step {step:,}), its generator's perplexity {found['perplexity']:,.4g}"
+    if auxiliary is not None and (means := found.get(auxiliary.metric)):
+        whose = auxiliary.whose_targets
+        return f"{auxiliary.exported(means)} (step {step:,}), its {whose}perplexity {found['perplexity']:,.4g}"
     bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
     parts = [f"perplexity {most}{found['perplexity']:,.4g}"]
     parts += [] if bits is None else [f"{most}{bits:.4g} bits a byte"]

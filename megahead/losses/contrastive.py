@@ -98,7 +98,7 @@ class SharedPool:
 class Headless:
     """Each output picks its target's input embedding among those of its candidate group's targets.
 
-    `token_counts_V`: how often each id occurs in the training text, if the config needs it; replaced tokens use it.
+    `token_counts_V`: how often each id occurs in the training text, if the config needs it.
     `nearest_VK`: the nearest ids of each id, for `config.nearest`.
     """
 
@@ -109,7 +109,8 @@ class Headless:
         token_counts_V: Tensor | None = None,
         nearest_VK: Tensor | None = None,
     ) -> None:
-        self._config = config
+        self._config, auxiliary = config, config.auxiliary()
+        self._draws_tokens = auxiliary is not None and auxiliary.draws_tokens()
         if config.nearest and nearest_VK is None:
             raise ConfigError("data.nearest_ids", "be given with objective.nearest", got="missing")
         self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
@@ -123,7 +124,7 @@ class Headless:
                 got=attrgetter(needing)(config),
                 hint="preprocess the text again, or change the objective",
             )
-        if counts_V is not None and (needing is not None or config.replaced_tokens is not None):
+        if counts_V is not None and (needing is not None or self._draws_tokens):
             self._log_q_V = log_unigram(counts_V, vocab_size)
             if self._nearest_VK is not None:
                 self._log_q_V = with_nearest(self._log_q_V, self._nearest_VK)
@@ -145,7 +146,7 @@ class Headless:
             log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
         weighting = weigh(config.bias, multiplicity_P, log_pi_P)
         shared_bias_P = self._capped(weighting.bias_P, generator)
-        if config.replaced_tokens is None:
+        if not self._draws_tokens:
             return SharedPool(ids_P, weighting, shared_bias_P)
         if self._log_q_V is None:
             drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + shared_bias_P - weighting.bias_P

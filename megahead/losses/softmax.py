@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from megahead.distributed.group import Group, copy_to_group
 from megahead.losses.candidates import Candidates
-from megahead.losses.detection import DetectionSums
 from megahead.losses.fused_softmax import RowSums, fused_softmax_loss, softmax_draws, softmax_sums
 from megahead.losses.scores import Dot, Score
 
@@ -106,18 +105,8 @@ class EvaluationSums(NamedTuple):
     weight: float
     """How often all of them count together: `targets`, unless they have weights of their own."""
 
-    detection_loss: float = 0.0
-    """This and what follows: where tokens drawn in place of the targets are to be told from others (`detection`)."""
-
-    judged: float = 0.0
-    replaced: float = 0.0
-    found: float = 0.0
-    kept: float = 0.0
-
-    @property
-    def detection(self) -> DetectionSums[float]:
-        """How well drawn tokens were told from others; zeros where none were drawn."""
-        return DetectionSums(self.detection_loss, self.judged, self.replaced, self.found, self.kept)
+    auxiliary: Mapping[str, float] = {}
+    """What an auxiliary objective has summed, by name."""
 
     @staticmethod
     def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megahead.config.data import BatchConfig, DataConfig
-from megahead.data.batch import Batch
+from megahead.data.batch import Batch, RowMasker
 from megahead.data.blending import RowSource
-from megahead.data.loader import BatchReader, RowMasker
+from megahead.data.loader import BatchReader
 from megahead.data.samples import derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
@@ -117,9 +117,10 @@ class Feed:
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
-    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `owners`: all
-    ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
-    the same samples. Batches are on the CPU, prepared for `device`, which computes in half precision if `half`.
+    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `counted`: that
+    of an auxiliary objective. `owners`: all ranks, over a connection of their own, if the embedding's rows are sharded
+    over them; `sharing`: those that read the same samples. Batches are on the CPU, prepared for `device`, which
+    computes in half precision if `half`.
     """
 
     def __init__(
@@ -135,11 +136,13 @@ class Feed:
         device: torch.device = CPU,
         half: bool = False,
         masker: RowMasker | None = None,
+        counted: Callable[[Batch], int | None] | None = None,
         owners: Group | None = None,
         sharing: Group | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
+        self._counted = counted or _nothing_else
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -158,12 +161,14 @@ class Feed:
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes = [(batch.target_ids_N.numel(), batch.weight(), batch.judged()) for batch in batches]
-        mine = torch.tensor(sizes, dtype=torch.float64)
-        counts_RA, weights_RA, judged_RA = self._group.all_gather(mine).unbind(-1)
+        sizes = [(batch.target_ids_N.numel(), batch.weight(), self._counted(batch)) for batch in batches]
+        mine = torch.tensor([[size or 0 for size in each] for each in sizes], dtype=torch.float64)
+        counts_RA, weights_RA, others_RA = self._group.all_gather(mine).unbind(-1)
         counts_RA = counts_RA.long()
         targets = int(counts_RA.sum())
-        scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, judged_RA)]
+        scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, others_RA)]
+        if sizes[0][-1] is None:
+            del scales[-1]
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
         micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device, self._half) for micro in micro_batches]
@@ -180,6 +185,10 @@ class Feed:
         """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
         start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
         return range(start, start + self._batch.micro_size)
+
+
+def _nothing_else(batch: Batch) -> None:
+    """What an auxiliary objective's loss is a mean of, where there is none."""
 
 
 def mean_candidates(micro_batches: list[MicroBatch]) -> float:

@@ -68,7 +68,7 @@ def with_boundaries(batch: Batch, multiple: int) -> Batch:
     to a multiple of so many."""
     documents = documents_of(batch)
     kept = tuple(
-        replace(part, cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
+        part._replace(cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
         for part, shorter in zip(batch.kept, shorter_rows_of(batch), strict=True)
     )
     packed = batch.positions_BT is not None  # else each row is one, of a length that is known
@@ -88,8 +88,9 @@ class MicroBatch:
     this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
     accumulation steps and data ranks."""
 
-    judged_weight: float = 0.0
-    """The same for tokens that are judged, where some are replaced: data_ranks * accumulation / how many they are."""
+    auxiliary_weight: float | None = None
+    """The same for an auxiliary objective whose loss is a mean of something else than targets, by the number of these;
+    None: its loss counts as theirs."""
 
     def ids(self) -> Tensor:
         """int64: all ids whose embeddings it looks up, inputs and candidates."""

@@ -1,20 +1,63 @@
-"""What a model learns of masked phrases beside its masked tokens. M = B T tokens, D features."""
+"""Phrases as candidates (NPM: Min et al. 2023, arXiv 2212.01349): the ends of a masked phrase are compared with tokens
+of other rows, where the same phrase may stand, too.
+
+B rows, T tokens per row, M = B T tokens, S phrases, P pairs of places, Q ends of phrases, K candidate tokens, at most R
+of them right for an end, D features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megahead.config.objective import PhrasesConfig
-from megahead.data.batch import MaskedPhrases
-from megahead.losses.detection import Number
+from megahead.config.phrases import PhrasesConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch, RowMasker
+from megahead.data.framing import FramedRows
+from megahead.data.masking import Masker
+from megahead.data.samples import CounterRng
+from megahead.data.strategies import Strategy
+from megahead.objectives.auxiliary import Auxiliary, Pass
 
-# Phrases as candidates: the ends of a masked phrase are compared with tokens of other rows, where it may stand, too.
-#
+Array = np.ndarray[Any, Any]
+
+
+class Phrases(Auxiliary):
+    """Compares the hidden states of all tokens, group by group."""
+
+    key = "phrases"
+    needs_all_outputs = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        asked = config.objective.phrases
+        assert asked is not None
+        self._temperature = asked.temperature or config.model.hidden_size**0.5
+
+    @classmethod
+    def masker(cls, masker: RowMasker, config: RunConfig, seed: int) -> RowMasker:
+        """Masks phrases, too."""
+        assert isinstance(masker, Masker)
+        assert config.objective.phrases is not None
+        return PhraseMasker(masker, config.objective.phrases)
+
+    def sums(self, given: Pass) -> Mapping[str, Tensor]:
+        """`loss` in nats, `ends`, and of how many of them the same phrase is `found` before all other tokens."""
+        assert given.hidden_MD is not None
+        groups = [self._of_group(given.hidden_MD, group) for group in given.batch.auxiliary]
+        return {name: torch.stack([group[name] for group in groups]).sum() for name in groups[0]}
+
+    def _of_group(self, outputs_MD: Tensor, group: MaskedPhrases) -> dict[str, Tensor]:
+        ends_QD, candidates_KD = (outputs_MD.index_select(0, at) for at in (group.ends_Q, group.candidates_K))
+        row_Q, row_K = (at // group.row_length for at in (group.ends_Q, group.candidates_K))
+        return phrase_sums(ends_QD, candidates_KD, row_Q[:, None] != row_K, group.right_QR, self._temperature)
+
+
 # The training objective of NPM (Min et al. 2023, arXiv 2212.01349, section 3.3). With h the outputs and T a
 # temperature (the paper's is the root of their width), a masked phrase from a to b costs
 #
@@ -26,36 +69,9 @@ from megahead.losses.detection import Number
 # Q ends of phrases, K candidate tokens, at most R of them right for an end, D features.
 
 
-class PhraseSums(NamedTuple, Generic[Number]):
-    """How well the same phrases are found, summed up."""
-
-    loss: Number
-    """In nats."""
-
-    ends: Number
-    """Q."""
-
-    found: Number
-    """Of how many of them no other token is more like than one of the same phrase."""
-
-
-@dataclass(frozen=True)
-class PhraseResult:
-    """The same as means over the ends, 0 where there are none, and how many these are."""
-
-    loss: float
-    found: float
-    ends: float
-
-    @staticmethod
-    def of(sums: PhraseSums[float]) -> PhraseResult:
-        """Of all ends that were summed up."""
-        return PhraseResult(sums.loss / max(sums.ends, 1), sums.found / max(sums.ends, 1), sums.ends)
-
-
 def phrase_sums(
     ends_QD: Tensor, candidates_KD: Tensor, allowed_QK: Tensor, right_QR: Tensor, temperature: float
-) -> PhraseSums[Tensor]:
+) -> dict[str, Tensor]:
     """Over all ends; the loss has a gradient for both kinds of outputs.
 
     allowed_QK: bool, which tokens an end is compared with. right_QR: int64, which of these are right for it, at least
@@ -67,29 +83,183 @@ def phrase_sums(
     of_right_QR = scores_QK.gather(1, right_QR.clamp(min=0)).masked_fill(right_QR < 0, -torch.inf)
     loss = (scores_QK.logsumexp(1) - of_right_QR.logsumexp(1)).sum()
     missed_Q = (scores_QK > of_right_QR.amax(1, keepdim=True)).any(1)
-    return PhraseSums(loss, torch.full((), len(ends_QD), device=loss.device), (~missed_Q).sum())
+    return {"loss": loss, "ends": torch.full((), len(ends_QD), device=loss.device), "found": (~missed_Q).sum()}
 
 
-# What a model learns of masked phrases beside its masked tokens. M = B T tokens, D features.
+# Phrases that rows share: which of them are masked, and where the same ones stand in other rows.
+#
+# After NPM (Min et al. 2023, arXiv 2212.01349). A phrase is a run of text without special tokens, in one document; it
+# counts if another row of its *group*, so many consecutive samples, has it too. Groups are parts of micro-batches:
+# what is found depends on their samples alone, not on ranks or micro-batches.
+#
+# B rows, T tokens per row, M = B T tokens, S phrases, P pairs of places; for Q, K and R see `MaskedPhrases`.
 
 
-class PhraseLoss:
-    """Of all groups of a batch; `note`, where something wants to know, is told their sums."""
+class MaskedPhrases(NamedTuple):
+    """The ends of Q / 2 or more masked phrases of a group of rows, and K tokens among which they are looked for."""
 
-    def __init__(self, asked: PhrasesConfig) -> None:
-        self._asked = asked
-        self.note: Callable[[PhraseSums[Tensor]], None] | None = None
+    ends_Q: Tensor
+    """int64, increasing: which of the B * T tokens are the first or last of a masked phrase that is among the K."""
 
-    def __call__(self, outputs_MD: Tensor, groups: Sequence[MaskedPhrases]) -> Tensor:
-        """Scalar, summed over all ends by their weight. outputs_MD: of all tokens, rows concatenated."""
-        of_groups = zip(*(self._sums(outputs_MD, group) for group in groups), strict=True)
-        sums = PhraseSums(*(torch.stack(values).sum() for values in of_groups))
-        if self.note is not None:
-            self.note(sums)
-        return self._asked.weight * sums.loss
+    candidates_K: Tensor
+    """int64, increasing: the unmasked tokens of the group's text."""
 
-    def _sums(self, outputs_MD: Tensor, group: MaskedPhrases) -> PhraseSums[Tensor]:
-        ends_QD, candidates_KD = (outputs_MD.index_select(0, at) for at in (group.ends_Q, group.candidates_K))
-        temperature = self._asked.temperature or outputs_MD.shape[1] ** 0.5
-        row_Q, row_K = (at // group.row_length for at in (group.ends_Q, group.candidates_K))
-        return phrase_sums(ends_QD, candidates_KD, row_Q[:, None] != row_K, group.right_QR, temperature)
+    right_QR: Tensor
+    """int64: at which of the K the same phrase begins (or ends) as at each end, in other rows; -1 behind the last."""
+
+    row_length: int
+    """T."""
+
+
+@dataclass(frozen=True)
+class SharedPhrases:
+    """Rows cut into phrases that other rows of their group have, and what is between them."""
+
+    asked: PhrasesConfig
+    maskable_BT: Array
+
+    numbers_LM: Sequence[Array]
+    """int64, for each length from 1 on: the same number where the same phrase begins, -1 where none does."""
+
+    first_S: Array
+    """int64, increasing: the places of the phrases' first tokens."""
+
+    length_S: Array
+    """int64: how many tokens each has."""
+
+    @staticmethod
+    def of(rows: FramedRows, asked: PhrasesConfig) -> SharedPhrases:
+        """From left to right, the longest first. The first row begins a group."""
+        numbers_LM = _numbered(rows, asked)
+        length_M = np.sum([number_M >= 0 for number_M in numbers_LM], axis=0)
+        first, end = [], 0
+        for place in np.flatnonzero(length_M >= asked.shortest).tolist():
+            if place >= end:
+                first.append(place)
+                end = place + int(length_M[place])
+        first_S = np.array(first, np.int64)
+        return SharedPhrases(asked, rows.maskable_BT, numbers_LM, first_S, length_M[first_S])
+
+    def beside(self, strategy: Strategy) -> Strategy:
+        """A strategy by which the phrases are units, and `strategy` cuts and weighs what is between them."""
+        inside_M = np.zeros(self.maskable_BT.size, bool)
+        for offset in range(self.asked.longest):
+            inside_M[self.first_S[self.length_S > offset] + offset] = True
+        inside_BT = inside_M.reshape(self.maskable_BT.shape)
+        return _WithPhrases(strategy, self.maskable_BT, inside_BT, self.first_S, self.length_S, self.asked.share)
+
+    def masked(self, chosen_BT: Array) -> tuple[MaskedPhrases, ...]:
+        """For each group, the phrases whose tokens are chosen (bool), and where they are found unmasked."""
+        chosen_M, free_M = chosen_BT.reshape(-1), (self.maskable_BT & ~chosen_BT).reshape(-1)
+        length, asked_P, found_P = chosen_BT.shape[1], *self._pairs(chosen_M)
+        size, groups = self.asked.group_samples * length, []
+        for begin in range(0, len(chosen_M), size):
+            here_P = asked_P // size == begin // size
+            asked_Q = np.unique(asked_P[here_P])
+            candidates_K = begin + np.flatnonzero(free_M[begin : begin + size])
+            right_QR = _table(np.searchsorted(asked_Q, asked_P[here_P]), np.searchsorted(candidates_K, found_P[here_P]))
+            asked, candidates, right = (torch.from_numpy(places) for places in (asked_Q, candidates_K, right_QR))
+            groups.append(MaskedPhrases(asked, candidates, right, length))
+        return tuple(groups)
+
+    def _pairs(self, chosen_M: Array) -> tuple[Array, Array]:
+        """int64 [P] twice: the first token of a chosen phrase and of the same one in another row, if that token is not
+        chosen; and the last ones."""
+        asked, found, length = [], [], self.maskable_BT.shape[1]
+        for size, number_M in enumerate(self.numbers_LM, 1):
+            first_S = self.first_S[(self.length_S == size) & chosen_M[self.first_S]]
+            mine_P, other_P = _equal(first_S, number_M)
+            elsewhere_P = mine_P // length != other_P // length
+            for end in (0, size - 1):
+                asked.append(mine_P[elsewhere_P] + end)
+                found.append(other_P[elsewhere_P] + end)
+        asked_P, found_P = np.concatenate(asked), np.concatenate(found)
+        return asked_P[~chosen_M[found_P]], found_P[~chosen_M[found_P]]
+
+
+@dataclass(frozen=True)
+class PhraseMasker(RowMasker):
+    """Masks rows by `inner`, phrases that rows of a group share among them. What is masked depends on the samples of
+    the group."""
+
+    inner: Masker
+    asked: PhrasesConfig
+
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+        rows = self.inner.framing.rows(text, document_starts)
+        shared = SharedPhrases.of(rows, self.asked)
+        batch = self.inner.masked(rows, text, sample_indices, shared.beside)
+        chosen_BT = np.zeros(rows.tokens_BT.shape, bool)
+        chosen_BT.reshape(-1)[batch.target_index_N.numpy()] = True
+        return replace(batch, auxiliary=shared.masked(chosen_BT))
+
+
+@dataclass(frozen=True)
+class _WithPhrases:
+    """Phrases as units, whose tokens have `share` of each row's weight; the rest is `strategy`'s."""
+
+    strategy: Strategy
+    maskable_BT: Array
+    inside_BT: Array
+    first_S: Array
+    length_S: Array
+    share: float
+
+    def at(self, step: int) -> _WithPhrases:
+        return replace(self, strategy=self.strategy.at(step))
+
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+        starts_BT = self.strategy.starts(tokens_BT, noise) & ~self.inside_BT
+        starts_BT.reshape(-1)[np.concatenate([self.first_S, self.first_S + self.length_S])] = True
+        return starts_BT
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        weights_BT = self.strategy.weights(tokens_BT)
+        weights_BT = np.ones(tokens_BT.shape) if weights_BT is None else weights_BT
+        for part_BT, share in ((self.inside_BT, self.share), (self.maskable_BT & ~self.inside_BT, 1 - self.share)):
+            sum_B = (weights_BT * part_BT).sum(1, keepdims=True)
+            weights_BT = np.where(part_BT, share * weights_BT / np.where(sum_B > 0, sum_B, 1.0), weights_BT)
+        return weights_BT
+
+
+def _numbered(rows: FramedRows, asked: PhrasesConfig) -> list[Array]:
+    """int64 [M] for each length, as `SharedPhrases.numbers_LM`: phrases of one token more are found among those that
+    begin with a phrase that rows share."""
+    count, length = rows.tokens_BT.shape
+    token_M = np.where(rows.maskable_BT, rows.tokens_BT, -1).reshape(-1)
+    closed_M, base, numbers = rows.ends_BT.reshape(-1), int(token_M.max(initial=0)) + 1, []
+    number_M = np.where(token_M >= 0, np.arange(len(token_M)) // (asked.group_samples * length), -1)
+    for last in range(asked.longest):
+        first_P = np.flatnonzero(number_M[: len(token_M) - last] >= 0)
+        joined_P = token_M[first_P + last] >= 0  # a row begins with a special token
+        joined_P &= ~closed_M[first_P + last - 1] | (last == 0)
+        first_P = first_P[joined_P]
+        _, number_P = np.unique(number_M[first_P] * base + token_M[first_P + last], return_inverse=True)
+        row_of = np.unique(number_P * count + first_P // length)  # each phrase with each row that has it
+        shared_P = np.bincount(row_of // count)[number_P] > 1
+        number_M = np.full(len(token_M), -1)
+        number_M[first_P[shared_P]] = number_P[shared_P]
+        numbers.append(number_M)
+    return numbers
+
+
+def _equal(place_S: Array, number_M: Array) -> tuple[Array, Array]:
+    """All pairs of one of `place_S` and a place with the same number."""
+    order_M = np.argsort(number_M, kind="stable")
+    below_S = np.searchsorted(number_M[order_M], number_M[place_S])
+    count_S = np.searchsorted(number_M[order_M], number_M[place_S], "right") - below_S
+    return np.repeat(place_S, count_S), order_M[np.repeat(below_S, count_S) + _counted(count_S)]
+
+
+def _table(line_P: Array, value_P: Array) -> Array:
+    """int64 [Q, R]: the values of each line, and -1 behind them; R is at least 1."""
+    order_P, count_Q = np.argsort(line_P, kind="stable"), np.bincount(line_P)
+    table_QR = np.full((len(count_Q), count_Q.max(initial=1)), -1)
+    table_QR[line_P[order_P], _counted(count_Q)] = value_P[order_P]
+    return table_QR
+
+
+def _counted(count_S: Array) -> Array:
+    """int64: 0, 1, ... as far as each count goes, one after another."""
+    nth_P: Array = np.arange(count_S.sum()) - np.repeat(count_S.cumsum() - count_S, count_S)
+    return nth_P

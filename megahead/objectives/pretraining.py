@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, overload
 
 import torch
@@ -17,7 +18,6 @@ from megahead.data.batch import Batch
 from megahead.distributed.group import Group, reduce_from_group
 from megahead.distributed.tensors import Tensors, take_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
-from megahead.losses.detection import DetectionSums
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import (
     CandidateShard,
@@ -33,6 +33,7 @@ from megahead.models.backbone import Backbone
 from megahead.models.documents import TargetPositions
 from megahead.models.parallel import parallelize_, shard_dims
 from megahead.models.registry import SHARDING, build_backbone, initial_blocks, initial_value
+from megahead.objectives.auxiliary import Auxiliary, Pass, build_auxiliary
 from megahead.objectives.micro_batch import (
     EvaluationRequest,
     MaskHead,
@@ -44,8 +45,6 @@ from megahead.objectives.micro_batch import (
     shorter_rows_of,
     target_positions_of,
 )
-from megahead.objectives.phrases import PhraseLoss
-from megahead.objectives.replaced_tokens import Detection
 
 # The module that is trained: one embedding lookup, the backbone, and a softmax over candidates.
 #
@@ -59,7 +58,7 @@ Part = tuple[Tensor, Tensor, Candidates]
 """Outputs of targets of one candidate group, and its candidates with their rows."""
 
 NotesMisses = Callable[[Tensor, Tensor], None]
-NotesDetection = Callable[[DetectionSums[Tensor]], None]
+NotesMetrics = Callable[[Mapping[str, Tensor]], None]
 
 
 class Pretraining(nn.Module):
@@ -71,10 +70,8 @@ class Pretraining(nn.Module):
     `note_misses`, where something wants to know, is told the targets of each training batch, int64 [N], and which of
     them another candidate beat, bool [N]; that costs a third of the loss once more.
 
-    With `detection` its generator learns the targets in the backbone's place, and the backbone which tokens of a text
-    the generator has replaced; `note_detection` is told how well it does, batch by batch. `drawn_bias_V` is the bias of
-    the head by which replacements are drawn from all ids, where they are. With `phrases` the outputs at
-    the ends of masked phrases also learn to be like those of the same phrase in other rows.
+    With an `auxiliary` objective its loss counts beside the softmax's; `note_metrics` receives its sums of each batch.
+    If it has a generator, that learns the targets in the backbone's place.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Pretraining(nn.Module):
         head: OutputEmbedding | None = None,
         mask_head: MaskHead | None = None,
         output_bias: OutputBias | None = None,
-        detection: Detection | None = None,
+        auxiliary: Auxiliary | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -94,11 +91,11 @@ class Pretraining(nn.Module):
         self.head = head
         self.mask_head = mask_head
         self.output_bias = output_bias
-        self.detection = detection
+        self._auxiliary_key = "" if auxiliary is None else auxiliary.key
+        if auxiliary is not None:
+            self.add_module(auxiliary.key, auxiliary)
         self.note_misses: NotesMisses | None = None
-        self.note_detection: NotesDetection | None = None
-        self.drawn_bias_V: Tensor | None = None
-        self.phrases = PhraseLoss(objective.phrases) if objective.phrases else None
+        self.note_metrics: NotesMetrics | None = None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -114,30 +111,40 @@ class Pretraining(nn.Module):
 
     def encoders(self) -> list[Backbone]:
         """All that turn rows of the table into hidden states, the backbone first."""
-        return [self.backbone, *([] if self.detection is None else [self.detection.generator])]
+        return [self.backbone, *([] if self.auxiliary is None or (g := self.auxiliary.generator) is None else [g])]
+
+    @property
+    def auxiliary(self) -> Auxiliary | None:
+        """The objective beside the softmax."""
+        found: Auxiliary | None = getattr(self, self._auxiliary_key) if self._auxiliary_key else None
+        return found
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
-        inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
-        outputs_ND, phrase_loss = self._outputs_and_phrases(inputs_BTD, micro.batch)
+        batch, auxiliary = micro.batch, self.auxiliary
+        inputs_BTD, rows = self._look_up(batch.input_ids_BT, micro.candidates)
+        outputs_ND, hidden_MD = self._outputs_and_hidden(inputs_BTD, batch)
         sizes = [candidates.target_N.numel() for candidates in micro.candidates]
         parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
-        loss = (self._loss_of_targets(outputs_ND, parts, micro.batch) + phrase_loss) * micro.loss_weight
-        if self.detection is None:
-            return loss
-        predictions = self._drawn_from(outputs_ND, parts, micro.batch)
-        sums = self.detection.sums(self.backbone, inputs_BTD, micro.batch, predictions)
-        if self.note_detection is not None:
-            self.note_detection(sums)
-        return loss + self.detection.weight * micro.judged_weight * sums.loss
+        loss = self._loss_of_targets(outputs_ND, parts, batch)
+        if auxiliary is None:
+            return loss * micro.loss_weight
+        predictions = partial(self._predictions, parts, outputs_ND, batch)
+        sums = auxiliary.sums(Pass(self.backbone, batch, inputs_BTD, outputs_ND, hidden_MD, predictions))
+        if self.note_metrics is not None:
+            self.note_metrics(sums)
+        if micro.auxiliary_weight is None:
+            return (loss + auxiliary.weight * sums["loss"]) * micro.loss_weight
+        return loss * micro.loss_weight + auxiliary.weight * micro.auxiliary_weight * sums["loss"]
 
-    def _drawn_from(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> list[Softmax]:
-        """The predictions of targets from which tokens are drawn in their places, in the order of the targets."""
-        asked = self.objective.replaced_tokens
-        if asked is None or asked.draws == "group":
+    def _predictions(
+        self, parts: Sequence[Part], outputs_ND: Tensor, batch: Batch, bias_V: Tensor | None = None, *, all_ids: bool
+    ) -> list[Softmax]:
+        """What the outputs say of their targets (see `auxiliary.Predictions`), in the order of these."""
+        if not all_ids:
             return [self._prediction(*part) for part in parts]
-        all_ids = vocabulary_candidates(batch.target_ids_N, self.drawn_bias_V)
-        return [self._prediction(outputs_ND, self._output_rows(), all_ids)]
+        vocabulary = vocabulary_candidates(batch.target_ids_N, bias_V)
+        return [self._prediction(outputs_ND, self._output_rows(), vocabulary)]
 
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
         """The loss summed over all targets."""
@@ -184,17 +191,16 @@ class Pretraining(nn.Module):
         """[N, D]: the hidden states that have targets."""
         return self._hidden_at(target_positions_of(batch), inputs_BTD, batch)
 
-    def _outputs_and_phrases(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | float]:
-        """The same; and the loss of masked phrases, which compares the hidden states of all tokens."""
-        if self.phrases is None:
-            return self._outputs(inputs_BTD, batch), 0.0
-        every_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
-        return every_MD.index_select(0, batch.target_index_N), self.phrases(every_MD, batch.phrases)
+    def _outputs_and_hidden(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The same; and [M, D], the hidden states of all tokens, where the auxiliary objective needs them."""
+        if self.auxiliary is None or not self.auxiliary.needs_all_outputs:
+            return self._outputs(inputs_BTD, batch), None
+        hidden_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
+        return hidden_MD.index_select(0, batch.target_index_N), hidden_MD
 
     def _hidden_at(self, wanted: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states there, of what learns the targets."""
-        learner = self.backbone if self.detection is None else self.detection.generator
-        return learner.encode_at(inputs_BTD, documents_of(batch), wanted, shorter_rows_of(batch))
+        return self.encoders()[-1].encode_at(inputs_BTD, documents_of(batch), wanted, shorter_rows_of(batch))
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.
@@ -223,22 +229,23 @@ class Pretraining(nn.Module):
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
             return streamed_sums(hidden_ND, blocks, vocabulary, self._score())
         sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
-        if self.detection is None:
+        if self.auxiliary is None or not self.auxiliary.evaluated:
             return sums
-        of_targets = sums.loss, sums.correct, sums.targets, sums.weight
-        return EvaluationSums(*of_targets, *self._detected_by_all(self.detection, outputs, request))
+        return sums._replace(auxiliary=self._auxiliary_sums(self.auxiliary, outputs, request))
 
-    def _detected_by_all(
-        self, detection: Detection, outputs: Sequence[Tensor], request: EvaluationRequest
-    ) -> DetectionSums[float]:
-        """How well the backbone finds the tokens that the generator's head over the vocabulary draws."""
-        sums = []
+    def _auxiliary_sums(
+        self, auxiliary: Auxiliary, outputs: Sequence[Tensor], request: EvaluationRequest
+    ) -> dict[str, float]:
+        """Those of all batches; predictions are those of the head over all ids."""
+        sums: dict[str, Tensor] = {}
         for batch, outputs_nD in zip(request.batches, outputs, strict=True):
             inputs_BTD = self.backbone.embed(batch.input_ids_BT)
-            all_ids = vocabulary_candidates(batch.target_ids_N, request.bias_V)
-            prediction = self._prediction(outputs_nD, self._output_rows(), all_ids)
-            sums.append(detection.sums(self.backbone, inputs_BTD, batch, [prediction]))
-        return DetectionSums(*(float(sum(values)) for values in zip(*sums, strict=True)))
+            hidden_MD = self._outputs_and_hidden(inputs_BTD, batch)[1] if auxiliary.needs_all_outputs else None
+            predictions = partial(self._predictions, (), outputs_nD, batch)
+            given = Pass(self.backbone, batch, inputs_BTD, outputs_nD, hidden_MD, predictions, request.bias_V, False)
+            for name, value in auxiliary.sums(given).items():
+                sums[name] = sums[name] + value if name in sums else value
+        return {name: float(value) for name, value in sums.items()}
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""
@@ -253,7 +260,6 @@ class Pretraining(nn.Module):
 
 
 TEMPERATURE = "temperature.log_value"
-GENERATOR = "detection.generator."
 
 
 def build_pretraining(config: RunConfig) -> Pretraining:
@@ -262,13 +268,8 @@ def build_pretraining(config: RunConfig) -> Pretraining:
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
     output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
-    layers = head, mask_head, output_bias, _detection(config)
+    layers = head, mask_head, output_bias, build_auxiliary(config)
     return Pretraining(build_backbone(model), objective, model.vocab_size, *layers)
-
-
-def _detection(config: RunConfig) -> Detection | None:
-    generator, asked = config.generator(), config.objective.replaced_tokens
-    return None if generator is None or asked is None else Detection(generator, asked.weight)
 
 
 def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
@@ -301,7 +302,7 @@ class FirstWeights:
 
     def _model_of(self, name: str) -> ModelConfig:
         """The one whose parameter it is, and on whose depth its first value may depend."""
-        generator = self.config.generator() if name.startswith(GENERATOR) else None
+        generator = self.config.generator() if ".generator." in name else None
         return generator or self.config.trained_model()
 
 
@@ -369,10 +370,10 @@ class TensorParallelPretraining(Pretraining):
         head: SplitOutputEmbedding | None,
         mask_head: MaskHead | None,
         output_bias: OutputBias | None,
-        detection: Detection | None,
+        auxiliary: Auxiliary | None,
         group: Group,
     ) -> None:
-        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias, detection)
+        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias, auxiliary)
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -451,10 +452,10 @@ def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
 def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
     sharding, sequence = SHARDING[config.model.family], config.parallel.sequence
     parallelize_(full.backbone, sharding, group, sequence=sequence)
-    if full.detection is not None:
+    for generator in full.encoders()[1:]:
         of_blocks = {pattern: kind for pattern, kind in sharding.items() if pattern != "embedding"}
-        parallelize_(full.detection.generator, of_blocks, group, sequence=sequence)
+        parallelize_(generator, of_blocks, group, sequence=sequence)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
     head = None if full.head is None else SplitOutputEmbedding(rows, features)
-    layers = head, full.mask_head, full.output_bias, full.detection
+    layers = head, full.mask_head, full.output_bias, full.auxiliary
     return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)

@@ -1,23 +1,38 @@
-"""What replaced-token detection trains beside the backbone: a generator, and a head that says which tokens it replaced.
+"""Replaced-token detection (ELECTRA: Clark et al. 2020, arXiv 2003.10555): a generator learns masked tokens, tokens
+drawn from it take their places, and the model learns of each token whether it is the text's own.
 
-B rows, T tokens a row, D features, N targets, P judged tokens.
+B rows, T tokens a row, D features, N targets, P tokens that are judged: all but special ones and padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.losses.detection import DetectionSums, detection_sums
+from megahead.data.samples import CounterRng, Purpose
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone
 from megahead.models.registry import build_backbone
+from megahead.objectives.auxiliary import Auxiliary, Pass
 from megahead.objectives.micro_batch import documents_of
+
+
+class Prepared(NamedTuple):
+    """What it takes to replace the masked tokens and to judge all of them."""
+
+    draw_N: Tensor
+    """float64, in (0, 1): the random number of each target, which decides by what it is replaced."""
+
+    judged_P: Tensor
+    """int64, increasing: which of the B * T tokens are judged."""
 
 
 class DetectionHead(nn.Module):
@@ -35,32 +50,60 @@ class DetectionHead(nn.Module):
         return logits_P1.squeeze(1)
 
 
-class Detection(nn.Module):
-    """The generator learns the masked tokens; the loss of what `head` makes of the backbone's output counts `weight`
-    times beside its own."""
+class ReplacedTokens(Auxiliary):
+    """The generator learns the masked tokens; `head` finds in the backbone's outputs which ones it has replaced."""
 
-    def __init__(self, generator: ModelConfig, weight: float) -> None:
-        """`generator`: its shape, of the backbone's width."""
-        super().__init__()
+    key = "detection"
+    evaluated = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        generator, asked = config.generator(), config.objective.replaced_tokens
+        assert generator is not None
+        assert asked is not None
         self.generator = without_table(build_backbone(generator))
         self.head = DetectionHead(generator)
-        self.weight = weight
+        self._draws_all_ids = asked.draws_all_ids()
 
-    def sums(
-        self, backbone: Backbone, inputs_BTD: Tensor, batch: Batch, predictions: Sequence[Softmax]
-    ) -> DetectionSums[Tensor]:
-        """How well `backbone` finds tokens drawn from the generator's `predictions` of the targets (one for each
-        candidate group), where they are not the targets themselves.
+    @classmethod
+    def prepare(cls, batch: Batch, config: RunConfig, noise: CounterRng) -> Prepared:
+        """A judged token may be masked or not; what is drawn depends on the token's place in its sample."""
+        assert config.masking is not None
+        index_N = batch.target_index_N
+        tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
+        judged_M = ~np.isin(tokens_M.numpy(), config.masking.never_masked(config.data.end_token))
+        draw_BT = noise.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
+        return Prepared(torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(judged_M)))
 
-        inputs_BTD: the embedded inputs, in which the drawn tokens' rows take the places of the targets."""
-        assert batch.replaced is not None
-        drawn_ids_N, drawn_rows_ND = drawn_tokens(backbone, predictions, batch.replaced.draw_N)
-        flat = inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, drawn_rows_ND)
-        hidden_BTD = backbone.encode(flat.view_as(inputs_BTD), documents_of(batch))
-        judged_P, replaced_M = batch.replaced.judged_P, batch.input_ids_BT.new_zeros(len(flat), dtype=torch.bool)
+    @classmethod
+    def counted(cls, batch: Batch) -> int:
+        """The tokens that are judged."""
+        return len(batch.auxiliary.judged_P)
+
+    def sums(self, given: Pass) -> Mapping[str, Tensor]:
+        """How well the backbone finds tokens drawn from the generator's predictions of the targets, where they are not
+        the targets themselves; see `detection_sums`. Drawn tokens' rows take the places of the targets."""
+        backbone, batch, prepared = given.backbone, given.batch, given.batch.auxiliary
+        bias_V = self.drawn_bias_V if given.training else given.head_bias_V
+        predictions = given.predictions(bias_V, all_ids=self._draws_all_ids or not given.training)
+        drawn_ids_N, drawn_rows_ND = drawn_tokens(backbone, predictions, prepared.draw_N)
+        flat = given.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, drawn_rows_ND)
+        hidden_BTD = backbone.encode(flat.view_as(given.inputs_BTD), documents_of(batch))
+        replaced_M = batch.input_ids_BT.new_zeros(len(flat), dtype=torch.bool)
         replaced_M[batch.target_index_N] = drawn_ids_N != batch.target_ids_N
-        logits_P = self.head(hidden_BTD.flatten(0, 1).index_select(0, judged_P))
-        return detection_sums(logits_P, replaced_M[judged_P])
+        logits_P = self.head(hidden_BTD.flatten(0, 1).index_select(0, prepared.judged_P))
+        return detection_sums(logits_P, replaced_M[prepared.judged_P])
+
+
+def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> dict[str, Tensor]:
+    """Of tokens that are replaced (bool) with log-odds of `logits_P`; the loss is binary cross-entropy, with a
+    gradient. All are scalar tensors; for P = 0 the loss is 0, connected to its inputs."""
+    logits_P = logits_P.to(torch.promote_types(logits_P.dtype, torch.float32))
+    loss = F.binary_cross_entropy_with_logits(logits_P, replaced_P.to(logits_P.dtype), reduction="sum")
+    said_P = logits_P > 0
+    judged = torch.full((), len(said_P), device=said_P.device)  # by the device itself, which nothing waits for
+    found, kept = (said_P & replaced_P).sum(), (~said_P & ~replaced_P).sum()
+    return {"loss": loss, "judged": judged, "replaced": replaced_P.sum(), "found": found, "kept": kept}
 
 
 def drawn_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megahead.config.objective import auxiliary_curves
 from megahead.files import write_atomically
 from megahead.report.figures import running_mean
 from megahead.report.read import Record, Run, events_of
@@ -89,11 +90,7 @@ TRAINING = (
     Panel("learning_rate", "Learning rate", zero=True, exact=True),
     Panel("tokens_per_second", "Tokens per second", "while training, all ranks together", zero=True),
     Panel("candidates", "Candidates", "ids an output is compared with", zero=True),
-    Panel("generator_loss", "Generator's loss", "of masked tokens, where some are replaced"),
-    Panel("detection_loss", "Detection loss", "of whether a token was replaced", zero=True),
-    Panel("detection_found", "Replaced tokens found", "share of them", percent=True, zero=True),
-    Panel("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
-    Panel("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),
+    *(Panel(c.key, c.title, c.note, zero=c.zero, percent=c.percent) for c in auxiliary_curves()),
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, zero=True),
 )
 GEOMETRY = (

@@ -55,7 +55,7 @@ class RowPlan:
     place_S: Tensor
     """int64: for each row that it serves, ordered by requesting rank: its index in `owned_O`."""
 
-    num_lookups: int
+    num_passes: int
     """How many forward passes the step has; the last backward pass completes the row gradients."""
 
     def to(self, device: torch.device) -> RowPlan:
@@ -64,7 +64,7 @@ class RowPlan:
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1, sharing: Group | None = None) -> RowPlan:
+def plan_rows(ids: Tensor, ranks: Group, num_passes: int = 1, sharing: Group | None = None) -> RowPlan:
     """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed), the same ones on all ranks of `sharing`.
 
     Collective over `ranks`, which must be a group for CPU tensors (gloo): sends one count to each rank, then 4 bytes
@@ -78,7 +78,7 @@ def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1, sharing: Group | 
     served = ranks.all_to_all(requested).tolist()
     wanted_S = ranks.all_to_all(requested_u[by_owner_u].int(), requested.tolist(), served).long()
     owned_O, place_S = torch.unique(wanted_S // ranks.size, return_inverse=True)
-    return RowPlan(ids_U, sharing, by_owner_u, requested.tolist(), served, owned_O, place_S, num_lookups)
+    return RowPlan(ids_U, sharing, by_owner_u, requested.tolist(), served, owned_O, place_S, num_passes)
 
 
 def rows_from_owners(owned_OD: Tensor, plan: RowPlan, ranks: Group) -> Tensor:
@@ -182,11 +182,15 @@ class FetchedRows:
         self._plan, self._mesh = plan.to(served[WEIGHT].device), mesh
         self._rows_UD = rows_from_owners(served[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
-        self._lookups_left = plan.num_lookups
+        self._passes_left, self._open_lookups = plan.num_passes, 0
 
     def look_up(self, ids: Tensor, norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
         """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `num_duplicates` ids are not counted
-        here, since another rank has the same ones and counts them."""
+        here, since another rank has the same ones and counts them. A forward pass may look up several times, if all
+        that it looks up has a gradient."""
+        if torch.is_grad_enabled():
+            self._passes_left -= self._open_lookups == 0
+            self._open_lookups += 1
         places = torch.searchsorted(self._plan.ids_U, ids)
         looked_up: Tensor = _LookUp.apply(norm_proxy, self, places, num_duplicates)
         return looked_up
@@ -195,13 +199,14 @@ class FetchedRows:
         return F.embedding(places, self._rows_UD)
 
     def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
-        """Of one backward pass; after the last one the norm of all rows' gradients together. Collective then."""
+        """Of one lookup; after the last one of all backward passes the norm of all rows' gradients together.
+        Collective then."""
         added_UD = torch.ops.aten.embedding_dense_backward(
             gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
         self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
-        self._lookups_left -= 1
-        return None if self._lookups_left else self._complete(self._gradients_UD)
+        self._open_lookups -= 1
+        return None if self._open_lookups or self._passes_left else self._complete(self._gradients_UD)
 
     def _complete(self, gradients_UD: Tensor) -> Tensor:
         world = self._mesh.world_group

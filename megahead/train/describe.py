@@ -5,7 +5,6 @@ from __future__ import annotations
 from megahead.config.embedding import describe_embedding, shards_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
-from megahead.config.objective import PhrasesConfig, ReplacedTokensConfig
 from megahead.config.plan import RunPlan, names_of, phases_of
 from megahead.config.run import RunConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
@@ -111,9 +110,8 @@ def _objective(config: RunConfig, rows: int) -> str:
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
     parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
-    if objective.replaced_tokens is not None:
-        parts.append(_detection(objective.replaced_tokens))
-    parts += [_phrases(objective.phrases)] if objective.phrases else []
+    auxiliary = objective.auxiliary()
+    parts += [described] if auxiliary is not None and (described := auxiliary.describe()) else []
     if objective.learned_temperature or objective.temperature != 1 or objective.score != "dot":
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)
@@ -132,16 +130,3 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
         layers, share = masking.dropping.layers(model), masking.dropping.keep_share
         parts.append(f"{share:.0%} of the tokens in {span('layer', layers)}, by {masking.dropping.by}")
     return parts
-
-
-def _detection(asked: ReplacedTokensConfig) -> str:
-    """What replaces tokens, and what finding them counts."""
-    layers = counted(asked.generator_layers, "layer")
-    drawn = ", drawn from all ids" if asked.draws == "vocabulary" else ""
-    return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {asked.weight:g})"
-
-
-def _phrases(asked: PhrasesConfig) -> str:
-    """Which are masked, and what finding them costs and counts."""
-    lengths, rows = f"{asked.shortest} to {asked.longest} tokens", counted(asked.group_samples, "row")
-    return f"phrases of {lengths} found among {rows} by outputs of all tokens (weight {asked.weight:g})"

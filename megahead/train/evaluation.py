@@ -12,7 +12,7 @@ import torch
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import evaluation_target_counts, held_out_masker
+from megahead.data.loader import evaluation_target_counts
 from megahead.data.samples import held_out_samples
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
@@ -43,8 +43,7 @@ class Evaluation:
         self.head = config.objective.head()
         self._config = config
         samples = held_out_samples(validation, config.sample_length())
-        rows, masker = config.training.evaluate_samples, held_out_masker(config)
-        self._validation_set = ValidationSet(samples, config.data, rows, config.batch.micro_size, data_group, masker)
+        self._validation_set = ValidationSet.of(config, samples, data_group)
         self._data_group = data_group
         self._device = device
 

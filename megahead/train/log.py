@@ -16,13 +16,11 @@ from typing import Any
 import orjson
 
 from megahead.checkpoints.store import Event
-from megahead.config.objective import ObjectiveConfig
+from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
 from megahead.evaluate.perplexity import ValidationResult
 from megahead.evaluate.results import TaskResult
-from megahead.losses.detection import DetectionResult
-from megahead.objectives.phrases import PhraseResult
 from megahead.train.faults import Action, OddReplica, SlowRank
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
@@ -149,9 +147,8 @@ class Boards:
 class Interval:
     """Applied steps since it was last begun."""
 
-    def __init__(self, objective: ObjectiveConfig) -> None:
-        asked = objective.replaced_tokens
-        self._detection_weight = 0.0 if asked is None else asked.weight
+    def __init__(self, auxiliary: AuxiliarySettings | None = None) -> None:
+        self._auxiliary = auxiliary
         self._reports: list[StepReport] = []
         self._tokens, self._seconds, self._began = 0, 0.0, 0.0
 
@@ -187,19 +184,14 @@ class Interval:
             "candidates": _mean(r.candidates for r in reports),
             "skipped_steps": state.skipped_steps,
         }
-        if found := [r.detection for r in reports if r.detection is not None]:
-            means |= _named("detection", found)
-            means["generator_loss"] = means["loss"] - self._detection_weight * means["detection_loss"]
-        if found_phrases := [r.phrases for r in reports if r.phrases is not None]:
-            means |= _named("phrase", found_phrases)
+        if self._auxiliary is not None:
+            found = [self._auxiliary.means(r.auxiliary) for r in reports]
+            means |= {f"{self._auxiliary.metric}_{name}": _mean(each[name] for each in found) for name in found[0]}
+            means |= self._auxiliary.logged(means)
         if fetched := [r.rows_fetched for r in reports if r.rows_fetched is not None]:
             means["rows_fetched"] = _mean(fetched)
             means["rows_late"] = _mean(r.rows_stale for r in reports)
         return means
-
-
-def _named(kind: str, found: Sequence[DetectionResult | PhraseResult]) -> dict[str, float]:
-    return {f"{kind}_{name}": _mean(getattr(one, name) for one in found) for name in asdict(found[0])}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -216,7 +208,13 @@ BadSamples = Sequence[tuple[int | None, range]]
 _MAX_NAMED = 4
 
 
-def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int, perplexity: float | None) -> str:
+def progress_line(
+    scalars: Mapping[str, float],
+    state: TrainingState,
+    steps: int,
+    perplexity: float | None,
+    auxiliary: AuxiliarySettings | None = None,
+) -> str:
     """The training values since the last line, of a run of `steps`; `perplexity`: the last held-out one, if any."""
     remaining = (steps - state.step) * scalars["step_seconds"]
     parts = [
@@ -226,11 +224,8 @@ def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int
         f"|g| {scalars['gradient_norm']:.2f}",
         f"{thousands(scalars['tokens_per_second'])} tokens/s",
     ]
-    if "detection_loss" in scalars:
-        told = {name.removeprefix("detection_"): value for name, value in scalars.items()}
-        parts.append(f"generator {scalars['generator_loss']:.4f}  {told_apart(told)}")
-    if "phrase_loss" in scalars:
-        parts.append(f"phrases {scalars['phrase_loss']:.4f}, found {scalars['phrase_found']:.1%}")
+    if auxiliary is not None:
+        parts.append(auxiliary.progress(scalars))
     if "mfu" in scalars:
         parts.append(f"MFU {scalars['mfu']:.1%}")
     if scalars["candidates"]:
@@ -242,21 +237,19 @@ def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int
     return "  ".join([*parts, f"ETA {duration(remaining)}"])
 
 
-def held_out_line(result: ValidationResult, state: TrainingState, head: str) -> str:
+def held_out_line(
+    result: ValidationResult, state: TrainingState, head: str, auxiliary: AuxiliarySettings | None = None
+) -> str:
     """For example: held out at step 500: perplexity 112.3, 1.402 bits per byte, accuracy 31.2% (pmi head)"""
     most = "at most " if result.upper_bound else ""
-    whose = "generator's " if result.detection else ""
-    told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
+    whose, more = "", ""
+    if auxiliary is not None and result.auxiliary is not None:
+        whose, more = auxiliary.whose_targets, f"; {auxiliary.held_out(result.auxiliary)}"
     bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
     return (
         f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
-        f"accuracy {result.accuracy:.1%} ({head} head){told}"
+        f"accuracy {result.accuracy:.1%} ({head} head){more}"
     )
-
-
-def told_apart(detection: Mapping[str, float]) -> str:
-    """For example: detection 0.2431, found 48.2% and kept 98.1%"""
-    return f"detection {detection['loss']:.4f}, found {detection['found']:.1%} and kept {detection['kept']:.1%}"
 
 
 def describe_fault(report: StepReport, step: int, bad: BadSamples, state: TrainingState) -> str:
@@ -334,7 +327,8 @@ class Meters:
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active, self._lease = lease is not None, lease
-        self._interval = Interval(config.objective)
+        self._auxiliary = config.objective.auxiliary()
+        self._interval = Interval(self._auxiliary)
         self._last_printed = -math.inf
         self._perplexity: float | None = None
         if self._active:
@@ -443,11 +437,14 @@ class Meters:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
         if not self._active:
             return
-        self._log.record(state, {"validation": asdict(result) | {"head": head}})
+        found = {name: value for name, value in asdict(result).items() if name != "auxiliary"}
+        if self._auxiliary is not None and result.auxiliary is not None:
+            found[self._auxiliary.metric] = result.auxiliary
+        self._log.record(state, {"validation": found | {"head": head}})
         self._perplexity = result.perplexity
-        found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
+        found = {name: value for name, value in found.items() if isinstance(value, float)}
         self._boards.add("validation", found, state.step)
-        self.print_line(held_out_line(result, state, head))
+        self.print_line(held_out_line(result, state, head, self._auxiliary))
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
         """Writes the results of tasks: value and standard error of each metric."""
@@ -492,6 +489,6 @@ class Meters:
         self._log.record(state, scalars)
         self._boards.add("train", scalars, state.step)
         if time.monotonic() - self._last_printed >= self._print_seconds or last:
-            self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity))
+            self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity, self._auxiliary))
             self._last_printed = time.monotonic()
         self._interval.begin(state)

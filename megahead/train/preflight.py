@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megahead.config.base import load_named
 from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
@@ -28,7 +29,9 @@ def files_of(config: RunConfig) -> tuple[str, str]:
 
 
 def check_late_files(config: RunConfig) -> None:
-    """UserError unless the run can use its tokenizer and the files of its tasks, which it reads at its end."""
+    """UserError unless the run can use its tokenizer and the files of its tasks, which it reads at its end, and the
+    classes of one's own."""
+    check_custom_classes(config)
     check_tokenizer(config)
     if config.tasks is not None:
         task_files_of(config.tasks, config.model.is_encoder())
@@ -36,11 +39,20 @@ def check_late_files(config: RunConfig) -> None:
 
 def check_present(config: RunConfig) -> None:
     """The same for a dry run: what is not on this machine may be on the one that trains, and is not checked."""
+    check_custom_classes(config)
     missing = {field for field, path in _named(config) if is_far(path) or not Path(path).exists()}
     if "data.tokenizer" not in missing:
         check_tokenizer(config)
     if config.tasks is not None and not missing & set(_OPTIONS.values()):
         task_files_of(config.tasks, config.model.is_encoder())
+
+
+def check_custom_classes(config: RunConfig) -> None:
+    """ConfigError unless each class that a setting names can be imported."""
+    if config.masking is not None and config.masking.strategy_is_custom():
+        load_named("masking.strategy", config.masking.strategy)
+    if config.objective.custom is not None:
+        load_named("objective.custom.objective", config.objective.custom.objective)
 
 
 def check_tokenizer(config: RunConfig) -> None:

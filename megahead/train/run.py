@@ -18,7 +18,6 @@ import torch
 from megahead.checkpoints.memory import NodeMemory, drain
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
-from megahead.data.loader import training_masker
 from megahead.data.strategies import Difficulty
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
 from megahead.distributed.launch import Launch, choose_device, connected, spectate
@@ -32,6 +31,7 @@ from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, Backend, choose_backend, pays_masked
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
+from megahead.objectives.auxiliary import auxiliary_kind, training_rows
 from megahead.objectives.loader import Feed
 from megahead.objectives.pretraining import Pretraining, assemble
 from megahead.optim import build_optimizer
@@ -252,7 +252,8 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 def _what_is_compiled(config: RunConfig) -> str:
     """All blocks but those whose shapes are another batch's each time."""
     plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
-    needs_all = config.model.is_causal or config.objective.replaced_tokens or config.objective.phrases
+    auxiliary = config.objective.auxiliary()
+    needs_all = config.model.is_causal or (auxiliary is not None and auxiliary.reads_all_outputs)
     if config.model.is_encoder() and not needs_all:
         plain.append("the last (masked tokens alone)")
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
@@ -366,20 +367,18 @@ def _training(session: Session, plan: RunPlan, start: Start, progress: Progress,
 
 def _set_head_of_draws(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
     """The training-free head's bias, by the text's counts: it never moves. For tokens that are drawn from all ids."""
-    asked = config.objective.replaced_tokens
-    if asked is not None and asked.draws == "vocabulary":
+    settings, auxiliary = config.objective.auxiliary(), cast(Pretraining, engine.module).auxiliary
+    if settings is not None and auxiliary is not None and settings.draws_all_ids():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
         bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
-        cast(Pretraining, engine.module).drawn_bias_V = None if bias_V is None else bias_V.to(device)
+        auxiliary.drawn_bias_V = None if bias_V is None else bias_V.to(device)
 
 
 def _tally(session: Session, progress: Progress) -> Tally:
     """Where the model notes what it finds in its batches; which tokens it misses, it tells those who mask by that."""
     tally = Tally(session.world_group, session.mesh.tensor_group.size)
     model, difficulty = cast(Pretraining, progress.engine.module), progress.state.difficulty
-    model.note_detection = tally.note
-    if model.phrases is not None:
-        model.phrases.note = tally.note
+    model.note_metrics = tally.note
     model.note_misses = None if difficulty is None else difficulty.note
     return tally
 
@@ -412,7 +411,8 @@ def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[
 
 def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
     """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
-    masked_from = session.plan.config.masked_from()
+    masked_from, settings = session.plan.config.masked_from(), config.objective.auxiliary()
+    auxiliary = None if settings is None else auxiliary_kind(settings)
     return Feed(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts, session.datasets.nearest_ids),
@@ -423,7 +423,8 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        masker=training_masker(config, session.datasets.train, state.difficulty, masked_from),
+        masker=training_rows(config, session.datasets.train, state.difficulty, masked_from),
+        counted=None if auxiliary is None else auxiliary.counted,
         owners=owners_of(config, session.mesh),
         sharing=session.mesh.tensor_group,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, ForwardTime
 from megahead.estimate import peak_flops, run_flops
-from megahead.losses.detection import DetectionResult, DetectionSums
 from megahead.objectives.micro_batch import StepBatches
-from megahead.objectives.phrases import PhraseResult, PhraseSums
 from megahead.train.faults import Fault, Guard, found_afterwards
 
 # What the micro-batches of a step measured, told to all ranks in one message.
@@ -36,26 +33,23 @@ class Measured:
     forward_seconds: list[float]
     """How long each rank's forward passes took."""
 
-    detection: DetectionResult | None
-    """How well replaced tokens were told from others, in runs that replace some."""
-
-    phrases: PhraseResult | None
-    """How well masked phrases were found, in runs that look for them."""
+    auxiliary: dict[str, float]
+    """What an auxiliary objective has summed over the global batch, by name."""
 
 
 class Tally:
-    """Of one step at a time; a model notes here what it finds beside its loss (one kind of sums)."""
+    """Of one step at a time; a model notes here what it finds beside its loss."""
 
     def __init__(self, world_group: Group, tensor_ranks: int) -> None:
         """`world_group`: all ranks, for CPU tensors; each `tensor_ranks` consecutive ones have the same batches."""
         self._world_group, self._tensor_ranks = world_group, tensor_ranks
         self._noted: list[Tensor] = []
-        self._kind: type[DetectionSums[Any]] | type[PhraseSums[Any]] = DetectionSums
+        self._names: list[str] = []
 
-    def note(self, sums: DetectionSums[Tensor] | PhraseSums[Tensor]) -> None:
-        """What one batch adds, still on its device: nothing waits for that."""
-        self._kind = type(sums)
-        self._noted.append(torch.stack([value.detach().double() for value in sums]))
+    def note(self, sums: Mapping[str, Tensor]) -> None:
+        """What one batch adds, by the same names in each, still on its device: nothing waits for that."""
+        self._names = list(sums)
+        self._noted.append(torch.stack([value.detach().double() for value in sums.values()]))
 
     def gather(self, losses: Sequence[Tensor], forward_time: ForwardTime) -> Measured:
         """That of all ranks, from this one's `losses`, one for each of its micro-batches, and from what was noted since
@@ -65,13 +59,9 @@ class Tally:
         mine = torch.cat([torch.stack(list(losses)).double(), *noted]).cpu()
         gathered = self._world_group.all_gather(torch.cat([mine, mine.new_tensor([forward_time.take()])]))
         losses_WA, noted_WS, forward_W1 = gathered.tensor_split((len(losses), -1), dim=1)
-        sums = self._kind(*noted_WS[:: self._tensor_ranks].sum(0).tolist()) if noted else None
-        return Measured(
-            losses_WA,
-            forward_W1.flatten().tolist(),
-            detection=DetectionResult.of(sums) if isinstance(sums, DetectionSums) else None,
-            phrases=PhraseResult.of(sums) if isinstance(sums, PhraseSums) else None,
-        )
+        sums = noted_WS[:: self._tensor_ranks].sum(0).tolist() if noted else []
+        auxiliary = dict(zip(self._names, sums, strict=True)) if noted else {}
+        return Measured(losses_WA, forward_W1.flatten().tolist(), auxiliary)
 
 
 # One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it.
@@ -112,11 +102,8 @@ class StepReport:
     cpu_seconds: float
     """Of this rank's process, all threads, its feed's too; not what else keeps the machine busy."""
 
-    detection: DetectionResult | None
-    """How well replaced tokens were told from others, in runs that replace some; their loss has a part in `loss`."""
-
-    phrases: PhraseResult | None
-    """How well masked phrases were found, in runs that look for them; so has theirs."""
+    auxiliary: dict[str, float]
+    """What an auxiliary objective has summed over the global batch, by name; its loss has a part in `loss`."""
 
 
 def train_step(
@@ -152,8 +139,7 @@ def train_step(
         rows_stale=stale,
         forward_seconds=measured.forward_seconds,
         cpu_seconds=time.process_time() - cpu_seconds,
-        detection=measured.detection,
-        phrases=measured.phrases,
+        auxiliary=measured.auxiliary,
     )
 
 

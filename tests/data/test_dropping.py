@@ -14,11 +14,12 @@ from megahead.config.masking import DroppingConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.data.framing import Framing, TokenDropping
+from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_masker
 from megahead.data.masking import Masker
 from megahead.data.strategies import STRATEGIES, Difficulty, Hardest, Strategy, Uniform, WeighedIds
+from megahead.data.token_subsets import TokenDropping
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError

@@ -109,6 +109,25 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
         masks("strategy", "weights", **LATER) | {"data.id_weights": "F/zero.npy"},
         "numbers ab",
     ),
+    (
+        "masking.strategy",
+        "dry",
+        masks("strategy", "F/none.py:Mine"),
+        "`masking.strategy` must name a class that can be",
+    ),
+    ("masking.strategy", "dry", masks("strategy", "json:Mine"), "`masking.strategy` must name a class that can be"),
+    (
+        "objective.custom.objective",
+        "dry",
+        DECODER | {"objective.custom": {"objective": "F/none.py:Mine"}},
+        "`objective.custom.objective` must name a class that can be imported",
+    ),
+    (
+        "objective.custom.objective",
+        "start",
+        DECODER | {"objective.custom": {"objective": "json:JSONDecoder"}},
+        "`objective.custom.objective` must name a subclass of megahead.objectives.auxiliary.Auxiliary",
+    ),
     ("masking.strategy", "start", masks("strategy", "frequency", **LATER) | {"data.train": "F/bare"}, "token counts"),
     ("objective.group_samples", "read", {"objective.group_samples": "batch"}, "`objective.group_samples` must be"),
     ("engine.deepspeed", "dry", {"engine.deepspeed": "F/none.json"}, "`engine.deepspeed` must name a DeepSpeed JSON"),
@@ -233,6 +252,6 @@ def settings_of_text(model: type[BaseModel], above: str = "") -> Iterator[str]:
 def parts_of(annotation: Any) -> Iterator[Any]:
     """The types that an annotation is made of; none of a Literal's."""
     yield annotation
-    if get_origin(annotation) is not Literal:
+    if get_origin(annotation) not in (Literal, dict):  # what is in a dict is read by a class of one's own
         for part in get_args(annotation):
             yield from parts_of(part)

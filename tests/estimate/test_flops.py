@@ -20,6 +20,7 @@ from megahead.losses.fused_softmax import TorchChunkSoftmax
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.registry import build_backbone
 from megahead.objectives.micro_batch import MicroBatch
+from megahead.objectives.replaced_tokens import ReplacedTokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 
@@ -169,7 +170,8 @@ def test_a_generator_and_all_tokens_judged_are_counted():
     model, hidden = initialized(config), config.model.hidden_size
     rows, candidates = (torch.randn(*size, hidden, requires_grad=True) for size in ((2, 18), (7,)))
     targets = TargetPositions(torch.tensor([1, 4, 7, 12, 19, 22, 25, 30]), 2, 18, max_per_row=4)
-    documents, detection = Documents.whole_rows(2, 18), model.detection
+    documents, detection = Documents.whole_rows(2, 18), model.auxiliary
+    assert isinstance(detection, ReplacedTokens)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         outputs = detection.generator.encode_at(rows, documents, targets)
         (outputs @ candidates.T).sum().backward()
@@ -182,7 +184,7 @@ def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
     """Operations of a step of 4 rows by torch's count, without rotations, and how many candidates it has."""
     tokens, masker = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_masker(config)
     cut = {"end_token": 0, "isolate_documents": False, "boundary_targets": True}
-    batch = causal_batch(tokens, **cut) if masker is None else masker.batch(tokens[:, :16], range(4))
+    batch = causal_batch(tokens, **cut) if config.masking is None else masker.batch(tokens[:, :16], range(4))
     model, candidates = initialized(config), unique_candidates(batch.target_ids_N)
     model.note_misses = (lambda *_: None) if misses else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch.nn import functional as F
 
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
-from megahead.data.loader import training_masker
 from megahead.losses.contrastive import build_objective
-from megahead.losses.detection import DetectionSums
+from megahead.objectives.auxiliary import training_rows
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining, first_weights
+from megahead.objectives.replaced_tokens import ReplacedTokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 
@@ -41,8 +42,7 @@ def config_of(objective: dict[str, Any], family: str = "bert", weight: float = 5
 
 
 def micro_batch(config: RunConfig, rows: int = 6, ids: range = range(2, VOCABULARY)) -> MicroBatch:
-    masker = training_masker(config, [])
-    assert masker is not None
+    masker = training_rows(config, [])
     text = np.random.default_rng(0).integers(ids.start, ids.stop, (rows, 14))
     batch = masker.batch(text, range(rows))
     rule = build_objective(config.objective, VOCABULARY, torch.arange(VOCABULARY) + 1)
@@ -58,13 +58,13 @@ def random_model(config: RunConfig) -> Pretraining:
     return model
 
 
-def watched(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tensor, DetectionSums[Tensor]]:
+def watched(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """The loss; what the backbone read, [B, T, D]; what was noted."""
     read: list[Tensor] = []
-    noted: list[DetectionSums[Tensor]] = []
+    noted: list[Mapping[str, Tensor]] = []
     encode = model.backbone.encode
     model.backbone.encode = lambda rows, documents: read.append(rows) or encode(rows, documents)  # type: ignore
-    model.note_detection = noted.append
+    model.note_metrics = noted.append
     loss = model(micro)
     model.backbone.encode = encode  # type: ignore[method-assign]
     return loss, read[0], noted[0]
@@ -84,9 +84,8 @@ def test_the_loss_is_the_generators_and_that_of_what_was_replaced(objective: dic
     config = config_of(objective, family)
     model, micro = random_model(config), micro_batch(config)
     loss, read_BTD, noted = watched(model, micro)
-    batch, detection = micro.batch, model.detection
-    assert detection is not None
-    assert batch.replaced is not None
+    batch, detection = micro.batch, model.auxiliary
+    assert isinstance(detection, ReplacedTokens)
     read_M, masked_M = ids_of(read_BTD, model).flatten(), batch.input_ids_BT.flatten()
     text_M = masked_M.index_copy(0, batch.target_index_N, batch.target_ids_N)
     replaced_M = read_M != text_M
@@ -94,12 +93,12 @@ def test_the_loss_is_the_generators_and_that_of_what_was_replaced(objective: dic
     assert 0 < replaced_M.sum() <= len(batch.target_ids_N)
     hidden_BTD = model.backbone(read_M.view_as(batch.input_ids_BT), documents_of(batch))
     logits_M = detection.head(hidden_BTD.flatten(0, 1))
-    judged_P = batch.replaced.judged_P
+    judged_P = batch.auxiliary.judged_P
     by_hand = F.binary_cross_entropy_with_logits(logits_M[judged_P], replaced_M[judged_P].double(), reduction="sum")
     alone = model._loss_of_targets(*_of_targets(model, micro))
     assert loss.item() == pytest.approx((0.25 * alone + 0.125 * 50 * by_hand).item(), rel=1e-9)
-    assert noted.loss.item() == pytest.approx(by_hand.item(), rel=1e-9)
-    assert (int(noted.judged), int(noted.replaced)) == (len(judged_P), int(replaced_M.sum()))
+    assert noted["loss"].item() == pytest.approx(by_hand.item(), rel=1e-9)
+    assert (int(noted["judged"]), int(noted["replaced"])) == (len(judged_P), int(replaced_M.sum()))
 
 
 def _of_targets(model: Pretraining, micro: MicroBatch) -> tuple[Any, ...]:
@@ -146,12 +145,15 @@ def test_all_ids_are_drawn_from_where_asked() -> None:
     all_ids = {"generator_layers": 1, "draws": "vocabulary"}
     config = config.model_copy(update={"objective": ObjectiveConfig(**{"replaced_tokens": all_ids})})
     model, micro = random_model(config), micro_batch(config, ids=range(20, VOCABULARY))
-    model.drawn_bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64).index_fill(0, torch.tensor([17]), 0.0)
+    assert model.auxiliary is not None
+    model.auxiliary.drawn_bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64).index_fill(
+        0, torch.tensor([17]), 0.0
+    )
     loss, read_BTD, noted = watched(model, micro)
     loss.backward()
     drawn_N = ids_of(read_BTD, model).flatten()[micro.batch.target_index_N]
     assert drawn_N.tolist() == [17] * len(drawn_N)
-    assert int(noted.replaced) == len(drawn_N)
+    assert int(noted["replaced"]) == len(drawn_N)
     assert model.backbone.embedding.weight.grad is not None
 
 
@@ -160,8 +162,8 @@ def test_a_draw_that_is_the_original_counts_as_original() -> None:
     config = config_of({"temperature": 1e-4})
     model, micro = random_model(config), micro_batch(config, ids=range(10, 16))
     embedding = model.backbone.embedding.weight.detach()
-    detection = model.detection
-    assert detection is not None
+    detection = model.auxiliary
+    assert isinstance(detection, ReplacedTokens)
     detection.generator.encode_at = lambda *_: embedding[micro.batch.target_ids_N]  # type: ignore
     _, read_BTD, noted = watched(model, micro)
     text_N, likeness_VV = micro.batch.target_ids_N, embedding[10:16] @ embedding[10:16].T
@@ -169,16 +171,15 @@ def test_a_draw_that_is_the_original_counts_as_original() -> None:
     assert sure.sum() > 5
     drawn_N = ids_of(read_BTD, model).flatten()[micro.batch.target_index_N]
     assert (drawn_N == text_N)[sure].all()
-    assert int(noted.replaced) == int((drawn_N != text_N).sum())
+    assert int(noted["replaced"]) == int((drawn_N != text_N).sum())
 
 
 def test_without_targets_the_model_still_learns() -> None:
     config = config_of({})
     model, micro = random_model(config), micro_batch(config)
     none = torch.zeros(0, dtype=torch.int64)
-    assert micro.batch.replaced is not None
-    nothing = replace(micro.batch.replaced, draw_N=torch.zeros(0, dtype=torch.float64))
-    batch = replace(micro.batch, target_index_N=none, target_ids_N=none, max_targets_per_row=0, replaced=nothing)
+    nothing = micro.batch.auxiliary._replace(draw_N=torch.zeros(0, dtype=torch.float64))
+    batch = replace(micro.batch, target_index_N=none, target_ids_N=none, max_targets_per_row=0, auxiliary=nothing)
     candidates = build_objective(config.objective, VOCABULARY).pool(none).candidates(none)
     loss = model(replace(micro, batch=batch, candidates=(candidates,)))
     loss.backward()
@@ -193,10 +194,10 @@ def test_evaluation_draws_from_the_whole_vocabulary_by_the_head() -> None:
     bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64)
     bias_V[17] = 0.0
     with torch.no_grad():
-        twice = model(EvaluationRequest((batch, batch), bias_V)).detection
-        once = model(EvaluationRequest((batch,), bias_V)).detection
-    assert once.replaced == (batch.target_ids_N != 17).sum()
-    assert twice == pytest.approx([2 * value for value in once])
+        twice = model(EvaluationRequest((batch, batch), bias_V)).auxiliary
+        once = model(EvaluationRequest((batch,), bias_V)).auxiliary
+    assert once["replaced"] == (batch.target_ids_N != 17).sum()
+    assert twice == pytest.approx({name: 2 * value for name, value in once.items()})
 
 
 def test_first_weights_of_the_generator_are_those_of_a_model_of_its_depth() -> None:

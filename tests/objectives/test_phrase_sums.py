@@ -34,24 +34,24 @@ def outputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_value_and_gradients_are_those_of_the_formula() -> None:
     ends, candidates, allowed, right = outputs()
     sums, expected = (rule(ends, candidates, allowed, right, 1.7) for rule in (phrase_sums, by_hand))
-    torch.testing.assert_close(sums.loss, expected)
+    torch.testing.assert_close(sums["loss"], expected)
     for each in (ends, candidates):
-        gradients = (torch.autograd.grad(loss, each, retain_graph=True) for loss in (sums.loss, expected))
+        gradients = (torch.autograd.grad(loss, each, retain_graph=True) for loss in (sums["loss"], expected))
         torch.testing.assert_close(*gradients)
     best = (ends @ candidates.T).masked_fill(~allowed, -torch.inf).argmax(1, keepdim=True)
-    assert (int(sums.ends), int(sums.found)) == (5, int((best == right).sum()))
+    assert (int(sums["ends"]), int(sums["found"])) == (5, int((best == right).sum()))
 
 
 def test_scores_are_added_up_in_float32() -> None:
     ends, candidates, allowed, right = outputs()
     half = phrase_sums(ends.bfloat16(), candidates.bfloat16(), allowed, right, 1.7)
-    assert half.loss.dtype == torch.float32
-    torch.testing.assert_close(half.loss.double(), by_hand(ends, candidates, allowed, right, 1.7), rtol=0.02, atol=0)
+    assert half["loss"].dtype == torch.float32
+    torch.testing.assert_close(half["loss"].double(), by_hand(ends, candidates, allowed, right, 1.7), rtol=0.02, atol=0)
 
 
 def test_without_ends_the_loss_is_0_and_connected() -> None:
     ends, candidates, allowed, right = outputs()
     for count in (9, 0):
         sums = phrase_sums(ends[:0], candidates[:count], allowed[:0, :count], right[:0, :1], 1.0)
-        sums.loss.backward()
-        assert [value.item() for value in sums] == [0, 0, 0]
+        sums["loss"].backward()
+        assert [value.item() for value in sums.values()] == [0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megahead.config.run import RunConfig
-from megahead.data.loader import training_masker
 from megahead.losses.contrastive import build_objective
+from megahead.objectives.auxiliary import training_rows
 from megahead.objectives.micro_batch import MicroBatch, documents_of
-from megahead.objectives.phrases import PhraseSums
 from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
 from support.small_checkpoint import small_config
@@ -33,8 +33,7 @@ def config_of(objective: dict[str, Any], family: str) -> RunConfig:
 
 
 def micro_batch(config: RunConfig) -> MicroBatch:
-    masker = training_masker(config, [])
-    assert masker is not None
+    masker = training_rows(config, [])
     batch = masker.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
     candidates = build_objective(config.objective, 61).pool(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25)
@@ -44,7 +43,7 @@ def by_hand(model: Pretraining, micro: MicroBatch, temperature: float) -> Tensor
     """End by end, from the outputs of all tokens."""
     hidden = model.backbone(micro.batch.input_ids_BT, documents_of(micro.batch)).flatten(0, 1)
     total = hidden.sum() * 0
-    for group in micro.batch.phrases:
+    for group in micro.batch.auxiliary:
         candidates = group.candidates_K
         for q, end in enumerate(group.ends_Q.tolist()):
             right = candidates[[k for k in group.right_QR[q].tolist() if k >= 0]]
@@ -61,14 +60,13 @@ def test_the_loss_is_that_of_the_targets_and_of_both_ends_of_phrases(
 ) -> None:
     config = config_of(objective | {"phrases": PHRASES | {"temperature": temperature}}, family)
     model, slow = (initialized(each).double() for each in (config, config_of(objective, family)))
-    micro, noted = micro_batch(config), list[PhraseSums[Tensor]]()
-    assert model.phrases is not None
-    model.phrases.note = noted.append
-    bare = replace(micro, batch=replace(micro.batch, phrases=()))
+    micro, noted = micro_batch(config), list[Mapping[str, Tensor]]()
+    model.note_metrics = noted.append
+    bare = replace(micro, batch=replace(micro.batch, auxiliary=()))
     loss, expected = model(micro), slow(bare) + 0.25 * 0.5 * by_hand(slow, micro, temperature or 48**0.5)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
     loss.backward()
     expected.backward()
     for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
-    assert int(noted[0].ends) == sum(len(group.ends_Q) for group in micro.batch.phrases) > 4
+    assert int(noted[0]["ends"]) == sum(len(group.ends_Q) for group in micro.batch.auxiliary) > 4

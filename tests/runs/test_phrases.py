@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from megahead.config.run import RunConfig
-from megahead.data.loader import evaluation_target_counts, held_out_masker
+from megahead.data.loader import evaluation_target_counts
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.hf.export import export
+from megahead.objectives.auxiliary import held_out_rows
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
@@ -77,9 +78,9 @@ def test_phrases_are_found_better_and_exports_and_held_out_rows_have_nothing_of_
     on_ranks(1, run, config)
     losses = [record["phrase_loss"] for record in read_metrics(tmp_path / "run").training]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    held_out = held_out_masker(config)
+    held_out = held_out_rows(config)
     assert held_out is not None
-    assert held_out.batch(np.full((8, 22), 5), range(8)).phrases == ()
+    assert held_out.batch(np.full((8, 22), 5), range(8)).auxiliary == ()
     assert evaluation_target_counts(config, torch.ones(63, dtype=torch.int64)) is not None  # not those of phrases
     export(tmp_path / "run", tmp_path / "out", "pmi")  # compares it with the model that was trained
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 3

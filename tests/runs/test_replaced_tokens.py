@@ -140,8 +140,8 @@ def test_the_body_alone_is_exported_and_the_generator_is_scored(tmp_path: Path, 
     assert f"{last['detection']['kept']:.1%} of others kept (step 2), its generator's perplexity" in card
     found = evaluate_checkpoint(tmp_path / "run", "pmi")
     assert found.loss == pytest.approx(last["loss"], abs=1e-5)
-    assert found.detection is not None
-    assert found.detection.loss == pytest.approx(last["detection"]["loss"], abs=1e-5)
+    assert found.auxiliary is not None
+    assert found.auxiliary["loss"] == pytest.approx(last["detection"]["loss"], abs=1e-5)
 
 
 def test_half_precision_compiled_blocks_and_muon_go_with_it(tmp_path: Path) -> None:

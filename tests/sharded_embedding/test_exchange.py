@@ -30,7 +30,7 @@ def gradients(rank: int) -> Tensor:
 
 
 def exchanged(group: Group) -> tuple[bool, bool, bool]:
-    plan = plan_rows(wanted(group.rank), group.side_channel(), num_lookups=2)
+    plan = plan_rows(wanted(group.rank), group.side_channel(), num_passes=2)
     own = table()[group.rank :: group.size][plan.owned_O]
     rows = rows_from_owners(own, plan, group)
     sums = [gradients_to_owners(gradients(group.rank), plan, group) for _ in range(2)]

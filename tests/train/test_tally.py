@@ -14,7 +14,6 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import ForwardTime
-from megahead.losses.detection import DetectionResult, DetectionSums
 from megahead.train import loop
 from megahead.train.run import pretrain
 from megahead.train.step import Measured, Tally
@@ -24,10 +23,9 @@ from support.small_run import small_config, write_text
 CPU = torch.device("cpu")
 
 
-def noted_of(k: int) -> DetectionSums[torch.Tensor]:
+def noted_of(k: int) -> dict[str, torch.Tensor]:
     """Of a batch of data rank k."""
-    loss, judged, replaced, found, kept = 1.5 + k, 10, 2 + k, 1 + k, 4
-    return DetectionSums(*(torch.tensor(float(value)) for value in (loss, judged, replaced, found, kept)))
+    return {"loss": torch.tensor(1.5 + k), "count": torch.tensor(10), "found": torch.tensor(1 + k)}
 
 
 def told(group: Group, tensor_ranks: int) -> list[Measured]:
@@ -51,9 +49,9 @@ def test_all_ranks_are_told_the_same_and_each_batch_counts_once(tensor_ranks: in
         assert len(first.forward_seconds) == 4
         assert all(seconds > 0 for seconds in first.forward_seconds)
         data_ranks = 4 // tensor_ranks
-        once = [sum(float(getattr(noted_of(k), name)) for k in range(data_ranks)) for name in DetectionSums._fields]
+        once = {name: sum(float(noted_of(k)[name]) for k in range(data_ranks)) for name in noted_of(0)}
         for measured, batches in ((first, 2), (second, 1)):
-            assert measured.detection == DetectionResult.of(DetectionSums(*(batches * value for value in once)))
+            assert measured.auxiliary == {name: batches * value for name, value in once.items()}
 
 
 class Event:
@@ -90,7 +88,7 @@ def test_times_of_a_device_are_read_once_its_losses_are_here(monkeypatch: pytest
 
 def test_where_nothing_is_noted_nothing_is_told() -> None:
     measured = Tally(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
-    assert (measured.losses_WA.tolist(), measured.detection, measured.phrases) == ([[3.0]], None, None)
+    assert (measured.losses_WA.tolist(), measured.auxiliary) == ([[3.0]], {})
 
 
 def messages(group: Group, config: RunConfig) -> Counter[str]:

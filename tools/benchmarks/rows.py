@@ -11,14 +11,17 @@ import torch
 
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
+from megahead.data.batch import RowMasker
 from megahead.data.blending import RowSource, training_samples
-from megahead.data.framing import Framing, TokenDropping
+from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader, RowMasker, open_nearest_ids, training_masker
-from megahead.data.masking import Masker, Replacing
+from megahead.data.loader import BatchReader, open_nearest_ids
+from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
+from megahead.data.token_subsets import TokenDropping
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
+from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
 from megahead.objectives.loader import Feed
 from megahead.objectives.micro_batch import MicroBatch, StepBatches
 
@@ -42,7 +45,9 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
     """`rows` with their candidates, as the only micro-batch of its step."""
     batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    return MicroBatch(batch, (candidates,), 1 / batch.weight(), 1 / max(batch.judged(), 1))
+    settings = config.objective.auxiliary()
+    others = None if settings is None else auxiliary_kind(settings).counted(batch)
+    return MicroBatch(batch, (candidates,), 1 / batch.weight(), None if others is None else 1 / max(others, 1))
 
 
 def step_batches(
@@ -50,6 +55,7 @@ def step_batches(
 ) -> StepBatches:
     """Micro-batches of rows as those of one step, as a run's loader prepares them on one rank."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
+    settings = config.objective.auxiliary()
     feed = Feed(
         _Given(np.concatenate(rows)),
         rule,
@@ -60,20 +66,20 @@ def step_batches(
         device=device,
         half=config.engine.precision != "fp32",
         masker=_masker(config),
+        counted=None if settings is None else auxiliary_kind(settings).counted,
     )
     return feed.step(0)
 
 
-def _masker(config: RunConfig) -> RowMasker | None:
+def _masker(config: RunConfig) -> RowMasker:
     """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
-        return training_masker(config, [])
+        return training_rows(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked, late = config.masking.dropping, config.masking.masks_from(config.model)
     dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
-    size, phrases = config.model.vocab_size, config.objective.phrases
-    masker = Masker(framing, Uniform(), size, seed=0, masks_from=late, dropping=dropping, phrases=phrases)
-    return masker if config.generator() is None else Replacing(masker, seed=0)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    return with_auxiliary(masker, config, seed=0)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from megahead.config.masking import MaskingConfig
-from megahead.config.objective import PhrasesConfig
+from megahead.config.phrases import PhrasesConfig
 from megahead.data.batch import Batch
-from megahead.data.framing import Framing, SharedPhrases
+from megahead.data.framing import Framing
 from megahead.data.masking import Masker
 from megahead.data.strategies import Spans, Strategy, Uniform, WeighedIds
+from megahead.objectives.phrases import PhraseMasker, SharedPhrases
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 40
 STRATEGIES: dict[str, Strategy] = {
@@ -28,10 +29,11 @@ def masker(
     phrases: PhrasesConfig | None,
     strategy: Strategy = STRATEGIES["uniform"],
     count: Literal["fixed", "bernoulli"] = "fixed",
-) -> Masker:
+) -> Masker | PhraseMasker:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     masking = MaskingConfig.model_validate(ids | {"rate": 0.3, "count": count})
-    return Masker(Framing(masking, END, isolate_documents=True), strategy, VOCABULARY, 7, phrases=phrases)
+    plain = Masker(Framing(masking, END, isolate_documents=True), strategy, VOCABULARY, 7)
+    return plain if phrases is None else PhraseMasker(plain, phrases)
 
 
 def texts(rows: int, length: int = 40) -> np.ndarray:
@@ -86,8 +88,8 @@ def test_phrases_of_other_rows_are_masked_whole_and_found_where_they_are_read(
     tokens, width = tokens_of(batch), batch.input_ids_BT.shape[1]
     masked, seen = set(batch.target_index_N.tolist()), set()
     assert all(tokens[place // width][place % width] > END for place in masked)
-    assert len(batch.phrases) == 3
-    for group, part in enumerate(batch.phrases):
+    assert len(batch.auxiliary) == 3
+    for group, part in enumerate(batch.auxiliary):
         at, pairs = 4 * group * width, set()
         for (first, last), others in searched(tokens[4 * group :][:4], asked).items():
             seen.add(last - first + 1)
@@ -114,7 +116,7 @@ def test_phrases_are_that_share_of_the_masked_tokens_which_are_as_many_as_withou
     text = texts(2000, 120)[::2]  # some 60 tokens of each row are in phrases
     batch, plain = (masker(phrases, count=count).batch(text, range(len(text))) for phrases in (asked, None))
     assert len(batch.target_ids_N) == pytest.approx(len(plain.target_ids_N), rel=0.02)
-    shared = SharedPhrases.of(masker(asked).framing.rows(text), asked)
+    shared = SharedPhrases.of(masker(None).framing.rows(text), asked)
     inside_M = np.zeros(batch.input_ids_BT.numel(), bool)
     for first, length in zip(shared.first_S, shared.length_S, strict=True):
         inside_M[first : first + length] = True
@@ -131,7 +133,7 @@ def test_groups_are_their_own_in_any_batch() -> None:
             part = rows.batch(text[first : first + size], range(32 + first, 32 + first + size))
             assert (part.input_ids_BT == together.input_ids_BT[first : first + size]).all()
             before = first * part.input_ids_BT.shape[1]
-            for one, other in zip(part.phrases, together.phrases[first // 4 :], strict=False):
+            for one, other in zip(part.auxiliary, together.auxiliary[first // 4 :], strict=False):
                 assert (one.ends_Q + before == other.ends_Q).all()
                 assert (one.candidates_K + before == other.candidates_K).all()
                 assert (one.right_QR == other.right_QR).all()
@@ -143,4 +145,4 @@ def test_rows_that_share_nothing_are_masked_as_without() -> None:
     batch, plain = (masker(phrases).batch(text, range(4)) for phrases in (PhrasesConfig(group_samples=4), None))
     assert (batch.input_ids_BT == plain.input_ids_BT).all()
     assert len(batch.target_ids_N) == 4 * round(0.3 * 8)
-    assert all(len(part.ends_Q) == 0 < len(part.candidates_K) for part in batch.phrases)
+    assert all(len(part.ends_Q) == 0 < len(part.candidates_K) for part in batch.auxiliary)

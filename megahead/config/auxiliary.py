@@ -1,0 +1,135 @@
+"""What a model may learn beside the softmax over candidates: the settings of such an objective, what is known without
+torch of its cost and its numbers in the log, and how an objective of one's own is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pydantic import Field, field_validator
+
+from megahead.config.base import Settings, load_named, require_named
+from megahead.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from megahead.config.run import RunConfig
+
+
+class Curve(NamedTuple):
+    """A chart of the report: of which number in the log, and how it is shown."""
+
+    key: str
+    title: str
+    note: str
+    percent: bool = False
+    zero: bool = False
+
+
+class AuxiliarySettings(Settings):
+    """Base of the settings of an auxiliary objective. A subclass overrides what differs from the defaults here."""
+
+    weight: float
+
+    metric: ClassVar[str] = "auxiliary"
+    """Its numbers are METRIC_NAME in the log."""
+
+    reads_all_outputs: ClassVar[bool] = False
+    """Whether it needs the hidden states of all tokens; else those that have targets."""
+
+    weighs_ids: ClassVar[bool] = False
+    """Whether it changes how often an id is a target."""
+
+    why_headless: ClassVar[str | None] = None
+    """Why exports have no head; None where they have one."""
+
+    why_dense: ClassVar[tuple[str, str] | None] = None
+    """Why the embedding cannot be sharded by rows: what the banner says, and the rule."""
+
+    whose_targets: ClassVar[str] = ""
+    """Who predicts held-out targets, where that is not the model: "generator's "."""
+
+    curves: ClassVar[tuple[Curve, ...]] = ()
+
+    def implementation(self) -> str:
+        """`module:Class` of the `objectives.auxiliary.Auxiliary` that computes it."""
+        raise NotImplementedError
+
+    def check(self, config: RunConfig) -> None:
+        """ConfigError unless it goes with the other settings."""
+
+    def generator(self, model: ModelConfig) -> ModelConfig | None:
+        """The shape of a second encoder, which learns the targets in the model's place; None where there is none."""
+        return None
+
+    def needs_token_counts(self) -> str | None:
+        """The setting, below `objective`, by which the dataset must have token counts; None where it need not."""
+        return None
+
+    def draws_tokens(self) -> bool:
+        """Whether it draws tokens from the predictions of targets."""
+        return False
+
+    def draws_all_ids(self) -> bool:
+        """Whether it draws from all ids by the training-free head, and not from the candidates."""
+        return False
+
+    def head_parameters(self, model: ModelConfig) -> int:
+        """Parameters that it has beside a generator."""
+        return 0
+
+    def head_flops(self, model: ModelConfig) -> float:
+        """Operations of a token for these, forward and backward."""
+        return 0.0
+
+    def describe(self) -> str:
+        """Its part of the banner's line on the objective."""
+        return ""
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """By NAME: what a step's sums come to. By default each of them for one of `count`."""
+        count = max(sums.get("count", 0.0), 1.0)
+        return {name: value / count for name, value in sums.items() if name != "count"}
+
+    def logged(self, means: Mapping[str, float]) -> dict[str, float]:
+        """By their names in the log: of several steps, from the means of all that is logged."""
+        return {}
+
+    def progress(self, means: Mapping[str, float]) -> str:
+        """Its part of a progress line, from what is logged."""
+        return f"{self.metric} {means[f'{self.metric}_loss']:.4f}"
+
+    def held_out(self, means: Mapping[str, float]) -> str:
+        """What the line on an evaluation says of it; `means` by NAME."""
+        return f"{self.metric} {means['loss']:.4f}"
+
+    def exported(self, means: Mapping[str, float]) -> str:
+        """What an export says of its last evaluation."""
+        return self.held_out(means)
+
+
+class CustomConfig(AuxiliarySettings):
+    """An auxiliary objective of your own: a class of a file or of an installed package (docs/extending.md)."""
+
+    objective: str
+    """`path/to/file.py:Class` or `package.module:Class`, a subclass of megahead.objectives.auxiliary.Auxiliary."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """How often its loss counts; the softmax's counts once."""
+
+    settings: dict[str, Any] = Field(default={})
+    """What the class reads of `config.objective.custom.settings`."""
+
+    curves: ClassVar = (Curve("auxiliary_loss", "Auxiliary loss", "of an objective of one's own"),)
+
+    @field_validator("objective")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        return require_named("objective", value)
+
+    def implementation(self) -> str:
+        return self.objective
+
+    def head_parameters(self, model: ModelConfig) -> int:
+        """Imports the class, and with it torch."""
+        kind = load_named("objective.custom.objective", self.objective)
+        return int(getattr(kind, "head_parameters", lambda _: 0)(model))  # another class is refused where it is built

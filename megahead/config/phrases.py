@@ -1,0 +1,86 @@
+"""Phrases as candidates: an encoder finds its masked phrases in the other rows of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, model_validator
+
+from megahead.config.auxiliary import AuxiliarySettings, Curve
+from megahead.errors import ConfigError
+from megahead.wording import counted
+
+if TYPE_CHECKING:
+    from megahead.config.run import RunConfig
+
+
+class PhrasesConfig(AuxiliarySettings):
+    """Phrases that several rows share are masked, and the outputs at both ends are trained to match those of the
+    same phrase in other rows (NPM: Min et al. 2023, arXiv 2212.01349), beside the loss of masked tokens."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of the loss at each end of a masked phrase, relative to that of a masked token."""
+
+    shortest: int = Field(default=2, ge=2)
+    """Fewest tokens of a phrase."""
+
+    longest: int = Field(default=10, ge=2)
+    """Most tokens of a phrase; the paper has 10."""
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Probability mass of phrases in the selection of a row's masked tokens; masking.strategy selects the rest."""
+
+    group_samples: int = Field(default=32, ge=2)
+    """Consecutive samples that are searched for shared phrases, a divisor of batch.micro_size. More find more
+    phrases, and more negatives."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Divides products of outputs; by default the square root of model.hidden_size (the paper)."""
+
+    @model_validator(mode="after")
+    def _some_length(self) -> PhrasesConfig:
+        if self.longest < self.shortest:
+            raise ConfigError("longest", f"be at least shortest ({self.shortest})", got=self.longest)
+        return self
+
+    metric: ClassVar = "phrase"
+    reads_all_outputs: ClassVar = True
+    weighs_ids: ClassVar = True
+    curves: ClassVar = (
+        Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
+        Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),
+    )
+
+    def implementation(self) -> str:
+        """Beside the model."""
+        return "megahead.objectives.phrases:Phrases"
+
+    def check(self, config: RunConfig) -> None:
+        """ConfigError unless whole phrases can be masked, and each rank has whole groups."""
+        masking, micro_size, where = config.masking, config.batch.micro_size, "objective.phrases"
+        if config.objective.schedule is not None:
+            rule = "be left out with phrases, which the model itself learns from the first step to the last"
+            raise ConfigError("objective.schedule", rule, got="given")
+        if masking is None or config.model.is_causal:
+            rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
+            raise ConfigError(where, rule, got="given")
+        if masking.diffusion:
+            raise ConfigError("masking.diffusion", f"be left out with {where}, which are masked whole", got=True)
+        if micro_size % self.group_samples:
+            rule = f"divide batch.micro_size ({micro_size})"
+            raise ConfigError(f"{where}.group_samples", rule, got=self.group_samples)
+
+    def describe(self) -> str:
+        """Which are masked, and what finding them costs and counts."""
+        lengths, rows = f"{self.shortest} to {self.longest} tokens", counted(self.group_samples, "row")
+        return f"phrases of {lengths} found among {rows} by outputs of all tokens (weight {self.weight:g})"
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The loss of an end of a phrase, the share of ends that are found, and how many these are."""
+        ends = max(sums["ends"], 1)
+        return {"loss": sums["loss"] / ends, "found": sums["found"] / ends, "ends": sums["ends"]}
+
+    def progress(self, means: Mapping[str, float]) -> str:
+        """For example: phrases 3.1000, found 12.0%"""
+        return f"phrases {means['phrase_loss']:.4f}, found {means['phrase_found']:.1%}"

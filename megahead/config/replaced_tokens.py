@@ -1,0 +1,139 @@
+"""Replaced-token detection: an encoder learns which tokens a small generator has put in place of masked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from megahead.config.auxiliary import AuxiliarySettings, Curve
+from megahead.config.model import ModelConfig
+from megahead.errors import ConfigError
+from megahead.wording import counted
+
+if TYPE_CHECKING:
+    from megahead.config.run import RunConfig
+
+_WHERE = "objective.replaced_tokens"
+
+
+class ReplacedTokensConfig(AuxiliarySettings):
+    """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
+    samples replace them, and the model learns which tokens were replaced."""
+
+    generator_layers: int = Field(default=1, gt=0)
+    """Blocks of the generator, as wide as the model's (as in COCO-LM, arXiv 2102.08473); it shares the model's
+    embedding."""
+
+    draws: Literal["group", "vocabulary"] = "group"
+    """headless: what replacements are sampled from. `group`: the candidates of the group, at almost no cost;
+    `vocabulary`: all ids by the training-free head, at the cost of one product with the whole embedding."""
+
+    weight: float = Field(default=50.0, gt=0)
+    """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
+
+    metric: ClassVar = "detection"
+    reads_all_outputs: ClassVar = True
+    whose_targets: ClassVar = "generator's "
+    why_headless: ClassVar = "tells replaced tokens and predicts none"
+    why_dense: ClassVar = (
+        "replaced tokens are drawn",
+        "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once",
+    )
+    curves: ClassVar = (
+        Curve("generator_loss", "Generator's loss", "of masked tokens, where some are replaced"),
+        Curve("detection_loss", "Detection loss", "of whether a token was replaced", zero=True),
+        Curve("detection_found", "Replaced tokens found", "share of them", percent=True, zero=True),
+    )
+
+    def implementation(self) -> str:
+        """Beside the model."""
+        return "megahead.objectives.replaced_tokens:ReplacedTokens"
+
+    def check(self, config: RunConfig) -> None:
+        """ConfigError unless there are masked tokens that a generator can fill in, and nothing else is asked of it."""
+        objective, model, masking = config.objective, config.model, config.masking
+        if masking is None or model.is_causal:
+            rule = "be left out where next tokens are learned: those that are replaced are an encoder's masked tokens"
+            raise ConfigError(_WHERE, rule, got="given")
+        if self.generator_layers > model.num_layers:
+            rule = f"be at most model.num_layers ({model.num_layers})"
+            raise ConfigError(f"{_WHERE}.generator_layers", rule, got=self.generator_layers)
+        if objective.name == "vanilla" and self.draws != "group":
+            rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
+            raise ConfigError(f"{_WHERE}.draws", rule, got=self.draws)
+        _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
+        _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
+        _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")
+        _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
+        _refuse("masking.dropping", masking.dropping and "given", "whose model judges all tokens")
+        _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
+        _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")
+        from_hf = config.init and config.init.from_hf
+        _refuse("init.from_hf", from_hf, "whose generator is in no such folder")
+        keep_best = config.training.keep_best
+        _refuse("training.keep_best", keep_best, "where held-out loss is the generator's and not the model's")
+
+    def generator(self, model: ModelConfig) -> ModelConfig:
+        """A model of fewer layers."""
+        return model.model_copy(update={"num_layers": self.generator_layers})
+
+    def needs_token_counts(self) -> str | None:
+        """Where tokens are drawn from all ids."""
+        return "replaced_tokens.draws" if self.draws_all_ids() else None
+
+    def draws_tokens(self) -> bool:
+        """In the places of masked ones."""
+        return True
+
+    def draws_all_ids(self) -> bool:
+        """As `draws` says."""
+        return self.draws == "vocabulary"
+
+    def head_parameters(self, model: ModelConfig) -> int:
+        """Of the head that finds replaced tokens: D^2 + 2 D + 1."""
+        return (model.hidden_size + 2) * model.hidden_size + 1
+
+    def head_flops(self, model: ModelConfig) -> float:
+        """A transform and score of each token: 3 * 2 (D^2 + D)."""
+        return 3 * 2 * (model.hidden_size**2 + model.hidden_size)
+
+    def describe(self) -> str:
+        """What replaces tokens, and what finding them counts."""
+        layers = counted(self.generator_layers, "layer")
+        drawn = ", drawn from all ids" if self.draws_all_ids() else ""
+        return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {self.weight:g})"
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The loss of a token; the share of tokens that were replaced; of these, the share that was found; of the
+        others, the share that was kept. 0 where there is nothing to have a share of."""
+        judged, replaced = sums["judged"], sums["replaced"]
+        return {
+            "loss": sums["loss"] / max(judged, 1),
+            "replaced": replaced / max(judged, 1),
+            "found": sums["found"] / max(replaced, 1),
+            "kept": sums["kept"] / max(judged - replaced, 1),
+        }
+
+    def logged(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The generator's loss, which the run's has beside the detection's."""
+        return {"generator_loss": means["loss"] - self.weight * means["detection_loss"]}
+
+    def progress(self, means: Mapping[str, float]) -> str:
+        """For example: generator 6.1000  detection 0.2431, found 48.2% and kept 98.1%"""
+        found = {name.removeprefix("detection_"): value for name, value in means.items()}
+        return f"generator {means['generator_loss']:.4f}  {self.held_out(found)}"
+
+    def held_out(self, means: Mapping[str, float]) -> str:
+        """For example: detection 0.2431, found 48.2% and kept 98.1%"""
+        return f"detection {means['loss']:.4f}, found {means['found']:.1%} and kept {means['kept']:.1%}"
+
+    def exported(self, means: Mapping[str, float]) -> str:
+        """For example: 48.2% of replaced tokens found and 98.1% of others kept"""
+        return f"{means['found']:.1%} of replaced tokens found and {means['kept']:.1%} of others kept"
+
+
+def _refuse(field: str, value: object, reason: str) -> None:
+    if value:
+        raise ConfigError(field, f"be left out with {_WHERE}, {reason}", got=value)

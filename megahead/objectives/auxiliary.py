@@ -1,0 +1,169 @@
+"""What a model may learn beside the softmax over candidates: the interface of such an objective, and how it is built.
+
+B rows, T inputs a row, M = B T, D features, N targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megahead.config.auxiliary import AuxiliarySettings
+from megahead.config.base import load_named
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch, RowMasker
+from megahead.data.indexed import DatasetInfo, IndexedDataset
+from megahead.data.loader import held_out_masker, training_masker
+from megahead.data.samples import CounterRng
+from megahead.data.strategies import Difficulty
+from megahead.errors import ConfigError
+from megahead.losses.softmax import Softmax
+from megahead.models.backbone import Backbone
+
+
+class Predictions(Protocol):
+    """What the outputs say of their targets, without gradients."""
+
+    def __call__(self, bias_V: Tensor | None = None, *, all_ids: bool) -> list[Softmax]:
+        """Among all ids, by a head with the bias `bias_V`, or for each candidate group among its candidates."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of the model over a batch, as an auxiliary objective sees it."""
+
+    backbone: Backbone
+    batch: Batch
+
+    inputs_BTD: Tensor
+    """The embedded inputs."""
+
+    outputs_ND: Tensor
+    """Final hidden states of the targets, of what learns these."""
+
+    hidden_MD: Tensor | None
+    """Those of all tokens, rows concatenated, where the objective `needs_all_outputs`."""
+
+    predictions: Predictions
+
+    head_bias_V: Tensor | None = None
+    """In an evaluation the bias of the head over all ids."""
+
+    training: bool = True
+
+
+class Auxiliary(nn.Module):
+    """An auxiliary objective: `prepare` in the loader's thread, then `sums` in the pass of each micro-batch.
+
+    The class is made for a run's config before the weights are known: layers are built on the current device, and get
+    their first values by name (norms 1, biases 0, matrices as the model's). Every tensor rank has all of it, and sees
+    the same inputs. Under ZeRO 3 a weight is whole only inside of the layer that owns it: call layers.
+    """
+
+    key = "custom"
+    """Under this name its parameters are in checkpoints."""
+
+    needs_all_outputs = False
+    """Whether `Pass.hidden_MD` is needed; by default targets' outputs alone are computed."""
+
+    evaluated = False
+    """Whether held-out text is scored by it, too."""
+
+    generator: Backbone | None
+    """A second encoder, which learns the targets in the model's place."""
+
+    drawn_bias_V: Tensor | None
+    """The bias of the training-free head, in runs whose settings say that tokens are drawn from all ids."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        settings = config.objective.auxiliary()
+        assert settings is not None
+        self.weight, self.generator, self.drawn_bias_V = settings.weight, None, None
+
+    @classmethod
+    def head_parameters(cls, model: ModelConfig) -> int:
+        """How many parameters it has, for estimates."""
+        return 0
+
+    @classmethod
+    def prepare(cls, batch: Batch, config: RunConfig, noise: CounterRng) -> Any:
+        """Tensors of a batch on the CPU that `sums` will find in `Pass.batch.auxiliary`, in any nesting of tuples,
+        lists and dicts. `noise` draws by the samples' numbers alone: what is drawn is the same on any mesh."""
+        return ()
+
+    @classmethod
+    def masker(cls, masker: RowMasker, config: RunConfig, seed: int) -> RowMasker:
+        """`masker`, whose batches also have what is prepared. By default its targets stay as they are."""
+        return _Preparing(masker, cls, config, seed)
+
+    @classmethod
+    def counted(cls, batch: Batch) -> int | None:
+        """How many of what its loss is a mean over the batch has; None: the targets, by their weights."""
+        return None
+
+    def sums(self, given: Pass) -> Mapping[str, Tensor]:
+        """Scalars by name, summed over the batch, `loss` among them, which has a gradient; all others are logged, as
+        `AuxiliarySettings.means` makes means of the sums over all ranks (by default for one of `count`)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Preparing(RowMasker):
+    """Makes the batches of `inner`, with what the objective prepares."""
+
+    inner: RowMasker
+    kind: type[Auxiliary]
+    config: RunConfig
+    seed: int
+
+    @property
+    def upper_bound(self) -> bool:  # type: ignore[override]
+        return self.inner.upper_bound
+
+    def batch(self, text: Any, sample_indices: Any, document_starts: Any = None) -> Batch:
+        batch = self.inner.batch(text, sample_indices, document_starts)
+        return replace(batch, auxiliary=self.kind.prepare(batch, self.config, CounterRng(self.seed, sample_indices)))
+
+    def predicted(self, info: DatasetInfo) -> int | None:
+        return self.inner.predicted(info)
+
+
+def auxiliary_kind(settings: AuxiliarySettings) -> type[Auxiliary]:
+    """The class that computes it. ConfigError where one's own cannot be imported or is none."""
+    kind = load_named("objective.custom.objective", settings.implementation())
+    if not (isinstance(kind, type) and issubclass(kind, Auxiliary)):
+        rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
+        raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))
+    return kind
+
+
+def build_auxiliary(config: RunConfig) -> Auxiliary | None:
+    """That of a run, on torch's default device."""
+    settings = config.objective.auxiliary()
+    return None if settings is None else auxiliary_kind(settings)(config)
+
+
+def with_auxiliary(masker: RowMasker, config: RunConfig, seed: int, *, held_out: bool = False) -> RowMasker:
+    """`masker`, whose batches also have what the run's auxiliary objective needs; for `held_out` rows only if these are
+    scored by it."""
+    settings = config.objective.auxiliary()
+    kind = None if settings is None else auxiliary_kind(settings)
+    return masker if kind is None or (held_out and not kind.evaluated) else kind.masker(masker, config, seed)
+
+
+def training_rows(
+    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
+) -> RowMasker:
+    """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_masker`."""
+    return with_auxiliary(training_masker(config, datasets, difficulty, masked_from), config, config.seed)
+
+
+def held_out_rows(config: RunConfig) -> RowMasker:
+    """The same of held-out rows, which are masked alike in every run."""
+    return with_auxiliary(held_out_masker(config), config, 0, held_out=True)

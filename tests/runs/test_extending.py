@@ -1,0 +1,116 @@
+"""The objective and the masking strategy of docs/extending.md, defined outside of the package, in a file each: trained,
+evaluated, logged, resumed and exported as the built-in ones are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.errors import ConfigError
+from megahead.estimate import run_parameters
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import export
+from megahead.objectives.pretraining import weight_shapes
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
+from support.on_ranks import on_ranks
+from support.small_run import same_tensors, small_config, stage, write_text
+
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.4}
+BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the files of the page, and text."""
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        assert len(code.splitlines()) <= 80
+        (tmp_path / name).write_text(code)
+    write_text(tmp_path)
+    return tmp_path
+
+
+def decoder(folder: Path, name: str, changes: dict[str, Any]) -> RunConfig:
+    custom = {"objective": f"{folder}/second_next.py:SecondNext", "weight": 0.3}
+    fixed = {"objective": {"custom": custom}, "optimizer.eps": 1e-4, "output_dir": str(folder / name)}
+    return small_config(folder, fixed | changes)
+
+
+def encoder(folder: Path, name: str, changes: dict[str, Any]) -> RunConfig:
+    fixed = {
+        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 63} | BERT,
+        "masking": MASKS | {"strategy": f"{folder}/windows.py:Windows", "strategy_settings": {"size": 2}},
+    }
+    return decoder(folder, name, fixed | changes)
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    return pretrain(config, Launch(), resume).ending
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "changes"),
+    [
+        (decoder, 2, stage(1)),
+        (decoder, 2, stage(3)),
+        (decoder, 2, {"engine.embedding": "rows"}),
+        (decoder, 2, {"parallel.tensor": 2}),
+        (encoder, 2, stage(2)),
+    ],
+    ids=str,
+)
+def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
+    folder: Path, kind: Any, ranks: int, changes: dict[str, Any]
+) -> None:
+    on_ranks(1, run, kind(folder, "alone", {}))
+    on_ranks(ranks, run, kind(folder, "meshed", changes))
+    first = sorted((folder / "meshed/checkpoints").glob("step-00000003*"))[0]
+    on_ranks(ranks, run, kind(folder, "meshed-resumed", changes), str(first))
+    assert same_tensors(folder / "meshed-resumed", folder / "meshed")
+    alone, meshed = (read_metrics(folder / name).training for name in ("alone", "meshed"))
+    for value in ("loss", "auxiliary_loss", "auxiliary_right"):
+        assert [r[value] for r in meshed] == pytest.approx([r[value] for r in alone], abs=2e-5), value
+    assert alone[0]["auxiliary_loss"] > 0
+
+
+def test_it_learns_is_evaluated_counted_and_exported(folder: Path) -> None:
+    config = decoder(
+        folder, "run", {"training.steps": 12, "training.evaluate_every": 12, "optimizer.learning_rate": 0.01}
+    )
+    on_ranks(1, run, config)
+    log = read_metrics(folder / "run")
+    assert log.training[-1]["auxiliary_loss"] < log.training[0]["auxiliary_loss"]
+    held_out = evaluate_checkpoint(folder / "run", "pmi").auxiliary
+    assert held_out == pytest.approx(log.validation[-1]["auxiliary"], abs=1e-5)
+    counted = sum(shape.numel() for name, shape in weight_shapes(config).items() if "embedding" not in name)
+    counts = run_parameters(config)
+    assert counts.body + counts.head == counted
+    export(folder / "run", folder / "out", "pmi")
+    exported = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert not [name for name in exported.state_dict() if "transform" in name]
+
+
+def test_the_strategy_masks_windows_and_an_encoder_exports(folder: Path) -> None:
+    config = encoder(folder, "run", {"training.steps": 2})
+    text = torch.arange(22 * 8).view(8, 22).numpy() % 40 + 5
+    chosen = training_masker(config, []).batch(text, range(8)).target_index_N.tolist()
+    assert sum(place + 1 in chosen or place - 1 in chosen for place in chosen) > 0.8 * len(chosen)
+    on_ranks(1, run, config)
+    export(folder / "run", folder / "out", "none")
+    assert AutoModel.from_pretrained(folder / "out").config.num_hidden_layers == 3
+
+
+def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/windows.py:Windows"}}})
+    with pytest.raises(ConfigError, match=r"must name a subclass of megahead\.objectives\.auxiliary\.Auxiliary"):
+        pretrain(config)
