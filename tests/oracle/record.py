@@ -200,6 +200,8 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
     """A line for each value that is not as it was; what is missing as a whole is one line."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted({*before, *after}):
+            if before.get(name) is None and after.get(name) is None:
+                continue  # what is nothing may be left out
             if name not in after or name not in before:
                 yield f"{place}/{name}: {'gone' if name in before else 'new'}"
             else:
