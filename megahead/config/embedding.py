@@ -89,6 +89,11 @@ def describe_embedding(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
 
 
+def dense_rate(config: RunConfig) -> float:
+    """Learning rate of a dense embedding over that of other weights; 1 for a sharded one, whose own line has it."""
+    return 1.0 if shards_embedding(config) else config.optimizer.table.learning_rate_ratio
+
+
 def embedding_memory(config: RunConfig, ranks: int, used_ids: int) -> float:
     """Bytes of a sharded embedding on one of `ranks` whose steps use so many ids; 0 for a dense one, which is a weight.
 

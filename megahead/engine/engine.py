@@ -142,7 +142,7 @@ class LossScale:
                 setattr(self._scaler, name, state[name])
 
 
-# One optimizer step at a time, at any ZeRO stage; the complete state is read and set by name (`full_state`).
+# One optimizer step at a time, at any ZeRO stage; the complete state is read and set by name (`FullState`).
 #
 # Here every stage keeps promises that DeepSpeed keeps only at some stages: the gradient norm is returned, a step whose
 # gradients are not finite on any rank changes nothing, and a new engine into which state is loaded continues bitwise.
@@ -386,7 +386,7 @@ class RowEngine(Engine):
         self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
-        """Leaves out the norm proxy (see `SplitRowTable`): it is neither saved nor loaded."""
+        """Leaves out the norm proxy (see `RowTable`): it is neither saved nor loaded."""
         there = super()._saved_parameters()
         return {name: parameter for name, parameter in there.items() if parameter is not self._table.norm_proxy}
 

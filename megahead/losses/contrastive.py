@@ -3,7 +3,7 @@
 Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
 N targets of a micro-batch, G targets of its candidate group, M random negatives, P different ids among G and M (the
 group's pool), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi: probability of being
-a candidate (`weights.py`). Nothing here costs O(V) per group.
+a candidate (`log_inclusion`). Nothing here costs O(V) per group.
 """
 
 from __future__ import annotations

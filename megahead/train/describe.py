@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megahead.config.embedding import describe_embedding, shards_embedding
+from megahead.config.embedding import dense_rate, describe_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.plan import RunPlan, names_of, phases_of
@@ -56,11 +56,11 @@ def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
 def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
     """What moves otherwise than the rest."""
     optimizer = config.optimizer
-    table, lines = optimizer.table.learning_rate_ratio, []
+    table, lines = dense_rate(config), []
     if optimizer.name == "muon":
         ratio = optimizer.muon.learning_rate_ratio
         lines.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
-    if not shards_embedding(config) and table != 1:
+    if table != 1:
         lines.append(f"{table:g} times the learning rate for embedding{' and head' if _has_head(config) else ''}")
     return [("optimizer", "; ".join(lines))] if lines else []
 
