@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,32 +22,21 @@ def in_turn(contenders: Iterable[Callable[[int], Result]], rounds: int, warm_up:
     return [[take(number) for take in field] for number in range(warm_up + rounds)][warm_up:]
 
 
-class Clock(Protocol):
-    """Moments are taken during a step; what lies between them is known once `wait` was called."""
-
-    def now(self) -> Any: ...
-
-    def wait(self) -> None:
-        """Until all that was launched is done."""
-        ...
-
-    def seconds(self, begin: Any, end: Any) -> float: ...
-
-
 class HostClock:
-    """Of a CPU, which is done with a thing when the next one begins."""
+    """Of a CPU, which is done with a thing when the next one begins. Moments are taken during a step; what lies between
+    them is known once `wait` was called."""
 
-    def now(self) -> float:
+    def now(self) -> Any:
         return time.perf_counter()
 
     def wait(self) -> None:
-        pass
+        """Until all that was launched is done."""
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """A CUDA device notes when it comes to a moment, while the host goes on."""
 
     def now(self) -> torch.cuda.Event:
@@ -58,11 +47,11 @@ class DeviceClock:
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
