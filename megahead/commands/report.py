@@ -29,9 +29,10 @@ def main() -> None:
 
         for run in arguments.runs:
             add_geometry(RunFolder.of(run))
-    from megahead.report.page import save_page
     from megahead.report.read import read_runs
 
-    runs = read_runs(arguments.runs)
+    runs = read_runs(arguments.runs)  # what is wrong with them is reported before torch is imported
+    from megahead.report.page import save_page
+
     output = arguments.output or RunFolder(arguments.runs[0]).report
     print(f"wrote {save_page(runs, output)}")
