@@ -32,7 +32,6 @@ from megahead.checkpoints.format import (
     run_on_all_ranks,
 )
 from megahead.checkpoints.store import (
-    KEEP_NO_OTHERS,
     KeepRules,
     Lineage,
     history,
@@ -171,11 +170,10 @@ def save_checkpoint(
     state: dict[str, Any],
     config: dict[str, Any],
     group: Group,
-    keep: int,
-    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    rules: KeepRules = KeepRules(),  # noqa: B008 - frozen
     parent_step: int | None = None,
 ) -> Path:
-    """Saves full named tensors as `root`/step-NNNNNNNN-XXXXXX and keeps the `keep` newest checkpoints. Collective.
+    """Saves full named tensors as `root`/step-NNNNNNNN-XXXXXX and keeps what `rules` keep beside it. Collective.
 
     Every rank iterates over the same names in the same order and holds only its share (about 1 / `group.size` of
     all bytes) until it is written. `parent_step`: the step of the checkpoint in `root` that this one continues, -1 for
@@ -185,7 +183,7 @@ def save_checkpoint(
     snapshot = Snapshot.take(tensors, group)
     lineage = lineage_in(root, step if parent_step is None else parent_step) if group.rank == 0 else Lineage()
     header = Header(new_name(step), step, state, config, lineage.parents, lineage.orphaned)
-    return write_snapshot(root, group.broadcast_object(header), snapshot, group=group, keep=keep, keep_rules=keep_rules)
+    return write_snapshot(root, group.broadcast_object(header), snapshot, group, rules)
 
 
 def lineage_in(root: Path, step: int) -> Lineage:
@@ -195,33 +193,21 @@ def lineage_in(root: Path, step: int) -> Lineage:
     return Lineage.after(tip, None if tip is None else disk.manifest(tip), disk.names())
 
 
-def write_snapshot(
-    root: Path, header: Header, snapshot: Snapshot, *, group: Group, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS
-) -> Path:
+def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group, rules: KeepRules) -> Path:
     """The second half of `save_checkpoint`. It uses nothing but the snapshot, so it may run in another thread with a
     `group` of its own. `header`: the same on all ranks."""
-    return write_together(
-        root,
-        header,
-        lambda folder: {snapshot.file: snapshot.write(folder)},
-        total_bytes=snapshot.total_bytes,
-        tensors=snapshot.entries,
-        group=group,
-        keep=keep,
-        keep_rules=keep_rules,
-    )
+    tensors, total = snapshot.entries, snapshot.total_bytes
+    return write_together(root, header, tensors, total, lambda to: {snapshot.file: snapshot.write(to)}, group, rules)
 
 
 def write_together(
     root: Path,
     header: Header,
-    write: Callable[[Path], dict[str, FileEntry]],
-    *,
-    total_bytes: int,
     tensors: dict[str, TensorEntry],
+    total_bytes: int,
+    write: Callable[[Path], dict[str, FileEntry]],
     group: Group,
-    keep: int,
-    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    rules: KeepRules,
 ) -> Path:
     """A checkpoint of `total_bytes`, whose `tensors` are in files that `write` puts into a folder: on each rank some of
     them. Otherwise as `write_snapshot`."""
@@ -237,7 +223,7 @@ def write_together(
             check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
             disk.publish(header.name)
             disk.point_to(header.name)
-            retain(disk, keep, keep_rules)
+            retain(disk, rules)
 
     try:
         run_on_all_ranks(

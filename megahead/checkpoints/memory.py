@@ -271,18 +271,6 @@ FORGET_SECONDS = 5.0
 """How long a replica that is not needed any more is waited for."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    """What a replica is made of."""
-
-    header: Header
-    """Of the name and the parents that it would have on disk."""
-
-    snapshot: Snapshot
-    check: Callable[[], None]
-    """Raises if it must not be kept."""
-
-
 class Replicas:
     """The replicas of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
 
@@ -316,10 +304,11 @@ class Replicas:
                     shutil.rmtree(self._slot / name)
         return not busy
 
-    def begin(self, replica: Replica) -> None:
-        """Begins a replica in a thread; only after `may_begin`."""
+    def begin(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
+        """Begins a replica in a thread; only after `may_begin`. It has the name and the parents that it would have on
+        disk. `check` raises if it must not be kept."""
         self._ends = threading.Event()
-        self._pending = begin(partial(self._keep, replica, self._ends))
+        self._pending = begin(partial(self._keep, header, snapshot, check, self._ends))
 
     def forget(self, patience: float = FORGET_SECONDS) -> None:
         """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
@@ -335,36 +324,39 @@ class Replicas:
         self.forget(patience)
         self._memory.remove(self._mark)
 
-    def _keep(self, replica: Replica, ends: threading.Event) -> str | None:
+    def _keep(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> str | None:
         """Its name, or None if it was not to be kept any more."""
         try:
-            self._write(replica, ends)
+            self._write(header, snapshot, check, ends)
         except Exception:
             if ends.is_set():
                 return None
             raise
-        return None if ends.is_set() else replica.header.name
+        return None if ends.is_set() else header.name
 
-    def _write(self, replica: Replica, ends: threading.Event) -> None:
-        group, snapshot, memory = self._group, replica.snapshot, Disk(self._slot)
-        folder = memory.partial(replica.header.name)
-        run_on_all_ranks(group, lambda: self._prepare(folder, replica))
+    def _write(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> None:
+        group, folder = self._group, Disk(self._slot).partial(header.name)
+
+        def prepare() -> None:
+            check()
+            self._prepare(folder, snapshot)
+
+        run_on_all_ranks(group, prepare)
         entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
         files = dict(zip(snapshot.file_names, entries, strict=True))
-        header = group.broadcast_object(replica.header)
+        alike = group.broadcast_object(header)
         self._exchange(folder, files, ends)
-        header.manifest(snapshot.entries, files).write(folder)
+        alike.manifest(snapshot.entries, files).write(folder)
         if not ends.is_set():
             folder.rename(self._slot / header.name)
 
-    def _prepare(self, folder: Path, replica: Replica) -> None:
-        replica.check()
+    def _prepare(self, folder: Path, snapshot: Snapshot) -> None:
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
         first = not Disk(self._slot).names()
         here = self.peers.on(self.peers.nodes[self._group.rank])
         kept = [*here, *(ward for rank in here for ward in self.peers.served_by(rank))]
-        self._memory.require_room((2 if first else 1) * sum(replica.snapshot.bytes_of[rank] for rank in kept))
+        self._memory.require_room((2 if first else 1) * sum(snapshot.bytes_of[rank] for rank in kept))
         folder.mkdir(parents=True)
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
@@ -403,9 +395,7 @@ def _first_line(error: BaseException) -> str:
 # What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.
 
 
-def rescue_newer(
-    than: int, folder: RunFolder, launch: Launch, group: Group, keep: int, keep_rules: KeepRules
-) -> Resumed | None:
+def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules) -> Resumed | None:
     """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
     None if there is none. Collective.
 
@@ -424,7 +414,7 @@ def rescue_newer(
         try:
             manifest = _manifest(copy, found, group)
             mine = _share(copy, manifest, offers, found, group.rank)
-            written = _write(Header.of(copy, manifest), manifest, mine, folder, group, keep, keep_rules)
+            written = _write(Header.of(copy, manifest), manifest, mine, folder.checkpoints, group, rules)
             checkpoint = open_together(written, group)
         except CheckpointError as error:
             problems.append(str(error))
@@ -462,29 +452,15 @@ def _share(
 
 
 def _write(
-    header: Header,
-    manifest: Manifest,
-    mine: Mapping[str, Path],
-    folder: RunFolder,
-    group: Group,
-    keep: int,
-    keep_rules: KeepRules,
+    header: Header, manifest: Manifest, mine: Mapping[str, Path], root: Path, group: Group, rules: KeepRules
 ) -> Path:
     def write(partial: Path) -> dict[str, FileEntry]:
         for name, path in mine.items():
             _copy(path, partial / name, manifest.files[name])
         return {name: manifest.files[name] for name in mine}
 
-    return write_together(
-        folder.checkpoints,
-        header,
-        write,
-        total_bytes=sum(entry.bytes for entry in manifest.files.values()),
-        tensors=manifest.tensors,
-        group=group,
-        keep=keep,
-        keep_rules=keep_rules,
-    )
+    total = sum(entry.bytes for entry in manifest.files.values())
+    return write_together(root, header, manifest.tensors, total, write, group, rules)
 
 
 def _copy(source: Path, target: Path, entry: FileEntry) -> None:

@@ -202,10 +202,13 @@ class Event:
 
 @dataclass(frozen=True)
 class KeepRules:
-    """Checkpoints that are kept in addition to the newest ones."""
+    """Which checkpoints of a history are kept."""
+
+    newest: int = 1
+    """How many of the newest."""
 
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Also those whose step is a multiple of this."""
 
     steps: Collection[int] = ()
     """Those of these steps."""
@@ -222,12 +225,9 @@ class KeepRules:
         return step in self.steps or name in self.read_now or (self.every is not None and step % self.every == 0)
 
 
-KEEP_NO_OTHERS = KeepRules()
-
-
-def retain(place: Place, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> None:
-    """Removes all of the history except the newest, the `keep - 1` before it, and those that `keep_rules` keeps.
-    Orphans stay. Manifests are read only if `keep_rules` keep the best."""
+def retain(place: Place, rules: KeepRules) -> None:
+    """Removes all of the history except those that `rules` keep. Orphans stay. Manifests are read only if the best are
+    kept."""
     newest, *others = history(place)
     earlier: dict[int, str] = {}
     again = []
@@ -237,9 +237,9 @@ def retain(place: Place, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> N
         else:
             earlier[step_of(name)] = name
     kept = [*earlier.values()]
-    best = _best(place, [newest, *kept], keep_rules.best)
-    surplus = [name for name in kept[keep - 1 :] if name not in best and not keep_rules.holds(name)]
-    for name in [*surplus, *(name for name in again if name not in keep_rules.read_now)]:
+    best = _best(place, [newest, *kept], rules.best)
+    surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.holds(name)]
+    for name in [*surplus, *(name for name in again if name not in rules.read_now)]:
         place.remove(name)
 
 

@@ -49,14 +49,14 @@ def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bo
     return sent
 
 
-def settle(remote: Remote, name: str, keep: int, keep_rules: KeepRules) -> None:
+def settle(remote: Remote, name: str, rules: KeepRules) -> None:
     """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
     keep, and what is not of its history."""
     remote.clear_remains(but=name)
     if remote.latest == name:
         for orphan in orphans(remote):
             remote.remove(orphan)
-        retain(remote, keep, keep_rules)
+        retain(remote, rules)
 
 
 # What waits to be sent: one checkpoint on its way, the newest of the others, and the run's small files.
@@ -161,10 +161,9 @@ class Mirror:
     wrong is tried again, then reported; the next checkpoint is sent all the same, and the run does not depend on it.
     """
 
-    def __init__(self, remote: Remote, folder: RunFolder, lease: RemoteLease, keep: int, keep_rules: KeepRules) -> None:
-        """`lease`: the session's; `keep`, `keep_rules`: which checkpoints stay in the store."""
-        self._remote, self._folder, self._lease = remote, folder, lease
-        self._keep, self._keep_rules = keep, keep_rules
+    def __init__(self, remote: Remote, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
+        """`lease`: the session's; `rules`: which checkpoints stay in the store."""
+        self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
         self._begun = False
         self._taken: UserError | None = None
         self._queue, self._events = UploadQueue(), SimpleQueue[Event]()
@@ -244,7 +243,7 @@ class Mirror:
         def attempt() -> None:
             self._begin()
             if sent is not None:
-                settle(self._remote, sent.folder.name, self._keep, self._keep_rules)
+                settle(self._remote, sent.folder.name, self._rules)
             self._put(self._folder.metrics, self._folder.ending)
 
         reason = self._failure_of(attempt)

@@ -225,7 +225,6 @@ def from_hf(
             state={"step": 0, "tokens": 0},
             config=config.model_dump(mode="json"),
             group=Group(),
-            keep=1,
         )
         kept.keep(run)
         if tokenizer is not None:

@@ -133,7 +133,6 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
             state={"step": 0, "tokens": 0},
             config=config.model_dump(mode="json"),
             group=Group(),
-            keep=1,
         )
         keep_tokenizer(tokenizer, run)
     kept, pieced, fresh = translation.counts()

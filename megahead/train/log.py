@@ -350,7 +350,7 @@ class Meters:
             )
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        source, continues = None if resumed is None else run.name_of(resumed), max(run.lineage.step, 0)
+        source, continues = None if resumed is None else run.name_of(resumed), run.continues()
         self._boards.go_back(continues)
         facts = {"resumed": source, "continues": continues} | start.facts() | self._mesh.facts()
         new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from megahead.checkpoints.disk import Disk
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
-from megahead.checkpoints.store import Lineage, highest_first, history, is_name, leads_to, new_name
+from megahead.checkpoints.store import Lineage, highest_first, history, is_name, leads_to, new_name, step_of
 from megahead.config.plan import Phase, learn_alike
 from megahead.data.batch import Batch
 from megahead.data.strategies import Difficulty
@@ -237,6 +237,11 @@ class RunHistory:
 
     def _has(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
+
+    def continues(self) -> int:
+        """The last step that it has in common with the present history: up to there the run's log is of both."""
+        there = history(Disk(self.root))
+        return max((step_of(name) for name in there if leads_to(name, self.lineage.parents)), default=0)
 
     def orphaned_next(self) -> list[str]:
         """Names of the checkpoints of the present history that the next save orphans."""

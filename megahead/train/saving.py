@@ -15,7 +15,7 @@ from pathlib import Path
 from megahead.checkpoints.disk import write_snapshot
 from megahead.checkpoints.fetch import Terms, fetch_named, fetch_newer, small_files
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
-from megahead.checkpoints.memory import Replica, Replicas
+from megahead.checkpoints.memory import Replicas
 from megahead.checkpoints.reading import Checkpoint, Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen, look_at, patience_with
 from megahead.checkpoints.store import Event, KeepRules
@@ -89,19 +89,19 @@ class Checkpointer:
     def __init__(
         self,
         progress: Progress,
-        keep_rules: KeepRules,
+        rules: KeepRules,
         lease: Lease | None,
         mirror: Mirror | None,
         replicas: Replicas | None,
     ) -> None:
-        """`keep_rules`: of the run; `lease`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
+        """`rules`: of the run; `lease`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
         training = progress.phase.config.training
         self._progress, self._lease, self._mirror, self._replicas = progress, lease, mirror, replicas
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
-        self._keep, self._replicate_every, self._skipped = training.keep_checkpoints, training.copy_every or 0, 0
-        self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
+        self._replicate_every, self._skipped = training.copy_every or 0, 0
+        self._rules = rules if mirror is None else replace(rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
         run = progress.history
         self._saved_at = self._reached() if run.lineage.step == progress.state.step else None
@@ -149,14 +149,8 @@ class Checkpointer:
         """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
         checks = [moment.must_be_finite, *(each.check for each in (self._lease, self._mirror) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
-        folder = write_snapshot(
-            self._progress.history.root,
-            moment.header,
-            moment.snapshot,
-            group=self._group,
-            keep=self._keep,
-            keep_rules=self._keep_rules,
-        )
+        root = self._progress.history.root
+        folder = write_snapshot(root, moment.header, moment.snapshot, self._group, self._rules)
         if self._mirror is not None:
             self._mirror.offer(folder)
         return folder
@@ -181,7 +175,7 @@ class Checkpointer:
             replicas.close()
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}")
         moment = self._progress.moment(self._progress.world_group, copied=True)
-        replicas.begin(Replica(moment.header, moment.snapshot, moment.must_be_finite))
+        replicas.begin(moment.header, moment.snapshot, moment.must_be_finite)
         return Event({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
 
     def forget_replicas(self) -> None:
@@ -252,14 +246,14 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
     return accept
 
 
-def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, keep_rules: KeepRules) -> Mirror | None:
+def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, rules: KeepRules) -> Mirror | None:
     """The mirror of a session that has the `lease` on its run's folder: rank 0's. `seen`: what was in it before."""
     training, folder = config.training, config.folder()
     if training.mirror is None or lease is None:
         return None
     remote = Remote.of(training.mirror)
     remote_lease = RemoteLease(remote.store, folder, lease.mark, seen)
-    return Mirror(remote, folder, remote_lease, training.keep_checkpoints, keep_rules)
+    return Mirror(remote, folder, remote_lease, rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:

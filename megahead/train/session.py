@@ -103,7 +103,7 @@ class Session:
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.copy_every is None:
             return None
-        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, self.keep_rules)
+        return rescue_newer(than, folder, self.launch, self.world_group, self.keep_rules)
 
     def _fetch(self, than: int) -> Resumed | None:
         """The mirror's newest checkpoint, if that is newer than step `than`."""
@@ -131,9 +131,10 @@ class Session:
 
     @property
     def keep_rules(self) -> KeepRules:
-        """Which checkpoints are kept beside the newest ones: also the last one of each phase."""
+        """Which checkpoints are kept: also the last one of each phase."""
         training, (_, *later) = self.plan.config.training, phases_of(self.plan.config)
-        return KeepRules(training.keep_every, [phase.steps.start for phase in later], training.keep_best)
+        ends = [phase.steps.start for phase in later]
+        return KeepRules(training.keep_checkpoints, training.keep_every, ends, training.keep_best)
 
     @cached_property
     def lease(self) -> Lease | None:

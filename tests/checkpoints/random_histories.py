@@ -35,7 +35,7 @@ from megahead.errors import CheckpointError
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 
-KEEP, RULES = 2, KeepRules(every=5)
+RULES = KeepRules(2, every=5)
 
 
 class Killed(BaseException):
@@ -182,7 +182,7 @@ class Histories:
             name, session.step, {"step": session.step}, {}, session.lineage.parents, session.lineage.orphaned
         )
         with killed_at(10_000 if killed is None else killed, *ON_DISK):
-            write_snapshot(place.root, header, snapshot, group=Group(), keep=KEEP, keep_rules=RULES)
+            write_snapshot(place.root, header, snapshot, Group(), RULES)
         self.saves += 1
         session.lineage.add(name)
         if killed is not None:
@@ -198,7 +198,7 @@ class Histories:
         chain = self.chain(place.latest)
         assert set(history(place)) <= set(chain)
         there = [name for name in chain if name in before or name == place.latest]
-        kept = [*there[:KEEP], *(name for name in there if step_of(name) % 5 == 0)]
+        kept = [*there[: RULES.newest], *(name for name in there if step_of(name) % 5 == 0)]
         kept += [name for name in before if name not in chain]
         assert set(kept) <= set(place.names()), (kept, place.names())
 
@@ -223,7 +223,7 @@ class Histories:
             with killed_at(10_000 if killed is None else killed, *IN_STORE):
                 session.lease.hold()
                 send(self.remote, self.place(disk).root / tip, session.lease.check, is_new=True)
-                settle(self.remote, tip, KEEP, RULES)
+                settle(self.remote, tip, RULES)
                 assert self.has_one_history(tip)
         except TakenOverError:
             assert session.is_followed

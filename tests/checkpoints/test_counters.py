@@ -15,7 +15,7 @@ from megahead.errors import CheckpointError
 
 
 def counted(root: Path, state: dict[str, Any], config: dict[str, Any]) -> int:
-    save_checkpoint(root, 6, [("a", torch.ones(2))], state=state, config=config, group=Group(), keep=1)
+    save_checkpoint(root, 6, [("a", torch.ones(2))], state=state, config=config, group=Group())
     return target_samples(open_checkpoint(root))
 
 

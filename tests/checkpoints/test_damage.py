@@ -22,7 +22,7 @@ from support.named import without_digits
 
 def save(root: Path, step: int) -> Path:
     tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
-    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=Group(), keep=1)
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=Group())
 
 
 def read_all(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from megahead.checkpoints.disk import Disk, find_checkpoint, orphaned_in, save_checkpoint, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
-from megahead.checkpoints.store import KEEP_NO_OTHERS, KeepRules, step_of
+from megahead.checkpoints.store import KeepRules, step_of
 from megahead.distributed.group import Group
+from megahead.run_folder import RunFolder
+from megahead.train.progress import RunHistory
 from support.dying import die_at
 from support.named import folder_of, orphaned_steps, steps_of_history
 
@@ -24,7 +27,7 @@ def save(
     step: int,
     keep: int = 2,
     parent_step: int | None = None,
-    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    rules: KeepRules = KeepRules(),  # noqa: B008 - frozen
     loss: float = 1.0,
 ) -> Path:
     state = {"validation": {"step": step, "loss": loss}}
@@ -36,8 +39,7 @@ def save(
         state=state,
         config={},
         group=Group(),
-        keep=keep,
-        keep_rules=keep_rules,
+        rules=replace(rules, newest=keep),
         parent_step=parent_step,
     )
 
@@ -98,12 +100,12 @@ def test_a_step_orphaned_twice_is_kept_twice_and_can_be_opened_by_its_name(tmp_p
 
 
 def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path) -> None:
-    keep_rules = KeepRules(every=4, best=1)
+    rules = KeepRules(every=4, best=1)
     for step, loss in ((2, 5.0), (4, 4.0), (6, 0.5), (8, 0.6)):
-        save(tmp_path, step, keep=1, keep_rules=keep_rules, loss=loss)
+        save(tmp_path, step, keep=1, rules=rules, loss=loss)
     assert steps_of_history(tmp_path) == [4, 6, 8]
     for step, loss in ((5, 3.0), (7, 3.5)):
-        save(tmp_path, step, keep=1, keep_rules=keep_rules, loss=loss, parent_step=4 if step == 5 else 5)
+        save(tmp_path, step, keep=1, rules=rules, loss=loss, parent_step=4 if step == 5 else 5)
     assert both(tmp_path) == ([4, 5, 7], [6, 8])  # 4 a milestone, 5 the best of this history
 
 
@@ -204,3 +206,14 @@ def test_one_that_a_crash_left_without_its_name_has_it_again_after_the_next_save
     save(tmp_path, 8)
     assert steps_of_history(tmp_path) == [4, 8]
     assert (tmp_path / "step-00000004").is_dir()
+
+
+def test_a_log_counts_up_to_where_the_history_that_is_resumed_left_the_present_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (2, 4, 6):
+        save(run.checkpoints, step, keep=9)
+    save(run.checkpoints, 5, keep=9, parent_step=2)
+    for step, shared in ((6, 2), (4, 2), (2, 2), (5, 5)):
+        resumed = open_checkpoint(folder_of(run.checkpoints, step))
+        assert RunHistory.of_resumed(resumed, run).continues() == shared
+    assert RunHistory.of_resumed(None, run).continues() == 0

@@ -14,6 +14,7 @@ from megahead.checkpoints import format as integrity
 from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import FileEntry, share_of
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
+from megahead.checkpoints.store import KeepRules
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.named import folder_of, without_digits
@@ -22,7 +23,7 @@ from support.on_ranks import on_ranks
 
 def save(group: Group, root: str, step: int = 1) -> None:
     tensors = {f"weight/{k}": torch.full((64,), float(k)) for k in range(8)}
-    save_checkpoint(Path(root), step, tensors.items(), state={}, config={}, group=group, keep=9)
+    save_checkpoint(Path(root), step, tensors.items(), state={}, config={}, group=group, rules=KeepRules(9))
 
 
 def impatient(group: Group, seconds: float) -> Group:

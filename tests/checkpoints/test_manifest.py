@@ -37,7 +37,7 @@ def sealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     ],
 )
 def test_what_is_wrong_in_a_sealed_manifest_is_named(tmp_path: Path, change: Callable[..., Any], where: str) -> None:
-    folder = save_checkpoint(tmp_path, 1, [("a", torch.ones(2))], state={}, config={}, group=Group(), keep=1)
+    folder = save_checkpoint(tmp_path, 1, [("a", torch.ones(2))], state={}, config={}, group=Group())
     sealed(folder / "checkpoint.json", lambda content: None)
     assert open_checkpoint(folder).step == 1
     sealed(folder / "checkpoint.json", change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from megahead.distributed.group import Group
 from support.named import steps_of_history
 
 
-def save(root: Path, step: int, validation: Any, keep_rules: KeepRules, keep: int = 1) -> Path:
+def save(root: Path, step: int, validation: Any, rules: KeepRules, keep: int = 1) -> Path:
     state = {} if validation is None else {"validation": validation}
     tensors = [("a", torch.ones(2))]
-    return save_checkpoint(root, step, tensors, state=state, config={}, group=Group(), keep=keep, keep_rules=keep_rules)
+    return save_checkpoint(
+        root, step, tensors, state=state, config={}, group=Group(), rules=replace(rules, newest=keep)
+    )
 
 
 def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path) -> None:

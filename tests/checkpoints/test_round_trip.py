@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import Disk, find_checkpoint, save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import highest_first
+from megahead.checkpoints.store import KeepRules, highest_first
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
@@ -38,7 +38,7 @@ DTYPES = [
 def save(root: Path, step: int, tensors: dict[str, Tensor], keep: int = 9, group: Group | None = None) -> Path:
     state = {"step": step, "tokens": 10 * step, "loss": 0.1}
     return save_checkpoint(
-        root, step, tensors.items(), state=state, config={"name": "test"}, group=group or Group(), keep=keep
+        root, step, tensors.items(), state=state, config={"name": "test"}, group=group or Group(), rules=KeepRules(keep)
     )
 
 
@@ -210,9 +210,9 @@ def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
 def test_files_may_be_read_by_whom_the_folder_lets_in(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
-        saved = save_checkpoint(tmp_path, 1, [("a", torch.ones(2))], state={}, config={}, group=Group(), keep=1)
+        saved = save_checkpoint(tmp_path, 1, [("a", torch.ones(2))], state={}, config={}, group=Group())
     finally:
         os.umask(old)
     assert {path.stat().st_mode & 0o777 for path in saved.iterdir()} == {0o640}
-    saved = save_checkpoint(tmp_path, 2, [("a", torch.ones(2))], state={}, config={}, group=Group(), keep=1)
+    saved = save_checkpoint(tmp_path, 2, [("a", torch.ones(2))], state={}, config={}, group=Group())
     assert not any(path.stat().st_mode & 0o111 for path in saved.iterdir())  # a folder may be entered, a file not run

@@ -16,7 +16,7 @@ from megahead.checkpoints import format as snapshots
 from megahead.checkpoints.disk import save_checkpoint, write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import new_name
+from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
@@ -26,7 +26,7 @@ from support.on_ranks import on_ranks
 
 def save(root: Path, step: int, group: Group | None = None) -> Path:
     tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
-    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=1)
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group())
 
 
 def assert_the_first_is_unharmed(root: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_is_copied_does_not_follow_what_goes_on_changing(tmp_path: Path) ->
     assert not any(tensor.requires_grad for tensor in snapshot.tensors.values())
     with torch.no_grad():
         weight.zero_()
-    write_snapshot(tmp_path, Header(new_name(1), 1, {}, {}), snapshot, group=Group(), keep=1)
+    write_snapshot(tmp_path, Header(new_name(1), 1, {}, {}), snapshot, Group(), KeepRules())
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.read("weight").tolist() == checkpoint.read("turned").T.tolist() == [[0, 1, 2], [3, 4, 5]]
 

@@ -52,7 +52,7 @@ def save(group: Group, root: Path) -> None:
         f"late/{kind}/{NAME}": RoundRobinShard(values[group.rank :: group.size], ROWS) for kind, values in kept.items()
     }
     tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
-    save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group, keep=1)
+    save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -83,7 +83,7 @@ def test_plain_rows_are_all_moved_at_the_last_step(tmp_path: Path) -> None:
     rows, _, _ = course()
     tensors = {f"{kind}/{NAME}": values for kind, values in rows.items()}
     state = {"optimizer_steps": 30}
-    save_checkpoint(tmp_path, 30, tensors.items(), state=state, config=WRITTEN, group=Group(), keep=1)
+    save_checkpoint(tmp_path, 30, tensors.items(), state=state, config=WRITTEN, group=Group())
     checkpoint = open_checkpoint(tmp_path)
     for kind, values in rows.items():
         assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)

@@ -329,7 +329,7 @@ def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run.mkdir()
     remote, folder = Remote.of(url), RunFolder(run)
     lease = RemoteLease(remote.store, folder, "this session\n", Seen())
-    sending = Mirror(remote, folder, lease, 2, KeepRules())
+    sending = Mirror(remote, folder, lease, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

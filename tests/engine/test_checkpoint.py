@@ -25,7 +25,7 @@ def train_and_save(group: Group, stage: int, root: str) -> dict[str, Tensor]:
     engine = small_engine(group, stage)
     steps(engine, group, range(2))
     state = {"optimizer_steps": engine.optimizer_steps}
-    save_checkpoint(Path(root), 2, engine.tensors(), state=state, config={}, group=group, keep=1)
+    save_checkpoint(Path(root), 2, engine.tensors(), state=state, config={}, group=group)
     saved = whole(engine)
     steps(engine, group, range(2, 4))
     assert differing(saved, whole(engine))

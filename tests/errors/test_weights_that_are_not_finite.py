@@ -47,7 +47,7 @@ def spoiled_run(folder: Path) -> Path:
     tensors[f"weight/{TABLE}"][299, 5] = -torch.inf
     run = folder / "run"
     config = CONFIG.model_dump(mode="json")
-    save_checkpoint(run / "checkpoints", 3, tensors.items(), state=sound.state, config=config, group=Group(), keep=1)
+    save_checkpoint(run / "checkpoints", 3, tensors.items(), state=sound.state, config=config, group=Group())
     save_tokenizer(run / "tokenizer.json")
     return run
 

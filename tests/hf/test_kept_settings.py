@@ -210,7 +210,7 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
         checkpoint = open_checkpoint(run)
         config = {**checkpoint.config, "data": {**checkpoint.config["data"], "end_token": end}}
         tensors = [(name, checkpoint.read(name)) for name in checkpoint.names()]
-        save_checkpoint(run / "checkpoints", 1, tensors, state=checkpoint.state, config=config, group=Group(), keep=1)
+        save_checkpoint(run / "checkpoints", 1, tensors, state=checkpoint.state, config=config, group=Group())
     elif way == "tokenizer":
         content = read(run / "tokenizer.json")
         content["added_tokens"][-1]["content"] = "<other>"

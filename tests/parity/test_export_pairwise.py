@@ -111,7 +111,7 @@ def save(group: Group, config: RunConfig, run: str) -> None:
     )
     tensors = [*engine.tensors(), ("state/target_counts", COUNTS)]
     state, plain = {"step": 1, "tokens": 9}, config.model_dump(mode="json")
-    save_checkpoint(Path(run) / "checkpoints", 1, tensors, state=state, config=plain, group=group, keep=1)
+    save_checkpoint(Path(run) / "checkpoints", 1, tensors, state=state, config=plain, group=group)
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ def test_a_checkpoint_from_before_these_rows_were_counted_has_those_of_its_steps
     state = {name: value for name, value in new.state.items() if name != "target_samples"}
     tensors = ((name, new.read(name)) for name in new.names())
     old = tmp_path / "old/checkpoints"
-    save_checkpoint(old, new.step, tensors, state=state, config=new.config, group=Group(), keep=1)
+    save_checkpoint(old, new.step, tensors, state=state, config=new.config, group=Group())
     assert torch.equal(TrainedModel.open(old).training_free_bias(), TrainedModel.open(new.folder).training_free_bias())
     resumed = TrainingState(config.model.padded_vocab_size(), 2)
     resumed.restore(open_checkpoint(old), Group())

@@ -127,7 +127,7 @@ def kept_dense(checkpoint: Checkpoint, run: Path) -> Path:
     tensors = {n: checkpoint.read(n) for n in checkpoint.names() if not n.startswith("late/")}
     config = checkpoint.config | {"engine": checkpoint.config["engine"] | {"embedding": "dense"}}
     root, state = run / "checkpoints", checkpoint.state
-    save_checkpoint(root, checkpoint.step, tensors.items(), state=state, config=config, group=Group(), keep=1)
+    save_checkpoint(root, checkpoint.step, tensors.items(), state=state, config=config, group=Group())
     return run
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.memory import NodeMemory, Replica, Replicas, rescue_newer
+from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
@@ -37,9 +37,8 @@ def begin(copies: Replicas, step: int, group: Group, bad: bool = False) -> None:
 
     snapshot = Snapshot.take(tensors(step, group), group, copied=True)
     name = group.broadcast_object(new_name(step))
-    copies.begin(
-        Replica(Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"}), snapshot, check)
-    )
+    header = Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"})
+    copies.begin(header, snapshot, check)
 
 
 def wait(copies: Replicas) -> None:
@@ -66,7 +65,7 @@ def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int 
     """On nodes that are left."""
     give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    came = rescue_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, 2, KeepRules())
+    came = rescue_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, KeepRules(2))
     if came is None:
         return None
     return None if came.checkpoint is None else came.checkpoint.step, came.details.get("newer_by", 0), came.problems
@@ -84,4 +83,4 @@ def same_as_on_disk(folder: Path, step: int, ranks: int) -> bool:
 
 def save(group: Group, folder: Path, step: int) -> None:
     state, config = {"step": step, "seconds": 0.5}, {"name": "x"}
-    save_checkpoint(folder / "disk", step, tensors(step, group), state=state, config=config, group=group, keep=1)
+    save_checkpoint(folder / "disk", step, tensors(step, group), state=state, config=config, group=group)

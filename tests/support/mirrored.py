@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def save(run: Path, step: int, value: float | None = None, parent_step: int | No
         state={"step": step},
         config={},
         group=Group(),
-        keep=keep,
+        rules=KeepRules(keep),
         parent_step=parent_step,
     )
 
@@ -54,7 +55,9 @@ def mirror(
         remote, folder = Remote.of(url, patience=5), RunFolder(run)
         plain = Remote.of(url.replace("faulty:", "file:")).store
         seen = Seen(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
-        sending = Mirror(remote, folder, RemoteLease(remote.store, folder, mark, seen), keep, rules or KeepRules())
+        sending = Mirror(
+            remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
+        )
         yield sending
         finish(sending)
         sending.close()

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.store import KeepRules
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -62,7 +63,7 @@ def save_small(
         state={"step": step, "tokens": 384, **state},
         config=config.model_dump(mode="json"),
         group=Group(),
-        keep=2,
+        rules=KeepRules(2),
     )
 
 

@@ -18,7 +18,7 @@ EMBEDDING = torch.arange(12.0).reshape(4, 3)
 @pytest.fixture
 def tensors(tmp_path: Path) -> WithNewHead:
     stored = {f"{kind}/backbone.embedding.weight": EMBEDDING + 1 * (kind != "weight") for kind in ("weight", "exp_avg")}
-    save_checkpoint(tmp_path, 5, stored.items(), state={}, config={}, group=Group(), keep=1)
+    save_checkpoint(tmp_path, 5, stored.items(), state={}, config={}, group=Group())
     return WithNewHead(open_checkpoint(tmp_path))
 
 

@@ -32,7 +32,7 @@ def state_of(**values: Any) -> TrainingState:
 
 def saved(root: Path, state: dict[str, Any], counts: Tensor = COUNTS, **config: Any) -> Checkpoint:
     tensors = [("state/target_counts", counts)]
-    save_checkpoint(root, 4, tensors, state=state, config=config, group=Group(), keep=1)
+    save_checkpoint(root, 4, tensors, state=state, config=config, group=Group())
     return open_checkpoint(root)
 
 
