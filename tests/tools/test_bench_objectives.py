@@ -61,7 +61,7 @@ def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(
 def test_phrases_are_found_in_its_rows() -> None:
     config = encoder({"phrases": {"group_samples": 8}})
     (rows,) = token_rows(config, None, count=1)
-    (group,) = micro_batch(config, rule_of(config, [rows]), rows).batch.phrases
+    (group,) = micro_batch(config, rule_of(config, [rows]), rows).batch.auxiliary
     assert len(group.ends_Q) > 0
 
 
