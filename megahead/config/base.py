@@ -40,6 +40,12 @@ class Settings(BaseModel):
         return value
 
 
+def refuse(field: str, value: Any, why: str) -> None:
+    """ConfigError if `field` has a value, which must be left out for this reason."""
+    if value:
+        raise ConfigError(field, f"be left out {why}", got=value)
+
+
 def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
     """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
+from megahead.config.base import refuse
 from megahead.config.data import DataConfig
 from megahead.config.embedding import check_embedding
 from megahead.config.masking import FRAMING, DroppingConfig, MaskingConfig
@@ -41,8 +42,8 @@ def check_unused(config: RunConfig) -> None:
         _unused_masks(config.model, config.masking),
         _unused_files(config.data, config.masking, config.objective),
     )
-    for section, idle in {"masking": masks, "data": files}.items():
-        for field, why in idle:
+    for section, unused in {"masking": masks, "data": files}.items():
+        for field, why in unused:
             got = getattr(getattr(config, section), field)
             raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
 
@@ -107,22 +108,20 @@ def check_causal(
         raise ConfigError(_SHARE, f"be left out {whose}, where all steps are causal", got=share)
     if masking is not None and (model.is_causal or share is not None):
         _refuse_what_masked_tokens_have(masking, "model.is_causal" if model.is_causal else _SHARE)
-    if tasks and model.is_encoder() and (model.is_causal or share is not None):
-        rule = "be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens"
-        raise ConfigError("tasks", rule, got="given")
-    if share is not None and training.keep_best:
-        rule = f"be left out with {_SHARE}: losses of next and of masked tokens cannot be compared"
-        raise ConfigError("training.keep_best", rule, got=training.keep_best)
+    if model.is_encoder() and (model.is_causal or share is not None):
+        why = "of a run whose encoder is causal at first or throughout: they are those of masked tokens"
+        refuse("tasks", tasks and "given", why)
+    if share is not None:
+        why = f"with {_SHARE}: losses of next and of masked tokens cannot be compared"
+        refuse("training.keep_best", training.keep_best, why)
 
 
 def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> None:
     for field in ("masks_from_layer", "mask_decoder_layers"):
-        if getattr(masking, field):
-            rule = f"be left out with {setting}: nothing is masked where next tokens are learned"
-            raise ConfigError(f"masking.{field}", rule, got=getattr(masking, field))
-    if masking.dropping:
-        rule = f"be left out with {setting}: all tokens have targets where next tokens are learned"
-        raise ConfigError("masking.dropping", rule, got="given")
+        why = f"with {setting}: nothing is masked where next tokens are learned"
+        refuse(f"masking.{field}", getattr(masking, field), why)
+    why = f"with {setting}: all tokens have targets where next tokens are learned"
+    refuse("masking.dropping", masking.dropping and "given", why)
     if masking.adapts():
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
         raise ConfigError("masking.strategy", rule, got=masking.strategy)
@@ -162,11 +161,10 @@ def check_token_subsets(masking: MaskingConfig, model: ModelConfig, init: InitCo
         raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
     for field in ("masks_from_layer", "mask_decoder_layers"):
         value = getattr(masking, field)
-        if value and splits_rows:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError(f"masking.{field}", rule, got=value)
-        if value and masking.mask_share == 0:
-            raise ConfigError(f"masking.{field}", "be left out with mask_share: 0, which has no mask tokens", got=value)
+        if splits_rows:
+            refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
+        if masking.mask_share == 0:
+            refuse(f"masking.{field}", value, "with mask_share: 0, which has no mask tokens")
     if masking.mask_decoder_layers:
         _check_mask_decoder(masking, model, init)
     if masking.dropping:
@@ -176,17 +174,13 @@ def check_token_subsets(masking: MaskingConfig, model: ModelConfig, init: InitCo
 
 def _check_mask_decoder(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None) -> None:
     if model.family != "bert":
-        rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
-        raise ConfigError("masking.mask_decoder_layers", rule, got=masking.mask_decoder_layers)
-    if masking.masks_from_layer:
-        rule = "be left out with mask_decoder_layers, where masks enter behind all of the model's layers"
-        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
-    if masking.dropping:
-        rule = "be left out with mask_decoder_layers: there are no mask tokens to be kept before it"
-        raise ConfigError("masking.dropping", rule, got="given")
-    if init and init.from_hf:
-        rule = "be left out with masking.mask_decoder_layers, which such a folder lacks"
-        raise ConfigError("init.from_hf", rule, got=init.from_hf)
+        why = f"of a {model.family}, whose last norm would be the decoder's"
+        refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, why)
+    why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
+    refuse("masking.masks_from_layer", masking.masks_from_layer, why)
+    why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
+    refuse("masking.dropping", masking.dropping and "given", why)
+    refuse("init.from_hf", init and init.from_hf, "with masking.mask_decoder_layers, which such a folder lacks")
 
 
 # Which settings of a run fit together, beyond what each of its sections knows of itself.
@@ -202,12 +196,12 @@ def check_fit(config: RunConfig) -> None:
     if auxiliary := config.objective.auxiliary():
         auxiliary.check(config)
     check_corrected(config.objective, config.masking, config.model.is_causal)
-    _check_course_of_masks(config)
+    _check_masking_schedule(config)
     check_id_files(config.data, config.masking, config.objective)
     check_embedding(config)
     _check_elastic(config)
     _check_output(config)
-    _check_course(config)
+    _check_schedule(config)
     _check_tasks(config)
     _check_resume(config)
     _check_init(config)
@@ -253,7 +247,7 @@ def _check_output(config: RunConfig) -> None:
         raise ConfigError("output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
 
 
-def _check_course(config: RunConfig) -> None:
+def _check_schedule(config: RunConfig) -> None:
     steps, schedule = config.training.steps, config.schedule
     if config.objective.schedule:
         config.objective.schedule.check(steps)
@@ -262,7 +256,7 @@ def _check_course(config: RunConfig) -> None:
         raise ConfigError("schedule.warmup_steps", rule, got=f"{schedule.warmup_steps} + {schedule.decay_steps or 0}")
 
 
-def _check_course_of_masks(config: RunConfig) -> None:
+def _check_masking_schedule(config: RunConfig) -> None:
     masking, objective = config.masking, config.objective
     if masking is None or masking.final_rate is None or not (objective.negatives or objective.bias == "once"):
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megahead.config.auxiliary import AuxiliarySettings, Curve
+from megahead.config.base import refuse
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 from megahead.wording import counted
@@ -135,5 +136,4 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
 
 def _refuse(field: str, value: object, reason: str) -> None:
-    if value:
-        raise ConfigError(field, f"be left out with {_WHERE}, {reason}", got=value)
+    refuse(field, value, f"with {_WHERE}, {reason}")
