@@ -42,9 +42,9 @@ def test_a_table_of_rows_equals_plain_torch(
             {f"objective.{n}": v for n, v in {"group_samples": 4, "negatives": 5, "negatives_from": "uniform"}.items()},
         ),
         (3, {"objective.learned_temperature": True, "objective.bias": "own_once"}),
-        (2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
-        (0, {"batch.micro_size": 2, "data.prefetch": 0}),
-        (1, {"optimizer.table": {"learning_rate_ratio": 4}}),
+        long(2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        long(0, {"batch.micro_size": 2, "data.prefetch": 0}),
+        long(1, {"optimizer.table": {"learning_rate_ratio": 4}}),
     ],
 )
 @pytest.mark.parametrize("tensor", [1, long(2)])
@@ -66,7 +66,7 @@ def test_a_table_of_rows_goes_with_everything_else(
     assert held_out[1] == pytest.approx(held_out[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("name", [long("zero1_offload"), "zero2_offload", long("zero3_offload")])
 def test_a_table_of_rows_beside_offloading_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], name: str
 ) -> None:

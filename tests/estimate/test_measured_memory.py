@@ -92,7 +92,8 @@ def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precisio
 
 
 @measures_peaks
-@pytest.mark.parametrize("stage", [0, long(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_estimate_of_a_llama_is_near_its_measured_peak(text: Path, stage: int) -> None:
     """Measured: 1.03 and 1.06 times the estimate."""
     llama = {"family": "llama", "num_key_heads": 2, "intermediate_size": 1408}

@@ -119,7 +119,7 @@ def test_every_mesh_and_stage_takes_the_same_course(
     [
         long("headless", 0, 2, 1, {"parallel.sequence": True}),
         long("headless", 2, 2, 2, {"engine.activation_checkpointing": "selective"}),
-        ("headless", 2, 1, 2, {"engine.activation_checkpointing": "selective"}),
+        long("headless", 2, 1, 2, {"engine.activation_checkpointing": "selective"}),
         long("headless", 3, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         ("vanilla", 1, 1, 2, {"engine.attention": "sdpa"}),
         long("vanilla", 3, 2, 1, {"parallel.sequence": True}),

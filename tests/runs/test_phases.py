@@ -85,7 +85,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
         (2, stage(1) | ROWS, 1e-6),
         long(4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
         long(2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
-        (1, TIED | {"objective.score": "cosine", "objective.temperature": 0.1}, 1e-6),
+        long(1, TIED | {"objective.score": "cosine", "objective.temperature": 0.1}, 1e-6),
         long(2, stage(1) | {"objective.score": "harmonic", "objective.temperature": 0.2, "parallel.tensor": 2}, 1e-5),
     ],
     ids=[
@@ -199,7 +199,7 @@ def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path, ranks: int, step
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, TIED | {"objective.temperature": 2.0}, LLAMA, ENCODER, ENCODER | TIED], ids=str
+    "changes", [{}, TIED | {"objective.temperature": 2.0}, long(LLAMA), ENCODER, long(ENCODER | TIED)], ids=str
 )
 def test_exports_and_evaluations_are_those_of_the_phase_that_saved(tmp_path: Path, changes: dict[str, Any]) -> None:
     """An export is compared with the checkpoint before it appears."""

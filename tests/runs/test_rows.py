@@ -44,7 +44,7 @@ def trained(folder: Path, ranks: int, changes: dict[str, Any], resume: str = "au
     [
         (1, 0, {}),
         (2, 1, {"engine.precision": "bf16", "training.save_in_background": True}),
-        (2, 3, {"optimizer.table.rule": "adamw_row"}),
+        long(2, 3, {"optimizer.table.rule": "adamw_row"}),
         long(2, 2, {"parallel.tensor": 2}),
         long(4, 2, {"parallel.tensor": 2}),
     ],

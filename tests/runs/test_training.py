@@ -248,7 +248,7 @@ def test_a_probe_in_bf16_saves_the_body_it_was_given_and_after_resuming_too(tmp_
         assert [name for name, value in given.items() if not torch.equal(value, saved[name])] == []
 
 
-@pytest.mark.parametrize("mode", ["finetune", "probe"])
+@pytest.mark.parametrize("mode", ["finetune", long("probe")])
 def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: str) -> None:
     write_text(tmp_path)
     on_ranks(1, run, small_config(tmp_path))

@@ -149,7 +149,7 @@ def test_the_policy_says_what_a_flipped_bit_does(tmp_path: Path, policy: str, sa
     assert ("and other replicas differ" in said(tmp_path, 0)) is (policy != "off")
 
 
-@pytest.mark.parametrize(("policy", "code"), [("stop", 2), ("rollback", 0)])
+@pytest.mark.parametrize(("policy", "code"), [long("stop", 2), ("rollback", 0)])
 def test_a_flipped_bit_is_not_saved_when_a_signal_comes_before_the_next_comparison(
     tmp_path: Path, policy: str, code: int
 ) -> None:

@@ -16,6 +16,7 @@ from megahead.report.read import read_runs
 from support.laboratory import TINY, results
 
 
+@pytest.mark.long
 def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_path: Path) -> None:
     texts = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
     for part in ("train", "dev"):

@@ -117,6 +117,7 @@ def test_a_run_that_diverged_is_infinitely_bad_and_one_that_failed_is_told(
         Climb(laboratory, "decoder", "headless").perplexity(climb.recipe)
 
 
+@pytest.mark.long
 def test_the_recipe_found_is_held_against_the_first(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = _tiny(laboratory, monkeypatch, "decoder", "headless")
     compare_recipe(tiny, ["decoder", "headless"])
