@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megahead.config.embedding import embedding_memory, shards_embedding
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ON_CPU, ON_GPU
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
+from megahead.config.token_subsets import SubsetLayers, subset_layers
 
 # How many rows of the vocabulary the softmax of a run scores.
 
@@ -158,37 +159,6 @@ def _fits(name: str, device_name: str) -> bool:
     """Whether the device's name has all words of `name`: "H100 PCIe" fits "NVIDIA H100 PCIe", "A10" not "A100"."""
     words = device_name.replace("-", " ").split()
     return all(word in words for word in name.split())
-
-
-class SubsetLayers(NamedTuple):
-    """Some consecutive layers, not the last one."""
-
-    layers: range
-
-    share: float
-    """Of a row's tokens that they compute."""
-
-    first_reads_all: bool = False
-    """Whether the first of them computes keys and values of all tokens."""
-
-    def saved(self) -> float:
-        """How many layers less it is: products of each token with weights, but for keys and values of the first."""
-        return len(self.layers) * (1 - self.share)
-
-
-def subset_layers(config: RunConfig) -> list[SubsetLayers]:
-    """Those of a run, in their order; shares on average over it."""
-    masking = config.masking
-    if masking is None:
-        return []
-    found = []
-    if late := masking.masks_from(config.model):
-        masked = masking.mask_share * config.targets_per_row() / config.data.sequence_length
-        found.append(SubsetLayers(range(late), 1 - masked))
-    if masking.dropping:
-        layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
-        found.append(SubsetLayers(layers, share, first_reads_all=True))
-    return found
 
 
 def activation_bytes(config: RunConfig, compute: int) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from megahead.config.base import refuse
 from megahead.config.data import DataConfig
 from megahead.config.embedding import check_embedding
-from megahead.config.masking import FRAMING, DroppingConfig, MaskingConfig
+from megahead.config.masking import FRAMING, WEIGHING, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig, ObjectiveScheduleConfig
-from megahead.config.training import InitConfig, TasksConfig, TrainingConfig
+from megahead.config.token_subsets import check_token_subsets, given_subsets
+from megahead.config.training import TasksConfig, TrainingConfig
 from megahead.errors import ConfigError
 from megahead.remote_files import is_far
 
@@ -31,9 +32,6 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "least_count": ("pmi", "informative"),
 }
 """Fields of `masking`, and the strategies that read them."""
-
-_KEPT_BY = set(get_args(DroppingConfig.model_fields["by"].annotation))
-"""Strategies that may also say what `dropping` keeps."""
 
 
 def check_unused(config: RunConfig) -> None:
@@ -68,9 +66,9 @@ def _unused_masks(model: ModelConfig, masking: MaskingConfig | None) -> Iterator
             continue
         if model.is_causal:
             yield field, "with model.is_causal: nothing is masked where next tokens are learned"
-        elif not masking.weighed_by() & set(_READ_BY[field]):
-            kept = " or masking.dropping.by" if _KEPT_BY & set(_READ_BY[field]) else ""
-            yield field, f"without masking.strategy{kept}: {' or '.join(_READ_BY[field])}"
+        elif not set(masking.weighed_by().values()) & set(_READ_BY[field]):
+            settings = [setting for setting, known in WEIGHING.items() if set(known) & set(_READ_BY[field])]
+            yield field, f"without {' or '.join(settings)}: {' or '.join(_READ_BY[field])}"
 
 
 def _default(field: str) -> Any:
@@ -85,7 +83,7 @@ def _unused_files(
     if data.nearest_ids is not None and not similar and not objective.nearest:
         yield "nearest_ids", "without masking.similar_share and objective.nearest"
     if data.id_weights is not None and (masking is None or not masking.reads_weights()):
-        yield "id_weights", "without masking.strategy or masking.dropping.by: weights"
+        yield "id_weights", f"without {' or '.join(WEIGHING)}: weights"
 
 
 # Encoders that learn next tokens, always or at first: what only masked tokens have is refused beside it.
@@ -117,11 +115,8 @@ def check_causal(
 
 
 def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> None:
-    for field in ("masks_from_layer", "mask_decoder_layers"):
-        why = f"with {setting}: nothing is masked where next tokens are learned"
-        refuse(f"masking.{field}", getattr(masking, field), why)
-    why = f"with {setting}: all tokens have targets where next tokens are learned"
-    refuse("masking.dropping", masking.dropping and "given", why)
+    for field, value in given_subsets(masking):
+        refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
     if masking.adapts():
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
         raise ConfigError("masking.strategy", rule, got=masking.strategy)
@@ -147,40 +142,8 @@ def check_id_files(data: DataConfig, masking: MaskingConfig | None, objective: O
         rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
         raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
     if masking is not None and masking.reads_weights() and data.id_weights is None:
-        rule = "be given with masking.strategy or masking.dropping.by: weights"
+        rule = f"be given with {' or '.join(WEIGHING)}: weights"
         raise ConfigError("data.id_weights", rule, got="missing")
-
-
-# Layers of an encoder that compute a part of each row: mask tokens that come later, and tokens that are dropped.
-
-
-def check_token_subsets(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, splits_rows: bool) -> None:
-    """ConfigError unless `model` has such layers, and all else fits; `splits_rows`: sequence parallelism does."""
-    if masking.masks_from_layer >= model.num_layers:
-        rule = f"be below model.num_layers ({model.num_layers})"
-        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
-    for field in ("masks_from_layer", "mask_decoder_layers"):
-        value = getattr(masking, field)
-        if splits_rows:
-            refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
-        if masking.mask_share == 0:
-            refuse(f"masking.{field}", value, "with mask_share: 0, which has no mask tokens")
-    if masking.mask_decoder_layers:
-        _check_mask_decoder(masking, model, init)
-    if masking.dropping:
-        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
-        masking.dropping.check(model, targets, masking.masks_from_layer, splits_rows=splits_rows)
-
-
-def _check_mask_decoder(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None) -> None:
-    if model.family != "bert":
-        why = f"of a {model.family}, whose last norm would be the decoder's"
-        refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, why)
-    why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
-    refuse("masking.masks_from_layer", masking.masks_from_layer, why)
-    why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
-    refuse("masking.dropping", masking.dropping and "given", why)
-    refuse("init.from_hf", init and init.from_hf, "with masking.mask_decoder_layers, which such a folder lacks")
 
 
 # Which settings of a run fit together, beyond what each of its sections knows of itself.
@@ -226,7 +189,7 @@ def _check_masking(config: RunConfig) -> None:
     if masking is None:
         return
     masking.check(config.model, config.data)
-    check_token_subsets(masking, config.model, config.init, config.parallel.sequence)
+    check_token_subsets(masking, config.model, config.init, splits_rows=config.parallel.sequence)
 
 
 def _check_elastic(config: RunConfig) -> None:

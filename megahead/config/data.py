@@ -46,7 +46,7 @@ class DataConfig(Settings):
     """Each id's nearest ids, a file of `megahead nearest-ids`, for masking.similar_share and objective.nearest."""
 
     id_weights: str | None = None
-    """A `.npy` file with a positive weight per id, for `weights` in masking.strategy and masking.dropping.by."""
+    """A `.npy` file with a positive weight per id, for masking by `weights`."""
 
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""

@@ -1,67 +1,26 @@
-"""What is masked: rows of encoders, tokens that middle layers drop, masked inputs of decoders."""
+"""What is masked: rows of encoders, masked inputs of decoders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import cos, pi
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from megahead.config.base import Settings, require_named
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
+from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
 from megahead.errors import ConfigError
 
-_LAST = "masking.dropping.to_layer"
-
-
-class DroppingConfig(Settings):
-    """Token dropping (Hou et al. 2022, arXiv 2203.13240): middle layers compute only each row's important tokens,
-    equally many per row. The first of these layers still attends to all. Evaluation, exports and fine-tuning
-    compute all tokens."""
-
-    from_layer: int = Field(ge=0)
-    """First layer that drops tokens, counted from 0; the paper has half of the layers less one."""
-
-    to_layer: int | None = Field(default=None, ge=1)
-    """First layer after it that computes all tokens; the last layer by default."""
-
-    keep_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of each row's tokens that is kept: mask tokens first, then special ones, then the most important. All
-    mask tokens fit; under masking.count: bernoulli only as many as expected."""
-
-    by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
-    """Importance of a token: how often the model misses its id (`hardest`, as in masking.strategy), its rarity, its
-    information on neighbours, or data.id_weights. Ties are broken at random."""
-
-    def layers(self, model: ModelConfig) -> range:
-        """The layers that leave tokens out."""
-        return range(self.from_layer, model.num_layers - 1 if self.to_layer is None else self.to_layer)
-
-    def check(self, model: ModelConfig, targets: float, late: int, *, splits_rows: bool) -> None:
-        """ConfigError unless `model` can drop tokens so. targets: largest share of a row's tokens that may be read as
-        mask tokens; late: layers before the one where these enter; `splits_rows`: sequence parallelism does."""
-        if splits_rows:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError("masking.dropping", rule, got="given")
-        layers = self.layers(model)
-        if layers.stop > model.num_layers - 1:
-            rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
-            raise ConfigError(_LAST, rule, got=layers.stop)
-        if not layers:
-            raise ConfigError("masking.dropping.from_layer", f"be below to_layer ({layers.stop})", got=self.from_layer)
-        if self.from_layer < late:
-            rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
-            raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
-        if self.keep_share < targets:
-            rule = (
-                f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
-            )
-            raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)
-
-
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
+
+WEIGHING: Mapping[str, Sequence[str]] = {
+    "masking.strategy": STRATEGIES,
+    "masking.dropping.by": get_args(DroppingConfig.model_fields["by"].annotation),
+}
+"""Settings that say by what tokens are selected, or kept, and the strategies that they know."""
 
 _COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
@@ -74,7 +33,7 @@ FRAMING = ("mask_token", "cls_token", "sep_token", "special_tokens")
 
 _OF_OTHER_MASKS = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share", "noise_share"),
-    *("masks_from_layer", "mask_decoder_layers", "dropping"),
+    *SUBSET_FIELDS,
 )
 """Fields that say what diffusion decides by itself."""
 
@@ -214,7 +173,7 @@ class MaskingConfig(Settings):
             default, value = type(self).model_fields[field].default, getattr(self, field)
             if value != default:
                 rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-                raise ConfigError(field, rule, got="given" if field == "dropping" else value)
+                raise ConfigError(field, rule, got="given" if isinstance(value, Settings) else value)
         if self.strategy not in _DIFFUSED:
             raise ConfigError("strategy", f"be one of {', '.join(_DIFFUSED)} with diffusion", got=self.strategy)
 
@@ -287,15 +246,16 @@ class MaskingConfig(Settings):
 
     def reads_weights(self) -> bool:
         """Whether a file says how important ids are."""
-        return "weights" in self.weighed_by()
+        return "weights" in self.weighed_by().values()
 
-    def weighed_by(self) -> set[str]:
-        """The strategies that say what is selected, or kept."""
-        return {self.strategy} | ({self.dropping.by} if self.dropping else set())
+    def weighed_by(self) -> dict[str, str]:
+        """The strategies that say what is selected, or kept, by setting."""
+        kept = {"masking.dropping.by": self.dropping.by} if self.dropping else {}
+        return {"masking.strategy": self.strategy} | kept
 
     def adapts(self) -> bool:
         """Whether what is selected, or kept, follows what the model has learned."""
-        return "hardest" in self.weighed_by()
+        return "hardest" in self.weighed_by().values()
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where

@@ -10,6 +10,7 @@ from pydantic import Field
 from megahead.config.auxiliary import AuxiliarySettings, Curve
 from megahead.config.base import refuse
 from megahead.config.model import ModelConfig
+from megahead.config.token_subsets import given_subsets
 from megahead.errors import ConfigError
 from megahead.wording import counted
 
@@ -65,10 +66,9 @@ class ReplacedTokensConfig(AuxiliarySettings):
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
             raise ConfigError(f"{_WHERE}.draws", rule, got=self.draws)
         _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
-        _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
-        _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")
+        for field, value in given_subsets(masking):
+            _refuse(f"masking.{field}", value, "whose model reads all tokens, and no mask tokens")
         _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
-        _refuse("masking.dropping", masking.dropping and "given", "whose model judges all tokens")
         _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
         _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")
         from_hf = config.init and config.init.from_hf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from megahead.data.blending import RowSource
 from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset, open_array
 from megahead.data.masking import Diffusion, Masker
-from megahead.data.strategies import STRATEGIES, Difficulty, TrainingText, Uniform, strategy_of
-from megahead.data.token_subsets import TokenDropping
+from megahead.data.strategies import Difficulty, TrainingText, Uniform, strategy_of
+from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError, DataError
 from megahead.files import staged
 
@@ -139,16 +139,8 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, maske
         steps=config.training.steps,
         masked_from=masked_from,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
-        masks_from=masking.masks_from(config.model),
-        dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
+        subsets=TokenSubsets.of(framing, config.model, text),
     )
-
-
-def _dropping(framing: Framing, text: TrainingText) -> TokenDropping | None:
-    asked = framing.masking.dropping
-    if asked is None:
-        return None
-    return TokenDropping.of(asked, text.config.model, framing, STRATEGIES[asked.by](framing.masking, text))
 
 
 def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
@@ -192,8 +184,8 @@ def held_out_masker(config: RunConfig) -> RowMasker:
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
-    masks_from = config.masking.masks_from(config.model)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
+    subsets = TokenSubsets.of(framing, config.model)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import Batch, KeptTokens, RowMasker
+from megahead.data.batch import Batch, RowMasker
 from megahead.data.framing import FramedRows, Framing
 from megahead.data.indexed import DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Strategy, Uniform
-from megahead.data.token_subsets import TokenDropping
+from megahead.data.token_subsets import TokenSubsets
 
 # From rows of text to masked rows: what an encoder reads, and what it must predict.
 #
@@ -47,11 +47,8 @@ class Masker(RowMasker):
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
 
-    masks_from: int = 0
-    """The first layer that sees mask tokens."""
-
-    dropping: TokenDropping | None = None
-    """What middle layers leave out, if anything."""
+    subsets: TokenSubsets | None = None
+    """What some layers compute of each row; None: all of it."""
 
     @property
     def config(self) -> MaskingConfig:
@@ -76,14 +73,8 @@ class Masker(RowMasker):
         strategy = self.strategy.at(step) if adapted is None else adapted(self.strategy.at(step))
         chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
         read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, noise)
-        kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
-        if self.dropping:
-            kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
+        kept = () if self.subsets is None else self.subsets.kept(chosen_BT, read_BT, text, step, noise)
         return replace(rows.batch(chosen_BT, read_BT), kept=kept)
-
-    def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
-        """All tokens but the mask tokens, for the layers before these enter."""
-        return (KeptTokens.where(~mask_BT, range(self.masks_from)),) if self.masks_from else ()
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megahead.config.masking import DroppingConfig
 from megahead.config.model import ModelConfig
+from megahead.config.token_subsets import DroppingConfig
 from megahead.data.batch import KeptTokens
 from megahead.data.framing import Framing
 from megahead.data.samples import CounterRng, Purpose
-from megahead.data.strategies import Strategy
+from megahead.data.strategies import STRATEGIES, Strategy, TrainingText
 
 Array = np.ndarray[Any, Any]
 
@@ -60,3 +60,36 @@ class TokenDropping:
         kind_BT[read_BT == self.framing.masking.mask_token] = _MASK
         kind_BT[np.arange(read_BT.shape[1]) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
         return kind_BT
+
+
+@dataclass(frozen=True)
+class TokenSubsets:
+    """What the layers of a run's encoder compute of its rows."""
+
+    mask_token: int
+
+    masks_from: int = 0
+    """The first layer that sees mask tokens."""
+
+    dropping: TokenDropping | None = None
+    """What middle layers leave out, if anything."""
+
+    @staticmethod
+    def of(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
+        """As the settings ask for; held-out rows, which have no `text` by which tokens are important, drop none."""
+        masking, asked = framing.masking, framing.masking.dropping
+        if text is None or asked is None:
+            return TokenSubsets(masking.mask_token, masking.masks_from(model))
+        importance = STRATEGIES[asked.by](masking, replace(text, setting="masking.dropping.by"))
+        dropping = TokenDropping.of(asked, model, framing, importance)
+        return TokenSubsets(masking.mask_token, masking.masks_from(model), dropping)
+
+    def kept(
+        self, chosen_BT: Array, read_BT: Array, text: Array, step: int, noise: CounterRng
+    ) -> tuple[KeptTokens, ...]:
+        """In the order of layers; `chosen_BT`: targets, `read_BT`: what is read."""
+        kept = () if self.dropping is None else (self.dropping.kept(read_BT, text, step, noise),)
+        if self.masks_from:
+            mask_BT = chosen_BT & (read_BT == self.mask_token)
+            kept = (KeptTokens.where(~mask_BT, range(self.masks_from)), *kept)
+        return kept

@@ -119,10 +119,9 @@ def _require_one_tokenizer(
 
 def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
     """Reads what masks are weighed by, which a run that is causal at first would read only when it begins to mask."""
-    settings = config.flat()
-    for name in ("masking.strategy", "masking.dropping.by"):
-        if settings.get(name) in ("frequency", "informative", "hardest", "weights"):
-            TrainingText(config, train, name).token_counts()
+    for setting, strategy in (config.masking.weighed_by() if config.masking else {}).items():
+        if strategy in ("frequency", "informative", "hardest", "weights"):
+            TrainingText(config, train, setting).token_counts()
     if config.data.id_weights is not None:
         Weights.read(config.data.id_weights, config.model.vocab_size)
 

@@ -7,8 +7,9 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.plan import RunPlan, names_of, phases_of
 from megahead.config.run import RunConfig
+from megahead.config.token_subsets import describe_token_subsets
 from megahead.estimate import RankMemory, rank_memory, run_parameters
-from megahead.wording import GIB, counted, gib, span
+from megahead.wording import GIB, counted, gib
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -122,11 +123,5 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
         return ["next tokens by causal attention"]
     parts = ["masked diffusion" if masking.diffusion else f"{masking.rate:.0%} of the tokens masked"]
     parts += [f"{masking.final_rate:.0%} at last"] if masking.final_rate else []
-    parts += [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
     parts += [f"by {masking.strategy}"] if masking.strategy != "uniform" else []
-    if masking.mask_decoder_layers:
-        parts.append(f"mask tokens in a decoder of {counted(masking.mask_decoder_layers, 'layer')}")
-    if masking.dropping:
-        layers, share = masking.dropping.layers(model), masking.dropping.keep_share
-        parts.append(f"{share:.0%} of the tokens in {span('layer', layers)}, by {masking.dropping.by}")
-    return parts
+    return [*parts, *describe_token_subsets(model, masking)]

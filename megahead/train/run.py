@@ -18,6 +18,7 @@ import torch
 from megahead.checkpoints.memory import NodeMemory, drain
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
+from megahead.config.token_subsets import subset_layers
 from megahead.data.strategies import Difficulty
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
 from megahead.distributed.launch import Launch, choose_device, connected, spectate
@@ -25,7 +26,7 @@ from megahead.distributed.tensors import Tensors
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
 from megahead.errors import ArgumentError, ConfigError, UserError
-from megahead.estimate import rank_memory, subset_layers, ways_to_need_less
+from megahead.estimate import rank_memory, ways_to_need_less
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, Backend, choose_backend, pays_masked

@@ -19,7 +19,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_masker
 from megahead.data.masking import Masker
 from megahead.data.strategies import STRATEGIES, Difficulty, Hardest, Strategy, Uniform, WeighedIds
-from megahead.data.token_subsets import TokenDropping
+from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
@@ -34,7 +34,8 @@ def masker(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> Ma
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, dropping=asked, **settings)
     framing = Framing(config, SEP, False)
     dropping = TokenDropping.of(asked, MODEL, framing, importance)
-    return Masker(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, dropping=dropping)
+    subsets = TokenSubsets(MASK, dropping=dropping)
+    return Masker(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
 
 
 def texts(rows: int, length: int = 62) -> np.ndarray:
@@ -142,8 +143,8 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     dataset = IndexedDataset(tmp_path / "text")
     made = training_masker(run_config(by), [dataset], Difficulty(V, 5, 4))
     assert isinstance(made, Masker)
-    assert made.dropping is not None
-    assert isinstance(made.dropping.importance, {"hardest": Hardest}.get(by, WeighedIds))
+    assert made.subsets.dropping is not None
+    assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeighedIds))
     assert (kept(made.batch(texts(4), range(4))).sum(1) == 32).all()
     assert by in STRATEGIES
     (tmp_path / "text.json").unlink()

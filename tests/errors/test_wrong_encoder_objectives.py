@@ -37,17 +37,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             (
                 "masking.masks_from_layer",
                 {"masking": MASKS | {"masks_from_layer": 1}},
-                "whose model reads no mask tokens, but is 1",
+                "whose model reads all tokens, and no mask tokens, but is 1",
             ),
             (
                 "masking.mask_decoder_layers",
                 {"masking": MASKS | {"mask_decoder_layers": 1}},
-                "whose model reads no mask tokens, but is 1",
+                "whose model reads all tokens, and no mask tokens, but is 1",
             ),
             (
                 "masking.dropping",
                 {"masking": MASKS | {"dropping": {"from_layer": 0}}},
-                "whose model judges all tokens, but is given",
+                "whose model reads all tokens, and no mask tokens, but is given",
             ),
             (
                 "objective.schedule",

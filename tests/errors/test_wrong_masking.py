@@ -203,7 +203,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "model.is_causal": True},
-        "`masking.dropping` must be left out with model.is_causal: all tokens have targets where next tokens are learned, but is given instead.",
+        "`masking.dropping` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is given instead.",
     ),
 ]
 

@@ -18,7 +18,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, open_nearest_ids
 from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
-from megahead.data.token_subsets import TokenDropping
+from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
@@ -78,7 +78,8 @@ def _masker(config: RunConfig) -> RowMasker:
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked, late = config.masking.dropping, config.masking.masks_from(config.model)
     dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
-    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    subsets = TokenSubsets(config.masking.mask_token, late, dropping)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
     return with_auxiliary(masker, config, seed=0)
 
 
