@@ -207,7 +207,7 @@ def test_a_temperature_is_a_positive_number(temperature: float) -> None:
 def test_a_second_derivative_is_refused() -> None:
     outputs, targets, embedding = drawn(8, 4, 9)
     (gradient,) = torch.autograd.grad(cwt_loss(outputs, targets, embedding), outputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="must be differentiated once, but a second derivative was asked for"):
+    with pytest.raises(RuntimeError, match="must be differentiated once, but a second derivative was requested"):
         gradient.square().sum().backward()
 
 
