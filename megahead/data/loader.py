@@ -18,7 +18,8 @@ from megahead.data.blending import RowSource
 from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset, open_array
 from megahead.data.masking import Diffusion, Masker
-from megahead.data.strategies import Difficulty, TrainingText, Uniform, strategy_of
+from megahead.data.strategies import Uniform, strategy_of
+from megahead.data.strategy import Difficulty, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError, DataError
 from megahead.files import staged

@@ -14,7 +14,8 @@ from megahead.data.batch import Batch, RowMasker
 from megahead.data.framing import FramedRows, Framing
 from megahead.data.indexed import DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
-from megahead.data.strategies import Strategy, Uniform
+from megahead.data.strategies import Uniform
+from megahead.data.strategy import Strategy
 from megahead.data.token_subsets import TokenSubsets
 
 # From rows of text to masked rows: what an encoder reads, and what it must predict.

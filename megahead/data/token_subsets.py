@@ -12,7 +12,8 @@ from megahead.config.token_subsets import DroppingConfig
 from megahead.data.batch import KeptTokens
 from megahead.data.framing import Framing
 from megahead.data.samples import CounterRng, Purpose
-from megahead.data.strategies import STRATEGIES, Strategy, TrainingText
+from megahead.data.strategies import STRATEGIES
+from megahead.data.strategy import Strategy, TrainingText
 
 Array = np.ndarray[Any, Any]
 

@@ -19,7 +19,7 @@ from megahead.data.batch import Batch, RowMasker
 from megahead.data.indexed import DatasetInfo, IndexedDataset
 from megahead.data.loader import held_out_masker, training_masker
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import Difficulty
+from megahead.data.strategy import Difficulty
 from megahead.errors import ConfigError
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone

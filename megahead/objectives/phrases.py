@@ -21,7 +21,7 @@ from megahead.data.batch import Batch, RowMasker
 from megahead.data.framing import FramedRows
 from megahead.data.masking import Masker
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import Strategy
+from megahead.data.strategy import Strategy
 from megahead.objectives.auxiliary import Auxiliary, Pass
 
 Array = np.ndarray[Any, Any]

@@ -22,7 +22,8 @@ from megahead.data.blending import Blend, describe_samples, token_counts, traini
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_one_tokenizer
 from megahead.data.loader import open_nearest_ids, require_end_tokens, without_boundaries
 from megahead.data.samples import Samples
-from megahead.data.strategies import TrainingText, Weights
+from megahead.data.strategies import Weights
+from megahead.data.strategy import TrainingText
 from megahead.data.tokenizer import Tokenizer, has_mark, tokenizer_mark
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError

@@ -19,7 +19,7 @@ from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
 from megahead.checkpoints.store import Lineage, highest_first, history, is_name, leads_to, new_name, step_of
 from megahead.config.plan import Phase, learn_alike
 from megahead.data.batch import Batch
-from megahead.data.strategies import Difficulty
+from megahead.data.strategy import Difficulty
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import is_finite
 from megahead.engine.engine import Engine

@@ -19,7 +19,7 @@ from megahead.checkpoints.memory import NodeMemory, drain
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
-from megahead.data.strategies import Difficulty
+from megahead.data.strategy import Difficulty
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
 from megahead.distributed.launch import Launch, choose_device, connected, spectate
 from megahead.distributed.tensors import Tensors

@@ -9,7 +9,8 @@ import torch
 from megahead.config.masking import MaskingConfig
 from megahead.data.framing import Framing
 from megahead.data.masking import Masker
-from megahead.data.strategies import FLOOR, Difficulty, Hardest
+from megahead.data.strategies import FLOOR, Hardest
+from megahead.data.strategy import Difficulty
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 from support.on_ranks import on_ranks

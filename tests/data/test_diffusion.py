@@ -14,7 +14,7 @@ from megahead.data.batch import Batch
 from megahead.data.framing import Framing
 from megahead.data.masking import Diffusion
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import WeighedIds
+from megahead.data.strategy import WeighedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 

@@ -18,7 +18,8 @@ from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_masker
 from megahead.data.masking import Masker
-from megahead.data.strategies import STRATEGIES, Difficulty, Hardest, Strategy, Uniform, WeighedIds
+from megahead.data.strategies import STRATEGIES, Hardest, Uniform
+from megahead.data.strategy import Difficulty, Strategy, WeighedIds
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group

@@ -22,7 +22,7 @@ from megahead.data.blending import RowSource, training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_masker
 from megahead.data.samples import StreamSamples
-from megahead.data.strategies import Difficulty
+from megahead.data.strategy import Difficulty
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates

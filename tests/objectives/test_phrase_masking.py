@@ -14,7 +14,8 @@ from megahead.config.phrases import PhrasesConfig
 from megahead.data.batch import Batch
 from megahead.data.framing import Framing
 from megahead.data.masking import Masker
-from megahead.data.strategies import Spans, Strategy, Uniform, WeighedIds
+from megahead.data.strategies import Spans, Uniform
+from megahead.data.strategy import Strategy, WeighedIds
 from megahead.objectives.phrases import PhraseMasker, SharedPhrases
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 40

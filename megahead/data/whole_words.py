@@ -1,0 +1,150 @@
+"""Masking strategy: all tokens of a word together."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from megahead.config.masking import MaskingConfig
+from megahead.data.samples import CounterRng
+from megahead.data.strategy import AllAlike, TrainingText, no_longer_than
+
+Array = np.ndarray[Any, Any]
+
+
+# All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers.
+#
+# A word is a run of letters of one script and of digits, with the marks on them, whatever spaces or signs its
+# tokenizer puts in front. All else (punctuation, symbols, spaces) is a unit token by token. So are scripts that are
+# written without spaces, in which a tokenizer's tokens are the nearest to words. A character, with the marks that
+# follow it, is never cut: byte-level tokens that are parts of one are masked together.
+#
+# M tokens of all rows, K bytes of these, C characters, V vocabulary.
+
+
+_APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
+"""Kinds of characters; letters of each script have a number of their own, from the last one on."""
+
+_BETWEEN_ROWS = b"\0\0\0"
+"""So many that a row whose last character is cut off reads nothing of the next row."""
+
+_SCRIPTS_WITHOUT_SPACES = (
+    *("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TAI", "NEW", "JAVANESE", "BALINESE"),
+)
+"""By the first word of their letters' names in Unicode (NEW TAI LUE)."""
+
+
+@dataclass(frozen=True)
+class WholeWords(AllAlike):
+    """A word is a unit, and of a longer one each run of at most `max_tokens` tokens."""
+
+    bytes_: Array
+    """uint8: what all ids stand for, one after another, and last what stands between rows."""
+
+    ends_V: Array
+    """int64: where the bytes of each of these end there."""
+
+    max_tokens: int
+
+    @staticmethod
+    def made(masking: MaskingConfig, text: TrainingText) -> WholeWords:
+        """By what the tokens of the run's tokenizer stand for."""
+        return WholeWords.of(text.bytes_of_ids(), masking.longest_unit(text.config.data.sequence_length))
+
+    @staticmethod
+    def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
+        """From the bytes of each id, its space in front among them; None, of a special token, is no part of a word."""
+        known = [*(text or b"\0" for text in bytes_of_ids), _BETWEEN_ROWS]
+        ends_V = np.cumsum([len(text) for text in known])
+        return WholeWords(np.frombuffer(b"".join(known), np.uint8), ends_V, max_tokens)
+
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+        apart_BT = np.pad(tokens_BT, ((0, 0), (1, 0)), constant_values=len(self.ends_V) - 1)
+        joined_BT, whole_BT = (each_M.reshape(apart_BT.shape)[:, 1:] for each_M in self._joined(apart_BT.reshape(-1)))
+        return no_longer_than(self.max_tokens, ~joined_BT, whole_BT)
+
+    def _joined_by_bytes(self, tokens_M: Array) -> tuple[Array, Array]:
+        """bool [M] each: whether a token continues the word of the one before; whether it continues its character."""
+        char_M, last_char_M, kind_C, base_C = self._characters(tokens_M)
+        before_M = np.roll(last_char_M, 1)
+        whole_M = (char_M == before_M) | (kind_C[char_M] == _MARK)
+        return whole_M | _in_one_word(kind_C[base_C[char_M]], kind_C[base_C[before_M]]), whole_M
+
+    def _joined(self, tokens_M: Array) -> tuple[Array, Array]:
+        """Equal to `_joined_by_bytes`, except for the first token, which has none before it. Reads only the bytes near
+        ids that are not whole: from the token before, which holds the base, to the third after, where a cut character
+        of four bytes ends at the latest."""
+        whole_V, first_V, last_V = self._tables
+        joined_M = _in_one_word(first_V[tokens_M], np.roll(last_V[tokens_M], 1))
+        continues_M, near_M = np.zeros((2, len(tokens_M)), bool)
+        places_N5 = np.flatnonzero(~whole_V[tokens_M])[:, None] + np.arange(-1, 4)
+        near_M[places_N5.clip(0, len(tokens_M) - 1)] = True
+        if near_M.any():
+            after_M = near_M & np.roll(near_M, 1)
+            by_bytes = self._joined_by_bytes(tokens_M[near_M])
+            joined_M[after_M], continues_M[after_M] = (found[after_M[near_M]] for found in by_bytes)
+        return joined_M, continues_M
+
+    @cached_property
+    def _tables(self) -> tuple[Array, Array, Array]:
+        """[V] each: whether an id is whole characters, of which the first is no mark; the kinds of its first character
+        and of its last one that is no mark, right where it is whole."""
+        texts = (text.tobytes() for text in np.split(self.bytes_, self.ends_V[:-1]))
+        utf8_V = np.array([text.decode(errors="ignore").encode() == text for text in texts])
+        char_V, last_char_V, kind_C, base_C = self._characters(np.arange(len(self.ends_V)))
+        return utf8_V & (kind_C[char_V] != _MARK), kind_C[char_V], kind_C[base_C[last_char_V]]
+
+    def _characters(self, tokens_M: Array) -> tuple[Array, Array, Array, Array]:
+        """int64 [M] twice: the characters of each token's first and last byte; [C] each: the kind of each character,
+        and the character that it is a mark on, or itself."""
+        size_M = np.diff(self.ends_V, prepend=0)[tokens_M]
+        last_M = size_M.cumsum() - 1
+        byte_K = self.bytes_[np.repeat(self.ends_V[tokens_M] - 1 - last_M, size_M) + np.arange(size_M.sum())]
+        leads_K = (byte_K & 0xC0) != 0x80
+        leads_K[:1] = True
+        char_K = leads_K.cumsum() - 1
+        kind_C = _kinds()[_code_points(byte_K, np.flatnonzero(leads_K))]
+        base_C = np.maximum.accumulate(np.where(kind_C == _MARK, 0, np.arange(len(kind_C))))
+        return char_K[last_M + 1 - size_M], char_K[last_M], kind_C, base_C
+
+
+def _in_one_word(kind_M: Array, before_M: Array) -> Array:
+    """bool [M]: whether characters of these kinds, one after the other, are of one word."""
+    lesser_M, greater_M = np.minimum(kind_M, before_M), np.maximum(kind_M, before_M)
+    joined_M: Array = (lesser_M == _DIGIT) | ((lesser_M >= _LETTER) & (lesser_M == greater_M))
+    return joined_M
+
+
+def _code_points(byte_K: Array, lead_C: Array) -> Array:
+    """int64 [C]: of the characters whose first bytes are at `lead_C`; of those that a row cuts off, any."""
+    padded_K = np.pad(byte_K, (0, 3)).astype(np.int64)
+    code_C = padded_K[lead_C]
+    length_C = 1 + sum((code_C >= first).astype(np.int64) for first in (0xC0, 0xE0, 0xF0))
+    code_C = np.where(length_C > 1, code_C & (0x7F >> length_C), code_C)
+    for place in (1, 2, 3):
+        code_C = np.where(length_C > place, code_C << 6 | padded_K[lead_C + place] & 0x3F, code_C)
+    return np.minimum(code_C, 0x10FFFF)
+
+
+@cache
+def _kinds() -> Array:
+    """int16 [0x110000]: the kind of each character of Unicode; takes 0.3 s, once."""
+    numbers = dict.fromkeys(_SCRIPTS_WITHOUT_SPACES, _WITHOUT_SPACES)
+
+    def kind(char: str) -> int:
+        category = unicodedata.category(char)
+        if category[0] == "M" or category in ("Lm", "Cf"):  # also what lengthens or repeats the letter before
+            return _MARK
+        if category[0] == "N":
+            return _DIGIT
+        if category[0] != "L":
+            return _APART
+        return numbers.setdefault(unicodedata.name(char, "?").split()[0], _LETTER + len(numbers))
+
+    return np.array([kind(chr(code)) for code in range(0x110000)], np.int16)
