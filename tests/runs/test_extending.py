@@ -67,7 +67,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
         (decoder, 2, {"parallel.tensor": 2}),
         (encoder, 2, stage(2)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
     folder: Path, kind: Any, ranks: int, changes: dict[str, Any]
