@@ -1,0 +1,68 @@
+"""How many files of the package a training step and an export enter, and in how many a feature is named: a reader opens
+as many."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megahead
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.hf.export import export
+from megahead.train import loop
+from megahead.train.run import pretrain
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
+
+PACKAGE = Path(megahead.__file__).parent
+
+
+def counting(function: Callable[..., Any], entered: set[str]) -> Callable[..., Any]:
+    """`function`, which notes the files of the package whose code it runs."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            entered.add(frame.f_code.co_filename)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        sys.setprofile(note)
+        try:
+            return function(*given, **named)
+        finally:
+            sys.setprofile(None)
+
+    return counted
+
+
+def entered_by_steps_and_an_export(group: Group, folder: Path) -> tuple[set[str], set[str], set[str]]:
+    """Files that a step of a small decoder enters; a turn of the loop, with its line in the log; an export."""
+    step, turn, out = set[str](), set[str](), set[str]()
+    loop.train_step = counting(loop.train_step, step)  # type: ignore[attr-defined]
+    pretrain(small_config(folder, {"output_dir": str(folder / "steps")}), Launch())
+    loop._advance = counting(loop._advance, turn)
+    pretrain(small_config(folder, {"output_dir": str(folder / "turns")}), Launch())
+    counting(export, out)(folder / "steps", folder / "out", "pmi")
+    return step, turn | step, out
+
+
+def test_a_step_and_an_export_enter_few_files(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ((step, turn, out),) = on_ranks(1, entered_by_steps_and_an_export, tmp_path)
+    assert 10 < len(step) <= 20, sorted(step)
+    assert len(turn) <= 28, sorted(turn)
+    assert 10 < len(out) <= 43, sorted(out)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"),
+    [(r"replaced_tokens|ReplacedTokens|[Dd]etection|judged", 6), (r"[Pp]hrase", 6), (r"[Dd]ropping", 6)],
+)
+def test_a_feature_is_named_in_few_files(pattern: str, most: int) -> None:
+    named = [path for path in PACKAGE.rglob("*.py") if re.search(pattern, path.read_text(encoding="utf-8"))]
+    assert 2 <= len(named) <= most, named
