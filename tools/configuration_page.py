@@ -6,7 +6,6 @@ python tools/configuration_page.py
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,7 +23,8 @@ PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEAD = """# Configuration
 
 What a run's YAML file may say. `--set section.field=value` sets the same on the command line; a mistake ends with one
-sentence that names the field. This page is written by `python tools/configuration_page.py` from `megahead/config`.
+sentence that names the field. In brackets stand the type, its bounds and the default; without one a setting is left
+out by default. This page is written by `python tools/configuration_page.py` from `megahead/config`.
 """
 SIGNS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
 
@@ -43,9 +43,7 @@ def render() -> str:
         rows = [_row(field, info, families) for field, info in settings.model_fields.items()]
         about = " ".join((settings.__doc__ or "").split())
         title = f"## {name}" if name else "## The run"
-        parts.append(
-            "\n".join([title, "", about, "", "| setting | type | default | |", "|---|---|---|---|", *rows, ""])
-        )
+        parts.append("\n".join([title, "", about, "", *rows, ""]))
     sizes = ", ".join(f"`{size}`" for size in NAMED_SIZES)
     return "\n".join([*parts, f"Named sizes (`model.size`): {sizes}.\n"])
 
@@ -61,15 +59,16 @@ def sections(settings: type[BaseModel], name: str = "") -> Iterator[tuple[str, t
 def _row(field: str, info: FieldInfo, families: Mapping[str, Mapping[str, Any]]) -> str:
     """`families`: their own defaults, where they differ."""
     inner = list(_settings_in(info.annotation))
-    about = " ".join((info.description or "").split()) or " ".join((inner[0].__doc__ or "").split())
-    cell = re.sub(r"(?<!\\)\|", r"\\|", about)
+    about = " ".join((info.description or "").split())  # what a section is, it says where it stands
     rule = _rule(info.metadata)
     others = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
     own = "" if inner else _shown(info.default)
     if info.default is PydanticUndefined or info.default is None:
-        own = "left out" if info.default is None else "**required**"
-    default = ", ".join([own, *others])
-    return f"| `{field}` | {_type(info.annotation)}{f', {rule}' if rule else ''} | {default} | {cell} |"
+        own = "" if info.default is None else "**required**"
+    default = ", ".join([own, *others] if own else others)
+    default = default if own == "**required**" or not default else f"default {default}"
+    kind = f"{_type(info.annotation)}{f', {rule}' if rule else ''}{f'; {default}' if default else ''}"
+    return f"- `{field}` ({kind}){f': {about}' if about else ''}"
 
 
 def _type(annotation: Any) -> str:
