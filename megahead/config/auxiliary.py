@@ -129,6 +129,16 @@ class CustomConfig(AuxiliarySettings):
     def implementation(self) -> str:
         return self.objective
 
+    def progress(self, means: Mapping[str, float]) -> str:
+        """As `held_out`, of all that it logs."""
+        own = f"{self.metric}_"
+        return self.held_out({name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)})
+
+    def held_out(self, means: Mapping[str, float]) -> str:
+        """For example: auxiliary 4.2310, right 0.3121"""
+        others = [f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss"]
+        return ", ".join([super().held_out(means), *others])
+
     def head_parameters(self, model: ModelConfig) -> int:
         """Imports the class, and with it torch."""
         kind = load_named("objective.custom.objective", self.objective)

@@ -72,8 +72,9 @@ def load_named(field: str, name: str) -> Any:
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else import_module(where)
         return getattr(module, what)
-    except (ImportError, OSError, AttributeError, SyntaxError) as error:
-        raise ConfigError(field, "name a class that can be imported", got=f"{name!r} ({error})") from error
+    except Exception as error:  # whatever its code does
+        got = f"{name!r} ({type(error).__name__}: {error})"
+        raise ConfigError(field, "name a class that can be imported", got=got) from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -82,9 +83,12 @@ def _load_file(path: Path) -> ModuleType:
         specification = spec_from_file_location(name, path)
         assert specification is not None
         assert specification.loader is not None
-        module = module_from_spec(specification)
-        specification.loader.exec_module(module)
-        sys.modules[name] = module
+        module = sys.modules[name] = module_from_spec(specification)  # dataclasses look for their module there
+        try:
+            specification.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return sys.modules[name]
 
 

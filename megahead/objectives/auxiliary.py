@@ -144,9 +144,17 @@ def auxiliary_kind(settings: AuxiliarySettings) -> type[Auxiliary]:
 
 
 def build_auxiliary(config: RunConfig) -> Auxiliary | None:
-    """That of a run, on torch's default device."""
+    """That of a run, on torch's default device. ConfigError where it has what no checkpoint could hold."""
     settings = config.objective.auxiliary()
-    return None if settings is None else auxiliary_kind(settings)(config)
+    if settings is None:
+        return None
+    built = auxiliary_kind(settings)(config)
+    without_dimension = [name for name, parameter in built.named_parameters() if not parameter.ndim]
+    if lacking := [*without_dimension, *(name for name, _ in built.named_buffers())]:
+        rule = "have parameters of one dimension or more, and no buffers"
+        got = f"{settings.implementation()!r} with `{lacking[0]}`"
+        raise ConfigError("objective.custom.objective", rule, got=got)
+    return built
 
 
 def with_auxiliary(masker: RowMasker, config: RunConfig, seed: int, *, held_out: bool = False) -> RowMasker:

@@ -227,8 +227,9 @@ class Pretraining(nn.Module):
         weight_N = torch.cat(weights) if weights else None
         vocabulary = vocabulary_candidates(target_ids_N, bias_V, weight_N)
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
-            return streamed_sums(hidden_ND, blocks, vocabulary, self._score())
-        sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
+            sums = streamed_sums(hidden_ND, blocks, vocabulary, self._score())
+        else:
+            sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
         if self.auxiliary is None or not self.auxiliary.evaluated:
             return sums
         return sums._replace(auxiliary=self._auxiliary_sums(self.auxiliary, outputs, request))

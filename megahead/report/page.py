@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megahead.config.auxiliary import CustomConfig
 from megahead.config.objective import auxiliary_curves
 from megahead.files import write_atomically
 from megahead.report.figures import running_mean
@@ -105,7 +106,7 @@ GEOMETRY = (
 def build_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The panels for which any run has values, in the order of the page; every number is finite or null."""
     drawn = [(panel, [run.metrics.validation for run in runs]) for panel in HELD_OUT]
-    drawn += [(panel, [run.metrics.training for run in runs]) for panel in TRAINING]
+    drawn += [(panel, [run.metrics.training for run in runs]) for panel in (*TRAINING, *_own_panels(runs))]
     drawn += [(panel, [_along(run.metrics.tasks, panel.key) for run in runs]) for panel in _task_panels(runs)]
     drawn += [(panel, [run.geometry for run in runs]) for panel in GEOMETRY]
     built = []
@@ -146,6 +147,14 @@ def _thin(values: Any, size: int) -> list[float | None]:
 
 def _numbers(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if isfinite(value) else None for value in values.tolist()]
+
+
+def _own_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+    """A panel for each number that an objective of one's own logged beside its loss."""
+    own, known = f"{CustomConfig.metric}_", {panel.key for panel in TRAINING}
+    for key in dict.fromkeys(key for run in runs for record in run.metrics.training for key in record):
+        if key.startswith(own) and key not in known:
+            yield Panel(key, f"Auxiliary: {key.removeprefix(own)}", "of an objective of one's own")
 
 
 def _task_panels(runs: Sequence[Run]) -> Iterator[Panel]:

@@ -4,14 +4,19 @@ evaluated, logged, resumed and exported as the built-in ones are."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from megahead.config.auxiliary import CustomConfig
+from megahead.config.base import load_named
 from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
 from megahead.data.loader import training_masker
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -20,7 +25,8 @@ from megahead.estimate import run_parameters
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
 from megahead.objectives.pretraining import weight_shapes
-from megahead.report.read import read_metrics
+from megahead.report.page import build_panels
+from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -81,6 +87,8 @@ def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
     for value in ("loss", "auxiliary_loss", "auxiliary_right"):
         assert [r[value] for r in meshed] == pytest.approx([r[value] for r in alone], abs=2e-5), value
     assert alone[0]["auxiliary_loss"] > 0
+    scored, expected = (read_metrics(folder / name).validation[-1]["auxiliary"] for name in ("meshed", "alone"))
+    assert scored == pytest.approx(expected, abs=2e-5)
 
 
 def test_it_learns_is_evaluated_counted_and_exported(folder: Path) -> None:
@@ -90,6 +98,9 @@ def test_it_learns_is_evaluated_counted_and_exported(folder: Path) -> None:
     on_ranks(1, run, config)
     log = read_metrics(folder / "run")
     assert log.training[-1]["auxiliary_loss"] < log.training[0]["auxiliary_loss"]
+    assert {"auxiliary_loss", "auxiliary_right"} <= {
+        panel["key"] for panel in build_panels(read_runs([folder / "run"]))
+    }
     held_out = evaluate_checkpoint(folder / "run", "pmi").auxiliary
     assert held_out == pytest.approx(log.validation[-1]["auxiliary"], abs=1e-5)
     counted = sum(shape.numel() for name, shape in weight_shapes(config).items() if "embedding" not in name)
@@ -108,6 +119,52 @@ def test_the_strategy_masks_windows_and_an_encoder_exports(folder: Path) -> None
     on_ranks(1, run, config)
     export(folder / "run", folder / "out", "none")
     assert AutoModel.from_pretrained(folder / "out").config.num_hidden_layers == 3
+
+
+def test_where_there_is_nothing_to_learn_the_same_layers_are_called(folder: Path) -> None:
+    """Under ZeRO 3, and where rows are fetched, ranks wait for each other in them."""
+    config = encoder(folder, "run", {})
+    kind = load_named("objective", f"{folder}/second_next.py:SecondNext")
+    apart = Batch(torch.ones(1, 6, dtype=torch.long), None, torch.tensor([0, 3, 5]), torch.tensor([7, 8, 9]))
+    batch = replace(apart, auxiliary=kind.prepare(apart, config, None))
+    looked_up: list[torch.Tensor] = []
+    backbone = SimpleNamespace(embed=lambda ids: looked_up.append(ids) or torch.ones(len(ids), 32))
+    sums = kind(config).sums(SimpleNamespace(backbone=backbone, batch=batch, outputs_ND=torch.ones(3, 32)))
+    assert [ids.tolist() for ids in looked_up] == [[1]]
+    assert {name: float(value.detach()) for name, value in sums.items()} == {"loss": 0, "right": 0, "count": 0}
+
+
+def test_a_progress_line_tells_all_that_it_logs() -> None:
+    custom = CustomConfig(objective="o.py:O")
+    logged = {"loss": 4.0, "auxiliary_loss": 1.0, "auxiliary_right": 0.5}
+    assert custom.progress(logged) == "auxiliary 1.0000, right 0.5000"
+
+
+def test_a_file_may_hold_postponed_annotations(folder: Path) -> None:
+    later = folder / "later.py"
+    later.write_text(f"from __future__ import annotations\n{(folder / 'windows.py').read_text()}")
+    assert load_named("masking.strategy", f"{later}:Windows")(2).size == 2
+
+
+@pytest.mark.parametrize("name", ["broken.py:Mine", ".relative:Mine"])
+def test_what_fails_while_it_is_imported_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "broken.py").write_text("class Mine(Missing): ...\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"must name a class that can be imported, but is '.*Error: "):
+            load_named("masking.strategy", name)
+
+
+@pytest.mark.parametrize("kept", ["torch.nn.Parameter(torch.zeros(()))", "torch.nn.Buffer(torch.ones(2))"])
+def test_what_no_checkpoint_holds_is_one_sentence(folder: Path, kept: str) -> None:
+    code = "import torch\nfrom megahead.objectives.auxiliary import Auxiliary\nclass Mine(Auxiliary):\n"
+    code += f"    def __init__(self, config):\n        super().__init__(config)\n        self.kept = {kept}\n"
+    (folder / "mine.py").write_text(code)
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/mine.py:Mine"}}})
+    with pytest.raises(ConfigError, match=r"one dimension or more, and no buffers, but is .* `kept`"):
+        weight_shapes(config)
 
 
 def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
