@@ -88,11 +88,12 @@ class Launch:
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """The launch that `environment` describes; a single process when it describes none.
 
-    A task of srun has its rank from Slurm, a process of mpirun from Open MPI, unless a launcher in it sets another.
+    A task of srun has its rank from Slurm, a process of mpirun from Open MPI, whose daemons srun may have started,
+    unless a launcher in it sets another.
     SLURM_NTASKS says nothing of a process: shells of salloc and scripts of sbatch have it, too, and run one. Raises
     UserError naming the variable that is missing, not a number, or contradicts others.
     """
-    names = _SLURM if _is_task(environment) else _OPEN_MPI if _OPEN_MPI["WORLD_SIZE"] in environment else {}
+    names = _OPEN_MPI if _OPEN_MPI["WORLD_SIZE"] in environment else _SLURM if _is_task(environment) else {}
     rank, size, local_rank = (name if name in environment else names.get(name, name) for name in _SLURM)
     values = {name: environment.get(name, "") for name in (rank, size, local_rank, "MASTER_ADDR", "MASTER_PORT")}
     if not values[size] and values[rank]:

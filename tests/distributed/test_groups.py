@@ -133,6 +133,8 @@ def test_a_process_of_mpirun_has_its_rank_from_open_mpi_unless_a_launcher_in_it_
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     place = {"MASTER_ADDR": "n", "MASTER_PORT": "1"}
     assert read_launch(mpi | place) == Launch(3, 4, 1, "n", 1)
+    daemon = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert read_launch(mpi | daemon | place) == Launch(3, 4, 1, "n", 1)  # in a job of Slurm, on another node
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
     assert read_launch(mpi | torchrun | place) == Launch(5, 8, 2, "n", 1)
     assert read_launch(mpi | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == Launch()
