@@ -255,9 +255,17 @@ STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
 
 
 def strategy_of(masking: MaskingConfig, text: TrainingText) -> Strategy:
-    """By `masking.strategy`, which may name a class of one's own with the same `made`; ConfigError where that cannot be
-    imported."""
+    """By `masking.strategy`, which may name a class of one's own with the same `made`; as `custom_strategy`."""
     if masking.strategy_is_custom():
-        made: Strategy = load_named("masking.strategy", masking.strategy).made(masking, text)
+        made: Strategy = custom_strategy(masking.strategy).made(masking, text)
         return made
     return STRATEGIES[masking.strategy](masking, text)
+
+
+def custom_strategy(name: str) -> Any:
+    """The class of one's own; ConfigError where it cannot be imported or is none."""
+    kind, methods = load_named("masking.strategy", name), ("made", "at", "starts", "weights")
+    if lacking := [method for method in methods if not callable(getattr(kind, method, None))]:
+        rule = f"name a class with {', '.join(methods)}"
+        raise ConfigError("masking.strategy", rule, got=f"{name!r} without {lacking[0]}", hint="see docs/extending.md")
+    return kind

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megahead.config.base import load_named
 from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
@@ -48,11 +47,15 @@ def check_present(config: RunConfig) -> None:
 
 
 def check_custom_classes(config: RunConfig) -> None:
-    """ConfigError unless each class that a setting names can be imported."""
+    """ConfigError unless each class that a setting names can be imported and is one; torch is imported for these."""
     if config.masking is not None and config.masking.strategy_is_custom():
-        load_named("masking.strategy", config.masking.strategy)
+        from megahead.data.strategies import custom_strategy
+
+        custom_strategy(config.masking.strategy)
     if config.objective.custom is not None:
-        load_named("objective.custom.objective", config.objective.custom.objective)
+        from megahead.objectives.auxiliary import auxiliary_kind
+
+        auxiliary_kind(config.objective.custom)
 
 
 def check_tokenizer(config: RunConfig) -> None:

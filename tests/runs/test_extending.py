@@ -27,6 +27,7 @@ from megahead.hf.export import export
 from megahead.objectives.pretraining import weight_shapes
 from megahead.report.page import build_panels
 from megahead.report.read import read_metrics, read_runs
+from megahead.train.preflight import check_present
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -171,3 +172,11 @@ def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
     config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/windows.py:Windows"}}})
     with pytest.raises(ConfigError, match=r"must name a subclass of megahead\.objectives\.auxiliary\.Auxiliary"):
         pretrain(config)
+    with pytest.raises(ConfigError, match=r"must name a subclass of"):
+        check_present(config)
+
+
+def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
+    config = encoder(folder, "run", {"masking": MASKS | {"strategy": f"{folder}/second_next.py:SecondNext"}})
+    with pytest.raises(ConfigError, match=r"must name a class with made, at, starts, weights, but is .* without made"):
+        check_present(config)
