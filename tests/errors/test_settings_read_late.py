@@ -124,7 +124,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ),
     (
         "objective.custom.objective",
-        "start",
+        "dry",
         DECODER | {"objective.custom": {"objective": "json:JSONDecoder"}},
         "`objective.custom.objective` must name a subclass of megahead.objectives.auxiliary.Auxiliary",
     ),
