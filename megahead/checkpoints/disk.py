@@ -1,7 +1,7 @@
 """Checkpoints in a run's folder: saved by all ranks together, found, named and kept.
 
     step-00001000-3f2a91/           always a complete checkpoint: it gets this name by one rename
-    latest                          text: the name of the newest checkpoint, put last
+    latest                          text: the names of the newest checkpoint and of its parents, put last
     .step-00001000-3f2a91.partial   being written, or being removed; worthless after a crash
 
 Earlier versions wrote `step-00001000`, and beside it `step-00001000.replaced` while a new one of the same step took its
@@ -33,6 +33,7 @@ from megahead.checkpoints.format import (
 )
 from megahead.checkpoints.store import (
     KeepRules,
+    Latest,
     Lineage,
     history,
     is_name,
@@ -71,17 +72,16 @@ class Disk:
         return Manifest.read(self.root / name)
 
     @property
-    def latest(self) -> str | None:
+    def latest(self) -> Latest:
         """See `Place`."""
         try:
-            name = (self.root / "latest").read_text(encoding="utf-8").strip()
+            return Latest.read((self.root / "latest").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
-            return None
-        return name if is_name(name) and (self.root / name).is_dir() else None
+            return Latest()
 
-    def point_to(self, name: str) -> None:
+    def point_to(self, latest: Latest) -> None:
         """See `Place`."""
-        write_atomically(self.root / "latest", f"{name}\n")
+        write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
         """Renames it first, so that a crash leaves no half-removed folder under its name."""
@@ -222,7 +222,7 @@ def write_together(
             manifest.write(partial)
             check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
             disk.publish(header.name)
-            disk.point_to(header.name)
+            disk.point_to(Latest(header.name, header.parents))
             retain(disk, rules)
 
     try:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from megahead.checkpoints.disk import Disk, is_complete
@@ -23,8 +22,8 @@ from megahead.checkpoints.format import (
     run_on_all_ranks,
 )
 from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
-from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, known_orphans, patience_with
-from megahead.checkpoints.store import history, is_name, new_name, step_of
+from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, known_orphans, newer_in, patience_with
+from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import fsync, write_atomically
@@ -138,8 +137,8 @@ def fetch_newer(
     than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
 ) -> Resumed | None:
     """Fetches the newest sound checkpoint of the history at `url` into `folder`, with the log up to there and what the
-    run is known by, if one is newer than step `than`; None if none is. Collective; CheckpointError where the store
-    cannot be read.
+    run is known by, if one is newer than step `than` (see `newer_in`); None if none is. Collective; CheckpointError
+    where the store cannot be read.
 
     `accept` may refuse one before it is fetched, on rank 0. Not counted is what the run in `folder` went back from.
     """
@@ -147,19 +146,21 @@ def fetch_newer(
 
     def newer() -> tuple[Remote, list[str]]:
         remote = Remote.of(url, patience_with(group))
-        passed = known_orphans(folder)
-        fresh = takewhile(lambda name: step_of(name) > than and name not in passed, history(remote))
-        return remote, list(fresh)
+        return remote, newer_in(remote, folder, than)
 
     terms = Terms(accept, lambda: small_files(url, group, folder.metrics, folder.identity))
     final, damage = _fetch_first(newer, Disk(folder.checkpoints), group, terms)
     if final is not None:
-        run_on_all_ranks(group, lambda: Disk(final.parent).point_to(final.name) if group.rank == 0 else None)
+        run_on_all_ranks(group, lambda: _point_to(final) if group.rank == 0 else None)
         checkpoint, seconds = open_together(final, group), time.monotonic() - began
         sentence = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
         details = {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
         return Resumed("mirror", checkpoint, damage, sentence, details)
     return Resumed("mirror", None, damage) if damage else None
+
+
+def _point_to(folder: Path) -> None:
+    Disk(folder.parent).point_to(Latest(folder.name, Manifest.read(folder).parents))
 
 
 def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:

@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from megahead.background import begin
 from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
-from megahead.checkpoints.store import Lineage, history, is_name, step_of
+from megahead.checkpoints.store import Latest, Lineage, highest_first, history, is_name, leads_to, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import write_atomically
@@ -70,14 +71,25 @@ class Remote:
         return text, Manifest.parse(text, joined(self.url, self.place(name, MANIFEST)))
 
     @property
-    def latest(self) -> str | None:
-        """See `Place`."""
-        text = self.store.read_if_there(self.place("latest"))
-        return None if text is None else text.decode(errors="replace").strip()
+    def latest(self) -> Latest:
+        """See `Place`. Also a whole checkpoint that continues what was put there last: its upload was killed right
+        before it would have been."""
+        said = Latest.read((self.store.read_if_there(self.place("latest")) or b"").decode(errors="replace"))
+        return said if said.name is None else self._continued(said, said.name)
 
-    def point_to(self, name: str) -> None:
+    def _continued(self, said: Latest, name: str) -> Latest:
+        for each in highest_first(self.names()):
+            if step_of(each) <= step_of(name):
+                break
+            with suppress(CheckpointError):
+                parents = self.manifest(each).parents
+                if leads_to(name, parents or (each,)):
+                    return Latest(each, parents)
+        return said
+
+    def point_to(self, latest: Latest) -> None:
         """See `Place`."""
-        self.store.write(self.place("latest"), f"{name}\n".encode())
+        self.store.write(self.place("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
         """See `Place`."""
@@ -179,14 +191,35 @@ def patience_with(group: Group) -> float:
 
 def known_orphans(folder: RunFolder) -> set[str]:
     """The checkpoints that the run in `folder` went back from, also in other places."""
-    lineage = Lineage()
+    return set(_lineage_in(folder).orphaned)
+
+
+def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
+    """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
+    newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
+    went back from itself."""
+    there, lineage = history(remote), _lineage_in(folder)
+    went_back = bool(there) and not {*lineage.parents}.isdisjoint(_orphaned_by(remote, there[0]))
+
+    def is_fresh(name: str) -> bool:
+        newer = step_of(name) > than or (went_back and not leads_to(name, lineage.parents))
+        return newer and name not in lineage.orphaned
+
+    return list(takewhile(is_fresh, there))
+
+
+def _orphaned_by(remote: Remote, name: str) -> tuple[str, ...]:
+    with suppress(CheckpointError):
+        return remote.manifest(name).orphaned
+    return ()
+
+
+def _lineage_in(folder: RunFolder) -> Lineage:
+    """That of the newest checkpoint there whose manifest can be read."""
     for path in step_folders(folder.checkpoints):
-        try:
-            lineage = Lineage.after(path.name, Manifest.read(path))
-        except CheckpointError:
-            continue
-        break
-    return set(lineage.orphaned)
+        with suppress(CheckpointError):
+            return Lineage.after(path.name, Manifest.read(path))
+    return Lineage()
 
 
 # Whose it is: one run's, and at any time one session's.

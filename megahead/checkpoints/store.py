@@ -61,6 +61,26 @@ def _is_old(name: str) -> bool:
 # Places that have checkpoints, and what led to what there.
 
 
+@dataclass(frozen=True)
+class Latest:
+    """What `latest` says: one name a line, the newest checkpoint's first."""
+
+    name: str | None = None
+
+    parents: tuple[str, ...] = ()
+    """What led to it, in case its manifest is damaged or gone; empty where an earlier version wrote it."""
+
+    @staticmethod
+    def read(text: str) -> Latest:
+        """That in the content of the file."""
+        name, *parents = text.split() or [""]
+        return Latest(name, tuple(filter(is_name, parents))) if is_name(name) else Latest()
+
+    def text(self) -> str:
+        """The content of the file."""
+        return "".join(f"{name}\n" for name in (self.name, *self.parents))
+
+
 class Place(Protocol):
     """Where checkpoints are: a disk, a node's memory, a remote store."""
 
@@ -71,11 +91,11 @@ class Place(Protocol):
         """CheckpointError if it is damaged or gone."""
 
     @property
-    def latest(self) -> str | None:
-        """The name that was put there last; None if that says nothing."""
+    def latest(self) -> Latest:
+        """What was put there last; without a name if that says nothing."""
 
-    def point_to(self, name: str) -> None:
-        """Makes `latest` name it."""
+    def point_to(self, latest: Latest) -> None:
+        """Puts it there."""
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, its name first."""
@@ -96,8 +116,8 @@ def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
 def history(place: Place) -> list[str]:
     """The newest checkpoint and what led to it, as far as that is there, the newest first.
 
-    Where `latest` says nothing, the one of the highest step counts that was not orphaned. One whose manifest is damaged
-    stands before the newest that can be read: nobody knows what led to it.
+    Where the newest is damaged or gone, `latest` has what led to it. Where that says nothing, the one of the highest
+    step counts that was not orphaned. One whose manifest is damaged stands before the newest that can be read.
     """
     there = highest_first(place.names())
     damaged = []
@@ -116,10 +136,14 @@ def history(place: Place) -> list[str]:
 def _candidates(place: Place, there: Sequence[str]) -> Iterator[str]:
     """For the newest one."""
     latest = place.latest
-    if latest in there:
-        yield str(latest)
+    if latest.name in there:
+        yield str(latest.name)
+    if latest.parents:
+        yield from (name for name in latest.parents if name in there)
+        yield from (name for name in there if name not in latest.parents and leads_to(name, latest.parents))
+        return
     orphaned = _orphaned_by_any(place, there)
-    yield from (name for name in there if name != latest and name not in orphaned)
+    yield from (name for name in there if name != latest.name and name not in orphaned)
 
 
 def _orphaned_by_any(place: Place, there: Iterable[str]) -> set[str]:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError
-from megahead.checkpoints.store import Event, KeepRules, Lineage, orphans, retain, step_of
+from megahead.checkpoints.store import Event, KeepRules, Latest, Lineage, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
 
@@ -42,10 +42,10 @@ def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bo
     """Puts a checkpoint into the store (see `Remote.put`), as the newest one if the session has saved it (`is_new`), or
     if it continues or orphans what is the newest there. Returns the bytes sent."""
     sent = remote.put(folder, refuse)
-    latest = remote.latest
-    known = Lineage.after(folder.name, Manifest.read(folder))
+    latest, manifest = remote.latest.name, Manifest.read(folder)
+    known = Lineage.after(folder.name, manifest)
     if is_new or latest is None or known.supersedes(latest) or latest not in remote.names():
-        remote.point_to(folder.name)
+        remote.point_to(Latest(folder.name, manifest.parents))
     return sent
 
 
@@ -53,7 +53,7 @@ def settle(remote: Remote, name: str, rules: KeepRules) -> None:
     """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
     keep, and what is not of its history."""
     remote.clear_remains(but=name)
-    if remote.latest == name:
+    if remote.latest.name == name:
         for orphan in orphans(remote):
             remote.remove(orphan)
         retain(remote, rules)

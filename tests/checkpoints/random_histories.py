@@ -80,6 +80,9 @@ class Session:
     lineage: Lineage
     lease: RemoteLease
     step: int
+    has_saved: bool = False
+    """Whether it has saved since it began or last rolled back."""
+
     is_followed: bool = False
     """Whether another session has taken the store's lease since."""
 
@@ -148,11 +151,15 @@ class Histories:
         here, there = self.place(disk), self.place("store")
         if any(not self.has_manifest(place) for place in (here, there)):
             return None
-        own = self.sound(disk, self.chain(here.latest))
+        chain = self.chain(here.latest.name)
+        own = self.sound(disk, chain)
         newest = None if not own else own[0]
-        passed = set(here.manifest(here.latest).orphaned) if here.latest else set[str]()
-        for name in self.chain(there.latest):
-            if name in passed or (newest is not None and step_of(name) <= step_of(newest)):
+        passed = set(here.manifest(chain[0]).orphaned) if chain else set[str]()
+        whole = self.remote.latest.name
+        went_back = whole is not None and not set(chain).isdisjoint(there.manifest(whole).orphaned)
+        for name in self.chain(whole):
+            is_newer = newest is None or step_of(name) > step_of(newest) or (went_back and name not in chain)
+            if name in passed or not is_newer:
                 break
             if self.sound("store", [name]):
                 return (name,)
@@ -161,7 +168,8 @@ class Histories:
     def has_manifest(self, place: Disk) -> bool:
         """Whether `latest` says what led to it; True for an empty place."""
         try:
-            return not place.names() or (place.latest is not None and bool(place.manifest(place.latest)))
+            name = place.latest.name
+            return not place.names() or (name is not None and bool(place.manifest(name)))
         except CheckpointError:
             return False
 
@@ -176,7 +184,7 @@ class Histories:
         name = new_name(session.step)
         assert name not in self.parents
         self.parents[name] = session.lineage.tip
-        before, latest = place.names(), place.latest
+        before, latest = place.names(), place.latest.name
         snapshot = Snapshot.take([("w", torch.full((3,), float(len(self.parents))))], Group())
         header = Header(
             name, session.step, {"step": session.step}, {}, session.lineage.parents, session.lineage.orphaned
@@ -187,7 +195,8 @@ class Histories:
         session.lineage.add(name)
         if killed is not None:
             del self.sessions[disk]
-        assert place.latest in ((latest, name) if killed is not None else (name,))
+        session.has_saved = True
+        assert place.latest.name in ((latest, name) if killed is not None else (name,))
         self.check_disk(disk, before)
 
     def check_disk(self, disk: str, before: list[str]) -> None:
@@ -195,9 +204,10 @@ class Histories:
         place = self.place(disk)
         if not self.has_manifest(place):
             return
-        chain = self.chain(place.latest)
+        newest = place.latest.name
+        chain = self.chain(newest)
         assert set(history(place)) <= set(chain)
-        there = [name for name in chain if name in before or name == place.latest]
+        there = [name for name in chain if name in before or name == newest]
         kept = [*there[: RULES.newest], *(name for name in there if step_of(name) % 5 == 0)]
         kept += [name for name in before if name not in chain]
         assert set(kept) <= set(place.names()), (kept, place.names())
@@ -208,15 +218,15 @@ class Histories:
         there = self.sound(disk, list(session.lineage.parents))
         if there:
             session.lineage.go_back(self.chance.choice(there))
-            session.step = session.lineage.step
+            session.step, session.has_saved = session.lineage.step, False
 
     def upload(self, disk: str, killed: int | None = None) -> None:
-        """The newest of the session goes to the store, unless another has taken the lease."""
+        """The newest that the session saved goes to the store, unless another has taken the lease."""
         session, store = self.sessions[disk], self.place("store")
         tip = session.lineage.tip
-        if tip is None or tip not in self.place(disk).names() or (disk, tip) in self.damaged:
+        if tip is None or not session.has_saved or tip not in self.place(disk).names() or (disk, tip) in self.damaged:
             return
-        latest = store.latest
+        latest = store.latest.name
         if tip not in store.names():
             self.damaged.discard(("store", tip))
         try:
@@ -227,13 +237,13 @@ class Histories:
                 assert self.has_one_history(tip)
         except TakenOverError:
             assert session.is_followed
-            assert store.latest == latest
+            assert store.latest.name == latest
             del self.sessions[disk]
             return
         if killed is not None:
             del self.sessions[disk]
         assert killed is not None or not session.is_followed
-        assert store.latest in ((latest, tip) if killed is not None else (tip,))
+        assert store.latest.name in ((latest, tip) if killed is not None else (tip,))
 
     def has_one_history(self, tip: str) -> bool:
         return orphans(self.remote) == [] and set(history(self.remote)) <= set(self.chain(tip))

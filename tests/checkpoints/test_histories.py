@@ -14,7 +14,7 @@ import torch
 from megahead.checkpoints.disk import Disk, find_checkpoint, orphaned_in, save_checkpoint, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
-from megahead.checkpoints.store import KeepRules, step_of
+from megahead.checkpoints.store import KeepRules, Latest, step_of
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 from megahead.train.progress import RunHistory
@@ -114,7 +114,7 @@ def test_names_are_never_used_twice_and_each_names_its_parents(tmp_path: Path) -
     assert len({first.name, second.name, back.name}) == 3
     assert Manifest.read(second).parents == Manifest.read(back).parents == (first.name,)
     assert (Manifest.read(second).orphaned, Manifest.read(back).orphaned) == ((), (second.name,))
-    assert Disk(tmp_path).latest == back.name
+    assert Disk(tmp_path).latest == Latest(back.name, (first.name,))
 
 
 def test_one_whose_list_of_parents_is_damaged_is_passed_over_without_an_orphan_in_its_place(tmp_path: Path) -> None:
@@ -217,3 +217,23 @@ def test_a_log_counts_up_to_where_the_history_that_is_resumed_left_the_present_o
         resumed = open_checkpoint(folder_of(run.checkpoints, step))
         assert RunHistory.of_resumed(resumed, run).continues() == shared
     assert RunHistory.of_resumed(None, run).continues() == 0
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("step", [5, 7])
+def test_where_the_newest_is_lost_with_its_manifest_no_orphan_takes_its_place(
+    step: int, gone: bool, tmp_path: Path
+) -> None:
+    for earlier in (2, 4, 6, 8):
+        save(tmp_path, earlier, keep=9)
+    newest = save(tmp_path, step, keep=9, parent_step=4)
+    shutil.rmtree(newest) if gone else (newest / "checkpoint.json").write_text("{")
+    assert found(tmp_path) == 4
+    assert set(orphaned_steps(tmp_path)) == {6, 8}
+
+
+def test_where_all_that_led_to_a_lost_one_is_gone_orphans_must_be_named(tmp_path: Path) -> None:
+    save(tmp_path, 8)
+    save(tmp_path, 2, parent_step=-1, keep=1)
+    shutil.rmtree(save(tmp_path, 4, keep=1))
+    assert (step_folders(tmp_path), orphaned_steps(tmp_path)) == ([], [8])
