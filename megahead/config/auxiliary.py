@@ -139,6 +139,12 @@ class CustomConfig(AuxiliarySettings):
         others = [f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss"]
         return ", ".join([super().held_out(means), *others])
 
+    @property
+    def reads_all_outputs(self) -> bool:  # type: ignore[override]  # a constant of the others
+        """As the class says. Imports it, and with it torch."""
+        kind = load_named("objective.custom.objective", self.objective)
+        return bool(getattr(kind, "needs_all_outputs", False))
+
     def head_parameters(self, model: ModelConfig) -> int:
         """Imports the class, and with it torch."""
         kind = load_named("objective.custom.objective", self.objective)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megahead.config.auxiliary import AuxiliarySettings
+from megahead.config.auxiliary import AuxiliarySettings, CustomConfig
 from megahead.config.base import load_named
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
@@ -154,6 +154,9 @@ def build_auxiliary(config: RunConfig) -> Auxiliary | None:
         rule = "have parameters of one dimension or more, and no buffers"
         got = f"{settings.implementation()!r} with `{lacking[0]}`"
         raise ConfigError("objective.custom.objective", rule, got=got)
+    if isinstance(settings, CustomConfig) and built.key != Auxiliary.key:
+        rule = f"leave `key` as it is ({Auxiliary.key}), since other names are those of the model's own parts"
+        raise ConfigError("objective.custom.objective", rule, got=f"{settings.implementation()!r} with {built.key!r}")
     return built
 
 

@@ -21,7 +21,7 @@ from megahead.data.loader import training_masker
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError
-from megahead.estimate import run_parameters
+from megahead.estimate import run_flops, run_parameters
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
 from megahead.objectives.pretraining import weight_shapes
@@ -180,3 +180,21 @@ def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
     config = encoder(folder, "run", {"masking": MASKS | {"strategy": f"{folder}/second_next.py:SecondNext"}})
     with pytest.raises(ConfigError, match=r"must name a class with made, at, starts, weights, but is .* without made"):
         check_present(config)
+
+
+def test_what_reads_all_outputs_is_estimated_so(folder: Path) -> None:
+    plain = (folder / "second_next.py").read_text()
+    (folder / "all.py").write_text(plain.replace("evaluated = True", "needs_all_outputs = True"))
+    costs = []
+    for name in ("second_next", "all"):
+        custom = {"objective": {"custom": {"objective": f"{folder}/{name}.py:SecondNext"}}}
+        costs.append(run_flops(encoder(folder, name, custom), 40).body)
+    assert costs[0] < costs[1]
+
+
+def test_parameters_have_a_name_that_no_part_of_the_model_has(folder: Path) -> None:
+    plain = (folder / "second_next.py").read_text()
+    (folder / "head.py").write_text(plain.replace("evaluated = True", 'key = "head"'))
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/head.py:SecondNext"}}})
+    with pytest.raises(ConfigError, match=r"must leave `key` as it is \(custom\)"):
+        weight_shapes(config)
