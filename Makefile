@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
+WORKERS ?= -n auto --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -25,6 +25,11 @@ def shared_data() -> Path:
     return SHARED
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors, since many tests wait for timeouts; at most four, for memory's sake."""
+    return min((os.cpu_count() or 1) + 1, 4)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Where tests are run; with `-n` that is in the workers, and not where they are handed out."""
     if session.config.getoption("dist", "no") == "no":

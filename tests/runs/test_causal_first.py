@@ -83,10 +83,11 @@ def zero(number: int) -> dict[str, Any]:
     [
         (0, 1, 1, {}),
         long(2, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
-        (3, 1, 2, ROWS | BOTH),
+        (1, 1, 2, ROWS | BOTH),
+        long(3, 1, 2, ROWS | BOTH),
         long(1, 2, 1, VANILLA | {"model": {**MODEL, **BERT}, "engine.attention": "sdpa"}),
     ],
-    ids=["alone", "sequence", "rows, then vanilla", "bert, vanilla"],
+    ids=["alone", "sequence", "rows, then vanilla", "3 in rows, then vanilla", "bert, vanilla"],
 )
 def test_all_phases_equal_plain_torch(
     tmp_path: Path, number: int, tensor: int, data: int, changes: dict[str, Any]
@@ -106,7 +107,7 @@ def test_all_phases_equal_plain_torch(
     ("ranks", "changes", "steps"),
     [
         (1, stage(0) | {"training.save_in_background": True}, AROUND),
-        (2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}, [SWITCH]),
+        long(2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}, [SWITCH]),
         long(2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}, AROUND),
         long(4, stage(1) | VANILLA | {"parallel.tensor": 2}, AROUND),
     ],

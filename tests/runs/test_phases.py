@@ -129,7 +129,7 @@ def on_mesh(number: int, tensor: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("number", "tensor", "data", "changes"),
     [long(number, 2, 2, TIED if number % 2 else {}) for number in (0, 1, 2, 3)]
-    + [(0, 1, 1, TIED), (3, 1, 2, {}), (1, 1, 2, ROWS), long(2, 2, 1, LLAMA | TIED)],
+    + [(0, 1, 1, TIED), long(3, 1, 2, {}), (1, 1, 2, ROWS), long(2, 2, 1, LLAMA | TIED)],
     ids=str,
 )
 def test_both_phases_equal_plain_torch(
@@ -151,13 +151,12 @@ def test_both_phases_equal_plain_torch(
     ("ranks", "changes", "steps"),
     [
         (1, stage(0) | {"training.save_in_background": True}, AROUND),
-        (2, stage(2) | TIED | {"engine.precision": "bf16"}, [SWITCH - 2]),
         (2, stage(3) | ROWS, [SWITCH]),
         long(2, stage(2) | TIED | {"engine.precision": "bf16"}, AROUND),
         long(2, stage(3) | ROWS, AROUND),
         long(4, stage(1) | {"parallel.tensor": 2}, AROUND),
     ],
-    ids=["0", "2 in bf16", "3 in rows", "2 in bf16, everywhere", "3 in rows, everywhere", "1 on a mesh"],
+    ids=["0", "3 in rows", "2 in bf16, everywhere", "3 in rows, everywhere", "1 on a mesh"],
 )
 def test_a_resumed_run_equals_the_undisturbed_one_bitwise(
     tmp_path: Path, ranks: int, changes: dict[str, Any], steps: list[int]
@@ -183,7 +182,7 @@ def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "steps"), [(2, [SWITCH - 1, SWITCH + 1]), long(4, [SWITCH - 1, SWITCH, SWITCH + 1])], ids=["two", "four"]
+    ("ranks", "steps"), [(2, [SWITCH - 1]), long(4, [SWITCH - 1, SWITCH, SWITCH + 1])], ids=["two", "four"]
 )
 def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path, ranks: int, steps: list[int]) -> None:
     write_text(tmp_path)

@@ -97,9 +97,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_a_second_one_waits(t
     at_once = small_config(tmp_path, plan | {"output_dir": str(tmp_path / "at once")})
     behind = small_config(tmp_path, plan | {"training.save_in_background": True})
     for config in (at_once, behind):
-        assert on_ranks(2, run_with_slow_writes, config, 3.0) == ["finished"] * 2
-    assert min(stalls(tmp_path / "at once")) > 3
-    assert stalls(tmp_path / "run")[0] < 1.5  # the second waited for the first
+        assert on_ranks(2, run_with_slow_writes, config, 1.5) == ["finished"] * 2
+    assert min(stalls(tmp_path / "at once")) > 1.5
+    assert stalls(tmp_path / "run")[0] < 1  # the second waited for the first
     assert same_tensors(tmp_path / "run", tmp_path / "at once")
     for folder in (tmp_path / "run/checkpoints").glob("step-*"):
         open_checkpoint(folder).verify()
