@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megahead.config.data import DataConfig
-from megahead.data.indexed import DatasetInfo
-
-Array = np.ndarray[Any, Any]
+from megahead.data.indexed import Array, DatasetInfo
 
 
 class KeptTokens(NamedTuple):

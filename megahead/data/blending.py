@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megahead.data.indexed import IndexedDataset
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import FOR_DATASET, Samples, StoredSamples, StreamSamples, derive_seed
 from megahead.errors import ConfigError
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 # (Tijdeman's chairman assignment). So among any first k samples each dataset has its share k n / P, to within one
 # sample.
 
-
 PERIOD = 65_536
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -159,11 +157,11 @@ def schedule(quotas: Array) -> tuple[Array, Array]:
 class RowSource(Protocol):
     """Rows of tokens by number, from 0 without end: a pure function of the number."""
 
-    def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
         ...
 
-    def document_starts(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ import torch
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
 from megahead.data.batch import Batch, CausalRows, RowMasker, document_positions
+from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 
 # An encoder's rows: [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end
@@ -20,9 +20,6 @@ from megahead.data.samples import CounterRng, Purpose
 # RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
 # nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its
 # last. B rows, T tokens per row, N targets of the batch.
-
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import orjson
 
-from megahead.errors import ConfigError, DataError
+from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_far, near_file, parted
+from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_far, parted
 from megahead.wording import counted
 
 # The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
@@ -30,7 +29,6 @@ from megahead.wording import counted
 #
 # All integers are little-endian. The header's 34 bytes leave every array unaligned.
 
-
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -38,6 +36,8 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 LARGEST_UINT16_VOCABULARY = 65_500
+MISSING = "`{}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
+Array = np.ndarray[Any, Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -54,21 +54,11 @@ class IndexLayout:
     num_boundaries: int
     """D = documents + 1; 1 in Pythia's preshuffled files, which list no documents."""
 
-    @property
-    def sizes_at(self) -> int:
-        return HEADER.size
-
-    @property
-    def offsets_at(self) -> int:
-        return self.sizes_at + 4 * self.num_sequences
-
-    @property
-    def documents_at(self) -> int:
-        return self.offsets_at + 8 * self.num_sequences
-
-    @property
-    def end(self) -> int:
-        return self.documents_at + 8 * self.num_boundaries
+    def starts(self) -> tuple[int, int, int, int]:
+        """Bytes from the file's beginning to its sizes, offsets and documents, and to their end."""
+        offsets = HEADER.size + 4 * self.num_sequences
+        documents = offsets + 8 * self.num_sequences
+        return HEADER.size, offsets, documents, documents + 8 * self.num_boundaries
 
     def pack(self) -> bytes:
         """The 34 header bytes."""
@@ -92,16 +82,16 @@ class IndexLayout:
             reason = " (6 and 7 mean different types in GPT-NeoX and Megatron)" if code in (6, 7) else ""
             raise DataError(f"`{path}` must have a dtype code of {sorted(DTYPES)}, but has {code} instead{reason}.")
         layout = IndexLayout(DTYPES[code], sequences, boundaries)
-        if file_bytes not in (layout.end, layout.end + sequences):
+        *_, end = layout.starts()
+        if file_bytes not in (end, end + sequences):
             raise DataError(
-                f"`{path}` must be {layout.end:,} bytes long for {counted(sequences, 'sequence')} and "
+                f"`{path}` must be {end:,} bytes long for {counted(sequences, 'sequence')} and "
                 f"{boundaries:,} document boundaries, but is {file_bytes:,} instead; it was cut short or is damaged."
             )
         return layout
 
 
 # `PREFIX.json`: counts, origin and checksums of a dataset, which can be read without reading its tokens.
-
 
 FORMAT = "megahead-dataset/1"
 
@@ -183,17 +173,6 @@ class DatasetInfo:
         """The JSON text."""
         return orjson.dumps({"format": FORMAT, **vars(self)})  # asdict would copy every count
 
-    def _check(self) -> None:
-        """ValueError for values of other types than above."""
-        numbers = [self.tokens, self.documents, self.text_bytes, self.vocab_size, self.bin.bytes, self.idx.bytes]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError("a number is none")
-        if not all(isinstance(fingerprint.sha256, str) for fingerprint in (self.bin, self.idx)):
-            raise ValueError("a checksum is none")
-        counts_V = np.asarray(self.token_counts)
-        if counts_V.dtype.kind not in "iu" or counts_V.shape != (self.vocab_size,) or (counts_V < 0).any():
-            raise ValueError("token_counts are not counts of vocab_size ids")
-
     @staticmethod
     def load(path: Path) -> DatasetInfo:
         """Reads `path`; DataError when it is not such a file."""
@@ -202,7 +181,14 @@ class DatasetInfo:
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
             info = DatasetInfo(**fields | {name: FileFingerprint(**fields[name]) for name in ("bin", "idx")})
-            info._check()
+            numbers = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError("a number is none")
+            if not all(isinstance(each.sha256, str) for each in (info.bin, info.idx)):
+                raise ValueError("a checksum is none")
+            counts_V = np.asarray(info.token_counts)
+            if counts_V.dtype.kind not in "iu" or counts_V.shape != (info.vocab_size,) or (counts_V < 0).any():
+                raise ValueError("token_counts are not counts of vocab_size ids")
             return info
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
@@ -226,80 +212,52 @@ def verify_file(path: Path, fingerprint: FileFingerprint, advance: Callable[[int
         )
 
 
-# The array in a `.npy` of numpy that a setting names, or one sentence on what the file is instead.
-
-
-def open_array(field: str, rule: str, path: str) -> Array:
-    """The array in the file that the setting `field` names; a URL's is fetched first. ConfigError with this rule for
-    any other file."""
-    try:
-        found = np.load(near_file(path), allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise ConfigError(field, rule, got=f"{path} ({error})") from None
-    if not isinstance(found, np.ndarray):
-        raise ConfigError(field, rule, got=f"{path}, which has several arrays")
-    return found
+def dataset_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """`PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`."""
+    bin_path, idx_path, info_path = (Path(f"{prefix}{ending}") for ending in (".bin", ".idx", ".json"))
+    return bin_path, idx_path, info_path
 
 
 # Datasets named by a URL: their files are fetched to this machine, and then mapped like any other.
 
 
-_TOKENS, _INDEX, _INFO = ".bin", ".idx", ".json"
-
-
-def near_dataset(prefix: str | Path) -> Path:
-    """The prefix of a dataset's files on this machine: `prefix`, or where those at that URL were fetched to."""
-    fetching = fetch_dataset(str(prefix))
-    while True:
-        try:
-            next(fetching)
-        except StopIteration as ended:
-            return Path(ended.value)
-
-
-def fetch_dataset(prefix: str) -> Generator[None, None, str]:
-    """Fetches what is not here yet, yields at least once a second meanwhile, and returns the prefix here.
+def fetch_dataset(prefix: str) -> Iterator[str]:
+    """Fetches what is not here yet; meanwhile yields the prefix here at least once a second, and again at the end.
 
     Checked by the lengths and checksums in `PREFIX.json`; without that file by the lengths in the store alone.
     DataError for a dataset that is not there, FarError for a store that cannot be read, DamagedError for files that do
     not agree.
     """
-    if not is_far(prefix):
-        return prefix
+    here = prefix
+    if is_far(prefix):
+        folder, store, files = _remote_files(prefix)
+        here = str(folder / parted(prefix)[1])
+        for _ in fetch_into(folder, store, files):
+            yield here
+    yield here
+
+
+def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, Expected]]:
+    """Where a dataset's files belong here, the store that has them, and what they must be."""
     url, name = parted(prefix)
     store = Store(url)
-    info = store.read_if_there(f"{name}{_INFO}")
+    tokens, index, info = (path.name for path in dataset_paths(name))
     try:
-        identity = [store.version(f"{name}{ending}") for ending in (_TOKENS, _INDEX)] if info is None else [info.hex()]
-        folder = folder_for(prefix, *identity)
-        files = _by_length(store, name) if info is None else _by_checksum(folder, name, info)
+        described = store.read_if_there(info)
+        if described is None:
+            folder = folder_for(prefix, store.version(tokens), store.version(index))
+            return folder, store, {each: Expected(store.size(each)) for each in (tokens, index)}
     except FileNotFoundError:
-        raise DataError(
-            f"`{prefix}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
-        ) from None
-    yield from fetch_into(folder, store, files)
-    return str(folder / name)
-
-
-def _by_length(store: Store, name: str) -> dict[str, Expected]:
-    return {f"{name}{ending}": Expected(store.size(f"{name}{ending}")) for ending in (_TOKENS, _INDEX)}
-
-
-def _by_checksum(folder: Path, name: str, text: bytes) -> dict[str, Expected]:
-    path = folder / f"{name}{_INFO}"
-    if not path.exists():
-        write_atomically(path, text)
-    info = DatasetInfo.load(path)
-    return {
-        f"{name}{_TOKENS}": Expected(info.bin.bytes, info.bin.sha256),
-        f"{name}{_INDEX}": Expected(info.idx.bytes, info.idx.sha256),
-    }
+        raise DataError(MISSING.format(prefix)) from None
+    folder = folder_for(prefix, described.hex())
+    if not (folder / info).exists():
+        write_atomically(folder / info, described)
+    known = DatasetInfo.load(folder / info)
+    pairs = (tokens, known.bin), (index, known.idx)
+    return folder, store, {each: Expected(recorded.bytes, recorded.sha256) for each, recorded in pairs}
 
 
 # Reads `PREFIX.bin` + `PREFIX.idx` in place: both stay on disk and are mapped into memory.
-
-
-Array = np.ndarray[Any, Any]
 
 
 class IndexedDataset:
@@ -312,11 +270,16 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = near_dataset(prefix)
-        self.bin_path, self.idx_path, self.info_path = dataset_paths(self.prefix)
+        *_, here = fetch_dataset(str(prefix))
+        self.prefix = Path(here)
+        self.bin_path, self.idx_path, self.info_path = dataset_paths(here)
         self._index = _map(self.idx_path)
         self.layout = IndexLayout.parse(self.idx_path, self._index[: HEADER.size], len(self._index))
         self.dtype = self.layout.dtype
+        sizes_at, offsets_at, documents_at, _ = self.layout.starts()
+        self._sizes_L = np.frombuffer(self._index, "<i4", len(self), sizes_at)  # in the file, unaligned
+        self._offsets_L = np.frombuffer(self._index, "<i8", len(self), offsets_at)
+        self._documents_D = np.frombuffer(self._index, "<i8", self.layout.num_boundaries, documents_at)
         self._map = self._map_tokens()
         self._tokens = np.frombuffer(self._map, self.dtype)
         self.random_access = False
@@ -328,10 +291,8 @@ class IndexedDataset:
 
     def __getitem__(self, i: int) -> Array:
         """Sequence i as a read-only view; negative i counts from the end."""
-        position = i + len(self) if i < 0 else i
-        if not 0 <= position < len(self):
-            raise IndexError(f"sequence {i} of a dataset of {len(self)}")
-        size, offset = self._entry(position)
+        position = range(len(self))[i]
+        size, offset = int(self._sizes_L[position]), int(self._offsets_L[position])
         first = offset // self.dtype.itemsize
         if size < 0 or offset % self.dtype.itemsize or not 0 <= first <= self.num_tokens - size:
             raise DataError(
@@ -352,8 +313,9 @@ class IndexedDataset:
 
     def document(self, i: int) -> Array:
         """Document i as a read-only view; neither its ids nor its boundaries are checked, and nothing else is read."""
-        first, end = (self._first_token(self._boundary(i + k)) for k in (0, 1))
-        return self._tokens[first:end]
+        sequences = self._documents_D[i : i + 2].tolist()
+        bytes_ = [self._offsets_L[each] if each < len(self) else len(self._map) for each in sequences]
+        return self._tokens[bytes_[0] // self.dtype.itemsize : bytes_[1] // self.dtype.itemsize]
 
     def read(self, first_token: int, count: int) -> Array:
         """The tokens [first_token, first_token + count) of the dataset, across sequence boundaries; a view."""
@@ -397,7 +359,7 @@ class IndexedDataset:
     @cached_property
     def sizes(self) -> Array:
         """Tokens of each sequence, int32 [L]. The first use checks that they add up to the `.bin` file."""
-        sizes = self._array("<i4", len(self), self.layout.sizes_at)
+        sizes = _aligned(self._sizes_L)
         total = int(sizes.sum(dtype=np.int64))
         if total != self.num_tokens or (sizes < 0).any():
             raise DataError(
@@ -409,12 +371,12 @@ class IndexedDataset:
     @cached_property
     def offsets(self) -> Array:
         """Byte offset of each sequence in the `.bin` file, int64 [L]."""
-        return self._array("<i8", len(self), self.layout.offsets_at)
+        return _aligned(self._offsets_L)
 
     @cached_property
     def document_index(self) -> Array:
         """First sequence of each document, then L; int64 [D]."""
-        return self._array("<i8", self.layout.num_boundaries, self.layout.documents_at)
+        return _aligned(self._documents_D)
 
     def document_boundaries(self) -> Array:
         """First token of each document, then the number of all tokens; int64 [D]. Reads the whole index."""
@@ -443,28 +405,9 @@ class IndexedDataset:
         noted = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
         return f"{self.num_tokens:,} tokens, sha256 {noted[:16]}"
 
-    def _entry(self, i: int) -> tuple[int, int]:
-        size: int = struct.unpack_from("<i", self._index, self.layout.sizes_at + 4 * i)[0]
-        offset: int = struct.unpack_from("<q", self._index, self.layout.offsets_at + 8 * i)[0]
-        return size, offset
-
-    def _first_token(self, sequence: int) -> int:
-        """Index of a sequence's first token in the dataset; for `len(self)` the number of all tokens."""
-        return self.num_tokens if sequence == len(self) else self._entry(sequence)[1] // self.dtype.itemsize
-
-    def _boundary(self, i: int) -> int:
-        first_sequence: int = struct.unpack_from("<q", self._index, self.layout.documents_at + 8 * i)[0]
-        return first_sequence
-
-    def _array(self, dtype: str, count: int, offset: int) -> Array:
-        array = np.frombuffer(self._index, dtype, count, offset).copy()  # unaligned in the file, aligned in the copy
-        array.flags.writeable = False
-        return array
-
     def _map_tokens(self) -> mmap.mmap | bytes:
         tokens = _map(self.bin_path)
-        size, offset = self._entry(len(self) - 1) if len(self) else (0, 0)
-        expected = offset + size * self.dtype.itemsize
+        expected = int(self._offsets_L[-1]) + int(self._sizes_L[-1]) * self.dtype.itemsize if len(self) else 0
         if len(tokens) != expected or expected % self.dtype.itemsize:
             raise DataError(
                 f"`{self.bin_path}` must be {expected:,} bytes long by its index, but is {len(tokens):,} instead; "
@@ -473,7 +416,7 @@ class IndexedDataset:
         return tokens
 
     def _check_documents(self) -> None:
-        ends = [self._boundary(i) for i in (0, self.num_documents)[: self.layout.num_boundaries]]
+        ends = self._documents_D[[0, -1][: self.layout.num_boundaries]].tolist()
         if not ends or ends[0] != 0 or (self.num_documents and ends[1] != len(self)):
             raise DataError(
                 f"the documents in `{self.idx_path}` must begin at sequence 0 and end at {len(self)}, "
@@ -481,10 +424,10 @@ class IndexedDataset:
             )
 
 
-def dataset_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """`PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`."""
-    bin_path, idx_path, info_path = (Path(f"{prefix}{ending}") for ending in (".bin", ".idx", ".json"))
-    return bin_path, idx_path, info_path
+def _aligned(array: Array) -> Array:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -501,8 +444,6 @@ def _map(path: Path) -> mmap.mmap | bytes:
                 f"`{path}` must be one file, but lies in {len(pieces)} pieces; join them: "
                 f"cat {path.parent / path.stem}-*.bin > {path}"
             ) from None
-        raise DataError(
-            f"`{path}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
-        ) from None
+        raise DataError(MISSING.format(path)) from None
     except OSError as error:
         raise DataError(f"`{path}` must be readable, but is not: {error.strerror}.") from error

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megahead.data.indexed import (
     LARGEST_UINT16_VOCABULARY,
+    Array,
     IndexedDataset,
     dataset_paths,
     require_one_tokenizer,
@@ -25,10 +25,8 @@ from megahead.wording import counted
 
 # What an indexed dataset contains, and whether its files are still as they were written.
 
-
 BLOCK_TOKENS = 1 << 22
 CLOSINGS_READ = 1000
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,9 +15,9 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, CausalRows, RowMasker
 from megahead.data.blending import RowSource
 from megahead.data.framing import Framing, MaskedInputs, NextTokens
-from megahead.data.indexed import IndexedDataset, open_array
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.masking import Diffusion, Masker
-from megahead.data.strategies import Uniform, strategy_of
+from megahead.data.strategies import Uniform, open_array, strategy_of
 from megahead.data.strategy import Difficulty, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError, DataError
@@ -28,9 +27,6 @@ from megahead.files import staged
 #
 # int32 [V, K], a `.npy` of numpy, the nearest first; `megahead nearest-ids` makes one of a model's input embedding. It
 # is read once and stays what it is over a run, so that what is drawn by it depends on the seed and the sample alone.
-
-
-Array = np.ndarray[Any, Any]
 
 
 def open_nearest_ids(path: str, vocab_size: int, wanted: int = 1) -> Array:
@@ -196,7 +192,6 @@ def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:
 # Checks that the config's end token is the one that closes the documents.
 #
 # With a wrong id nothing would fail, but documents in one row would attend to each other.
-
 
 NUM_CHECKED = 64
 """How many documents or rows are checked, evenly spread over the dataset."""

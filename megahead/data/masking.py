@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import Batch, RowMasker
 from megahead.data.framing import FramedRows, Framing
-from megahead.data.indexed import DatasetInfo
+from megahead.data.indexed import Array, DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
 from megahead.data.strategy import Strategy
@@ -23,9 +23,6 @@ from megahead.data.token_subsets import TokenSubsets
 # A row is text in its frame (`framing`). Targets are the tokens of the text, never their replacements. A unit is a
 # span of tokens masked together (`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the
 # batch.
-
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
 
-from megahead.data.indexed import IndexedDataset
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.samples import FOR_ORDER, FeistelOrder, Samples, derive_seed
 from megahead.errors import DataError
 from megahead.files import write_atomically
@@ -38,8 +37,6 @@ HEADER_BYTES = 256
 WINDOW = 65_536
 PADDING = -1
 """The id in the empty part of a row."""
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from megahead.data.indexed import token_dtype
+from megahead.data.indexed import Array, token_dtype
 from megahead.data.sources import Chunk, Selection, find_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
@@ -28,7 +28,6 @@ from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
 # Turns chunks of text into chunks of ids, in this process or in worker processes, always in input order.
-
 
 CHUNKS_PER_WORKER = 3
 BYTES_PER_WORKER = 32 << 20
@@ -168,13 +167,11 @@ def _end_with_parent() -> None:
 
 # Turns text into one indexed dataset, or two if every k-th document is held out for validation.
 
-
 END_TOKEN = "<|endoftext|>"
 EndInside = Literal["report", "fail"]
 PROBE_DOCUMENTS = 64
 PROBE_CHARACTERS = 1_000
 PLACES_KEPT = 100
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum, unique
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megahead.data.indexed import IndexedDataset
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.errors import DataError
 from megahead.wording import counted
 
@@ -21,7 +20,6 @@ from megahead.wording import counted
 # are n or more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the
 # constants below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the
 # order of every run: another shuffle needs a new class beside this one.
-
 
 ROUNDS = 8
 SMALLEST_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
@@ -99,9 +97,6 @@ def scramble(numbers: Array) -> Array:
 #
 # It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
 # Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
-
-
-Array = np.ndarray[Any, Any]
 
 
 class Samples(ABC):
@@ -243,7 +238,6 @@ class EvenlySpread:
 #
 # A counter-based generator: SplitMix64 (Steele et al. 2014) of counters, for all B samples of a batch at once, W
 # numbers each. It has no state that draws would advance.
-
 
 _LEFT_OUT = np.uint64(11)  # of 64 bits, so that 53 are left, as many as a float64 has
 

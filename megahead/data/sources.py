@@ -23,7 +23,6 @@ from megahead.errors import DataError, FieldError
 
 # The decompressed bytes of a plain, .gz or .zst file (or of standard input), block by block.
 
-
 BLOCK_BYTES = 4 << 20
 STANDARD_INPUT = Path("-")
 
@@ -80,7 +79,6 @@ UNPACKERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {".gz": _gzip_blo
 
 
 # Which records of the input become documents, and which of their fields is the text.
-
 
 Condition = tuple[str, str]
 
@@ -304,7 +302,6 @@ def _lines(block: bytes) -> Iterator[bytes]:
 # A new kind of input is a chunk (`megahead.data.sources`) and a function that cuts a file into such chunks, in
 # `KINDS`.
 
-
 MAX_TEXT_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Cutter = Callable[[Path, Selection], Iterator[Chunk]]
@@ -435,7 +432,6 @@ KINDS = {f"{kind}{packed}": cut for kind, cut in LINES_AND_TEXTS.items() for pac
 
 
 # Parquet files and saved Hugging Face datasets (folders of Arrow streams) cut into chunks of rows.
-
 
 ROWS_AT_ONCE = 64
 STATE = "state.json"

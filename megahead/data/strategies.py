@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from torch import Tensor
 
 from megahead.config.base import load_named
 from megahead.config.masking import MaskingConfig
-from megahead.data.indexed import open_array
+from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategy import AllAlike, Difficulty, PairCounts, Strategy, TrainingText, WeighedIds, no_longer_than
 from megahead.data.whole_words import WholeWords
 from megahead.errors import ConfigError
-
-Array = np.ndarray[Any, Any]
-
+from megahead.remote_files import near_file
 
 # Neighbours that belong together are masked together (after Levine et al. 2021, arXiv 2010.01825).
 
@@ -94,7 +93,6 @@ class Frequency(WeighedIds):
 #
 # After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475, "Mask and You
 # Shall Receive").
-
 
 FLOOR = 0.1
 """Added to all shares of misses, so that an id that is always predicted is asked for at times."""
@@ -214,6 +212,18 @@ class Uniform(AllAlike):
 # A `.npy` of numpy, a number above 0 for each id. It is read once and stays what it is over a run.
 
 
+def open_array(field: str, rule: str, path: str) -> Array:
+    """The array in the `.npy` file that the setting `field` names; a URL's is fetched first. ConfigError with this rule
+    for any other file."""
+    try:
+        found = np.load(near_file(path), allow_pickle=False)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise ConfigError(field, rule, got=f"{path} ({error})") from None
+    if not isinstance(found, np.ndarray):
+        raise ConfigError(field, rule, got=f"{path}, which has several arrays")
+    return found
+
+
 class Weights(WeighedIds):
     """Tokens in proportion to the given weights."""
 
@@ -239,7 +249,6 @@ class Weights(WeighedIds):
 
 
 # Masking strategies: how a row is cut into units, and how likely each is selected; each a file, and a line here.
-
 
 STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
     "uniform": Uniform.made,

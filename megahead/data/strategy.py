@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megahead.config.run import RunConfig
-from megahead.data.indexed import IndexedDataset
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.samples import CounterRng
 from megahead.data.vocabulary_map import bytes_of_ids
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 
-Array = np.ndarray[Any, Any]
-
-
 # How often tokens are neighbours in a text, and how much more often than by chance.
 #
 # Measured by pointwise mutual information, PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats. V vocabulary, P pairs.
-
 
 _CHUNK = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -11,11 +10,10 @@ from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import DroppingConfig
 from megahead.data.batch import KeptTokens
 from megahead.data.framing import Framing
+from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import STRATEGIES
 from megahead.data.strategy import Strategy, TrainingText
-
-Array = np.ndarray[Any, Any]
 
 # Token dropping: which tokens of masked rows an encoder's middle layers compute (Hou et al. 2022, arXiv 2203.13240).
 #
@@ -25,7 +23,6 @@ Array = np.ndarray[Any, Any]
 # times that an id was missed (`difficulty`): whole numbers, which are the same on any mesh.
 #
 # B rows, T tokens per row.
-
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # in the order in which tokens are kept
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import fastokens
 import numpy as np
@@ -15,7 +15,7 @@ import orjson
 import sentencepiece
 import tokenizers
 
-from megahead.data.indexed import TokenizerIdentity, token_dtype
+from megahead.data.indexed import Array, TokenizerIdentity, token_dtype
 from megahead.data.sentencepiece_model import is_sentencepiece, tokenizer_json
 from megahead.errors import DataError
 from megahead.files import write_atomically
@@ -23,7 +23,6 @@ from megahead.remote_files import near_file
 from megahead.run_folder import RunFolder
 
 # Cuts a very long text into pieces that are tokenized one by one, to save memory; only where that changes no id.
-
 
 PIECE = 1 << 20
 """About how many characters a piece has."""
@@ -69,9 +68,7 @@ def _place(text: str, near: int, encode: Encode) -> int:
 # A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
 # `fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`.
 
-
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
-Array = np.ndarray[Any, Any]
 Fingerprint = tuple[int, int, int]
 
 

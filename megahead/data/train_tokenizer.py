@@ -14,6 +14,7 @@ import numpy as np
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from megahead.data.indexed import Array
 from megahead.data.sentencepiece_model import from_sentencepiece
 from megahead.data.sources import Selection, find_inputs, total_bytes
 from megahead.data.writer import ByteProgress, Silent
@@ -26,7 +27,6 @@ from megahead.files import write_atomically
 # Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1, in a multilingual BPE
 # `[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few
 # distinct pieces, the vocabulary is smaller than asked for.
-
 
 TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -206,14 +206,12 @@ def _check_room(vocab_size: int, min_size: int) -> None:
 # Training goes on where it ended: words of the new text are cut by the tokenizer, and pairs of its own tokens are
 # merged. Each token is written as one character for that, its *letter*, since a trainer merges characters.
 
-
 LEAST = 2
 """How often a pair must occur: of a token that occurs once nothing is learned."""
 _TEXTS_AT_ONCE = 64
 _MORE = 64
 """Merges that are learned beyond those wanted: some make tokens that are there already."""
 _FIRST, _SURROGATES, _LAST = 0x21, range(0xD800, 0xE000), 0x110000
-Array = np.ndarray[Any, Any]
 
 
 def grown(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:

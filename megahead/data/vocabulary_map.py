@@ -19,7 +19,6 @@ from megahead.errors import DataError
 # A space in front belongs to a token's bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and
 # WordPiece as `the`, where what continues a word is `##the`.
 
-
 ROLES = {
     "begin": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"),
     "end": ("[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),

@@ -6,16 +6,13 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
 from megahead.config.masking import MaskingConfig
+from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import AllAlike, TrainingText, no_longer_than
-
-Array = np.ndarray[Any, Any]
-
 
 # All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers.
 #
@@ -25,7 +22,6 @@ Array = np.ndarray[Any, Any]
 # follow it, is never cut: byte-level tokens that are parts of one are masked together.
 #
 # M tokens of all rows, K bytes of these, C characters, V vocabulary.
-
 
 _APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
 """Kinds of characters; letters of each script have a number of their own, from the last one on."""

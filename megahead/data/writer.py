@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megahead.data.indexed import (
+    Array,
     DatasetInfo,
     FileFingerprint,
     IndexLayout,
@@ -26,7 +27,6 @@ from megahead.files import StagedFile
 from megahead.remote_files import is_far
 
 # Writes `PREFIX.bin`, `PREFIX.json` and `PREFIX.idx`, which appear together at the end or not at all.
-
 
 FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -57,7 +57,7 @@ class IndexedDatasetWriter:
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
         self._document_ends: array[int] | None = None  # in sequences; None while each document is one sequence
-        self._waiting: list[np.ndarray[Any, Any]] = []
+        self._waiting: list[Array] = []
         self._waiting_tokens = 0
         self._counts = np.zeros(vocab_size, np.int64)
         self._digest = hashlib.sha256()
@@ -88,11 +88,11 @@ class IndexedDatasetWriter:
 
     def add_documents(
         self,
-        tokens: np.ndarray[Any, Any],
-        lengths: np.ndarray[Any, Any],
+        tokens: Array,
+        lengths: Array,
         text_bytes: int = 0,
         *,
-        sequences: np.ndarray[Any, Any] | None = None,
+        sequences: Array | None = None,
     ) -> None:
         """Appends many sequences at once: their tokens concatenated, and the length of each.
 
@@ -122,7 +122,7 @@ class IndexedDatasetWriter:
             raise DataError(f"`{self._bin.path}` must get at least one token, but got none; nothing was written.")
         self._flush()
         idx_digest = self._write_index()
-        idx_bytes = self._layout().end
+        *_, idx_bytes = self._layout().starts()
         info = DatasetInfo(
             tokens=self.num_tokens,
             documents=self.num_documents,
@@ -157,7 +157,7 @@ class IndexedDatasetWriter:
             for staged in (self._bin, self._info, self._idx):
                 staged.discard()
 
-    def _note_documents(self, sequences: np.ndarray[Any, Any], added: int) -> None:
+    def _note_documents(self, sequences: Array, added: int) -> None:
         """Records where documents end, as soon as one is not a single sequence."""
         before = len(self._lengths)
         if self._document_ends is None:
@@ -167,7 +167,7 @@ class IndexedDatasetWriter:
         ends = before + np.cumsum(sequences, dtype=np.int64)
         self._document_ends.frombytes(ends.tobytes())
 
-    def _check_ids(self, tokens: np.ndarray[Any, Any]) -> None:
+    def _check_ids(self, tokens: Array) -> None:
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
             wrong = smallest if smallest < 0 else largest

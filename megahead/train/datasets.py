@@ -91,7 +91,8 @@ def _fetch_far(data: DataConfig) -> Iterator[None]:
     """Fetches datasets that are named by a URL, so that opening them is quick; yields often."""
     for prefix in [*(part.prefix for part in data.parts()), data.validation]:
         if prefix is not None:
-            yield from fetch_dataset(prefix)
+            for _ in fetch_dataset(prefix):
+                yield
 
 
 def _opened(config: RunConfig) -> RunDatasets:
