@@ -21,7 +21,7 @@ from megahead.data.preprocess import (
     PreprocessReport,
     Recipe,
     held_out_share,
-    preprocess_one,
+    preprocess,
     suitable_workers,
 )
 from megahead.data.shards import preprocess_shards
@@ -50,9 +50,11 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
     started = time.monotonic()
-    make = preprocess_shards if arguments.per_file else preprocess_one
     with Bar("Tokenizing") as bar:
-        report = make(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
+        if arguments.per_file:
+            report = preprocess_shards(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
+        else:
+            report = preprocess(arguments.input, output=arguments.output, workers=workers, progress=bar, **vars(recipe))
     print(describe_report(arguments.output, report, time.monotonic() - started))
 
 

@@ -19,7 +19,7 @@ from megahead.data.indexed import (
     verify_file,
 )
 from megahead.data.tokenizer import Tokenizer
-from megahead.data.writer import ByteProgress, IndexedDatasetWriter, Silent
+from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
@@ -126,7 +126,7 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
 
     DataError if one of them does not match. If there is no `PREFIX.json`, reads all tokens to count them.
     """
-    progress = progress or Silent()
+    progress = progress or ByteProgress()
     dataset = IndexedDataset(prefix)
     info = dataset.info
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
@@ -152,7 +152,7 @@ def check_back_to_back(dataset: IndexedDataset) -> None:
 
 def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) -> Array:
     """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
-    progress = progress or Silent()
+    progress = progress or ByteProgress()
     counts = np.zeros(0, np.int64)
     for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
         block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
@@ -199,7 +199,7 @@ def merge_datasets(
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(datasets, output)
     _check_new(output, overwrite)
-    progress = progress or Silent()
+    progress = progress or ByteProgress()
     progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
     vocab_size = max(map(_vocabulary, datasets))

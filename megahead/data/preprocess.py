@@ -10,20 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
-from megahead.data.sources import Chunk, Selection, find_inputs, read_chunks, total_bytes
+from megahead.data.sources import Chunk, Parsed, Selection, find_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
-from megahead.data.writer import ByteProgress, IndexedDatasetWriter, Silent
+from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
@@ -50,22 +49,12 @@ class ChunkTokenizer:
         texts = parsed.strict() if self.on_error == "fail" else parsed.texts
         tokenizer = opened(self.path, self.engine)
         tokens, lengths = tokenizer.encode_flat(texts)
-        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)
-        tokens, lengths, text_bytes = self._closed(tokenizer, tokens, lengths, text_bytes)
-        unknown = len(texts) - len(lengths)
-        return EncodedChunk(
-            tokens, lengths, text_bytes, parsed.empty, unknown, parsed.broken, parsed.left_out, chunk.consumed
-        )
-
-    def _closed(
-        self, tokenizer: Tokenizer, tokens: Array, lengths: Array, text_bytes: Array
-    ) -> tuple[Array, Array, Array]:
-        """The same with an end token after each document, and without documents that have no tokens (the tokenizer
-        knows none of their characters)."""
         kept = lengths > 0
         ends = np.cumsum(lengths)[kept]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
-        return tokens, lengths[kept] + 1, text_bytes[kept]
+        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[kept]
+        others = replace(parsed, texts=[])
+        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, len(texts) - len(ends), others, chunk.consumed)
 
 
 @dataclass(frozen=True)
@@ -81,17 +70,11 @@ class EncodedChunk:
     text_bytes: Array
     """int64: UTF-8 bytes of each document."""
 
-    empty: list[str]
-    """`FILE:LINE` of documents without text."""
-
     unknown: int
-    """Documents without a single character that the tokenizer knows."""
+    """Documents without a single character that the tokenizer knows; they are left out."""
 
-    broken: list[str]
-    """A sentence for each line that could not be read."""
-
-    left_out: int
-    """Documents that were not wanted."""
+    others: Parsed
+    """What else did not become a document."""
 
     consumed: int
     """Bytes of the input on disk."""
@@ -112,9 +95,7 @@ class EncodingPool:
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_prepare_worker)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -228,11 +209,12 @@ class PreprocessReport:
 
     def note(self, encoded: EncodedChunk) -> None:
         """Counts what a chunk had to leave out."""
-        self.skipped += len(encoded.empty) + encoded.unknown
-        self.broken += len(encoded.broken)
-        self.left_out += encoded.left_out
-        self.empty_places += encoded.empty[: PLACES_KEPT - len(self.empty_places)]
-        self.problems += encoded.broken[: PLACES_KEPT - len(self.problems)]
+        others = encoded.others
+        self.skipped += len(others.empty) + encoded.unknown
+        self.broken += len(others.broken)
+        self.left_out += others.left_out
+        self.empty_places += others.empty[: PLACES_KEPT - len(self.empty_places)]
+        self.problems += others.broken[: PLACES_KEPT - len(self.problems)]
 
     def require_documents(self, output: str | Path, holdout: Fraction | None) -> None:
         """DataError if `output` has no document, FieldError if a share of them was to be held out and none is."""
@@ -284,20 +266,8 @@ def preprocess(
         on_error=on_error,
         end_inside=end_inside,
     )
-    return preprocess_one(inputs, recipe, output, workers=workers, progress=progress)
-
-
-def preprocess_one(
-    inputs: str | Path | Sequence[str | Path],
-    recipe: Recipe,
-    output: str | Path,
-    *,
-    workers: int = 1,
-    progress: ByteProgress | None = None,
-) -> PreprocessReport:
-    """`preprocess` with its settings in a recipe."""
     found = find_inputs(inputs)
-    progress = progress or Silent()
+    progress = progress or ByteProgress()
     progress.begin(total_bytes(found))
     with EncodingPool(workers) as pool:
         return write_dataset(read_chunks(found, recipe.selection), recipe, output, pool, progress)
@@ -318,16 +288,19 @@ def write_dataset(
     without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
     report = PreprocessReport(engine=f"{loaded.engine}{without}")
     share = recipe.holdout
+    outputs = [output] if share is None else [output, f"{output}-validation"]
+    identity = loaded.identity()
     with ExitStack() as stack:
-        train = stack.enter_context(_writer(output, loaded))
-        validation = train if share is None else stack.enter_context(_writer(f"{output}-validation", loaded))
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(each, vocab_size=loaded.vocab_size, tokenizer=identity))
+            for each in outputs
+        ]
         for encoded in pool.encode(chunks, encoder):
-            _add(encoded, train, validation, share)
+            _add(encoded, writers, share)
             report.note(encoded)
             progress.advance(encoded.consumed, int(encoded.text_bytes.sum()))
-        writers = [train] if share is None else [train, validation]
         report.documents = sum(writer.num_documents for writer in writers)
-        report.held_out = 0 if share is None else validation.num_documents
+        report.held_out = sum(writer.num_documents for writer in writers[1:])
         report.tokens = sum(writer.num_tokens for writer in writers)
         report.text_bytes = sum(writer.text_bytes for writer in writers)
         report.require_documents(output, share)
@@ -375,26 +348,14 @@ def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, I
     return load_tokenizer(path, probe), chain([first], chunks)
 
 
-def _writer(output: str | Path, tokenizer: Tokenizer) -> IndexedDatasetWriter:
-    return IndexedDatasetWriter(output, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity())
-
-
-def _add(
-    encoded: EncodedChunk, train: IndexedDatasetWriter, validation: IndexedDatasetWriter, share: Fraction | None
-) -> None:
-    """Appends the chunk's documents to the dataset each belongs to."""
+def _add(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: Fraction | None) -> None:
+    """Appends the chunk's documents to the dataset each belongs to. Held out are documents evenly spread: of the first
+    n floor(share * n)."""
     if share is None:
-        train.add_documents(encoded.tokens, encoded.lengths, int(encoded.text_bytes.sum()))
+        writers[0].add_documents(encoded.tokens, encoded.lengths, int(encoded.text_bytes.sum()))
         return
-    numbers = train.num_documents + validation.num_documents + np.arange(len(encoded.lengths))
-    held = _held_out(numbers, share)
-    for writer, chosen in ((train, ~held), (validation, held)):
+    numbers = sum(writer.num_documents for writer in writers) + np.arange(len(encoded.lengths) + 1)
+    held = np.diff(numbers * share.numerator // share.denominator) > 0
+    for writer, chosen in zip(writers, (~held, held), strict=True):
         tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
         writer.add_documents(tokens, encoded.lengths[chosen], int(encoded.text_bytes[chosen].sum()))
-
-
-def _held_out(numbers: Array, share: Fraction) -> Array:
-    """bool: whether each document number is held out. They are evenly spread: floor(share * n) of the first n."""
-    above, below = share.numerator, share.denominator
-    held: Array = (numbers + 1) * above // below > numbers * above // below
-    return held

@@ -20,7 +20,7 @@ import orjson
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, total_bytes
-from megahead.data.writer import ByteProgress, Silent
+from megahead.data.writer import ByteProgress
 from megahead.errors import DataError
 from megahead.files import StagedFile, write_atomically
 
@@ -46,7 +46,7 @@ def preprocess_shards(
     lock = StagedFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
-        progress = progress or Silent()
+        progress = progress or ByteProgress()
         progress.begin(total_bytes(shards))
         with EncodingPool(workers) as pool:
             for shard in shards:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import glob
 import gzip
-import importlib
+import io
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
 from megahead.errors import DataError, FieldError
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # imported where tables are read: it takes longer than to read a small file of JSON lines
 
 # The decompressed bytes of a plain, .gz or .zst file (or of standard input), block by block.
 
@@ -43,15 +44,13 @@ def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
 
 
-def _plain_blocks(file: IO[bytes]) -> Iterator[bytes]:
+def _plain_blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
     while data := file.read(BLOCK_BYTES):
         yield data
 
 
 def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        while data := unpacked.read(BLOCK_BYTES):
-            yield data
+    return _plain_blocks(gzip.GzipFile(fileobj=file))
 
 
 def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
@@ -115,13 +114,14 @@ class Selection:
             raise Unfit(f"must have a string in `{self.text_key}`, but has {type(text).__name__} instead")
         return text
 
-    def columns(self, names: Sequence[str]) -> list[str]:
-        """The top-level columns of a table that must be read, of those in `names`. KeyError for a missing one."""
+    def columns(self, path: Path, names: Sequence[str]) -> list[str]:
+        """The top-level columns of the table in `path` that must be read, of those in `names`; DataError without."""
         wanted = [self.text_key, *(key for key, _ in self.keep + self.drop)]
         found = {key: key if key in names else key.split(".")[0] for key in wanted}
         for key, column in found.items():
             if column not in names:
-                raise KeyError(key)
+                known = ", ".join(names)
+                raise DataError(f"`{path}` must have a column for '{key}', but has {known}; see --text-key.")
         return list(dict.fromkeys(found.values()))
 
     def _wanted(self, record: Any) -> bool:
@@ -196,60 +196,63 @@ class Parsed:
             self.texts.append(text)
 
 
-class Chunk(Protocol):
+@dataclass(frozen=True)
+class Chunk(ABC):
     """A piece of an input that becomes documents."""
 
-    @property
-    def consumed(self) -> int:
-        """Bytes of the file on disk that were read for it."""
+    path: str
+    first: int
+    """The number of its first record in the input, from 1."""
 
+    data: bytes
+    selection: Selection
+    consumed: int
+    """Bytes of the file on disk that were read for it."""
+
+    @abstractmethod
     def parse(self) -> Parsed:
         """Its documents."""
 
+    def _parsed(self, records: Iterable[tuple[int, Any]], text: Callable[[Any], str | None]) -> Parsed:
+        """What numbered records become by `text`."""
+        parsed = Parsed()
+        for number, record in records:
+            try:
+                parsed.add(f"{self.path}:{number}", text(record))
+            except Unfit as problem:
+                parsed.broken.append(f"`{self.path}:{number}` {problem}.")
+        return parsed
 
-@dataclass(frozen=True)
-class JsonLines:
+
+class JsonLines(Chunk):
     """Whole lines of a `.jsonl` file, one JSON object each; blank lines are ignored."""
-
-    path: str
-    first_line: int
-    block: bytes
-    selection: Selection
-    consumed: int
 
     def parse(self) -> Parsed:
         """One document per line."""
-        lines = enumerate(_lines(self.block), self.first_line)
-        return _parse_records(self.path, ((number, line) for number, line in lines if line.strip()), self._text)
+        lines = enumerate(io.BytesIO(self.data), self.first)  # one by one: a list would hold the block twice
+        return self._parsed(((number, line) for number, line in lines if line.strip()), self._text)
 
     def _text(self, line: bytes) -> str | None:
         try:
-            record = orjson.loads(line)
+            record = orjson.loads(line.removesuffix(b"\n"))
         except orjson.JSONDecodeError as error:
             raise Unfit(f"must be one JSON object in UTF-8, but is not ({error})") from None
         return self.selection.text(record)
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(Chunk):
     """Rows of a table (Parquet, Arrow), the wanted columns only, in Arrow's own stream format."""
-
-    path: str
-    first_row: int
-    stream: bytes
-    selection: Selection
-    consumed: int
 
     def parse(self) -> Parsed:
         """One document per row."""
-        import pyarrow.ipc  # here, because JSON lines, the common case, do not need it
+        import pyarrow.ipc
 
-        table = pyarrow.ipc.open_stream(self.stream).read_all()
+        table = pyarrow.ipc.open_stream(self.data).read_all()
         try:
             rows = table.to_pylist()
         except UnicodeDecodeError:  # somewhere
             rows = [table.slice(row, 1) for row in range(table.num_rows)]
-        return _parse_records(self.path, enumerate(rows, self.first_row), self._text)
+        return self._parsed(enumerate(rows, self.first), self._text)
 
     def _text(self, row: Any) -> str | None:
         """Of a row, or of a table that is one row."""
@@ -259,13 +262,8 @@ class Rows:
             raise Unfit(f"must be UTF-8 text, but is not ({error.reason})") from None
 
 
-@dataclass(frozen=True)
-class TextFile:
+class TextFile(Chunk):
     """A whole `.txt` file: one document."""
-
-    path: str
-    data: bytes
-    consumed: int
 
     def parse(self) -> Parsed:
         """The file's text, without a byte-order mark."""
@@ -278,29 +276,8 @@ class TextFile:
         return parsed
 
 
-def _parse_records(path: str, records: Iterable[tuple[int, Any]], read: Callable[[Any], str | None]) -> Parsed:
-    parsed = Parsed()
-    for number, record in records:
-        try:
-            parsed.add(f"{path}:{number}", read(record))
-        except Unfit as problem:
-            parsed.broken.append(f"`{path}:{number}` {problem}.")
-    return parsed
-
-
-def _lines(block: bytes) -> Iterator[bytes]:
-    """The lines one by one: a list of them would hold the block twice."""
-    start = 0
-    while (end := block.find(b"\n", start)) >= 0:
-        yield block[start:end]
-        start = end + 1
-    yield block[start:]
-
-
-# Finds, checks and cuts into chunks what the user gave as input: files, globs, standard input, saved datasets.
-#
-# A new kind of input is a chunk (`megahead.data.sources`) and a function that cuts a file into such chunks, in
-# `KINDS`.
+# Finds, checks and cuts into chunks what the user gave as input: files, globs, standard input, saved datasets. A new
+# kind of input is a chunk and a function that cuts a file into such chunks, in `KINDS`.
 
 MAX_TEXT_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -366,8 +343,8 @@ def _input(path: Path) -> Input:
     if path == STANDARD_INPUT:
         return Input(path, (path,), "stdin", 0, _cut_json_lines)
     if path.is_dir():
-        files = tuple(_tables().saved_dataset_files(path))
-        return Input(path, files, path.name, sum(_size(file) for file in files), _cut_arrow)
+        files = tuple(saved_dataset_files(path))
+        return Input(path, files, path.name, sum(_size(file) for file in files), cut_arrow)
     for ending, cut in KINDS.items():
         if path.name.endswith(ending):
             return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
@@ -402,33 +379,15 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
-    parts: list[bytes] = []
-    for data, _ in read_blocks(path):
-        parts.append(data)
-        if sum(map(len, parts)) > MAX_TEXT_BYTES:
+    data = bytearray()
+    for block, _ in read_blocks(path):
+        data += block
+        if len(data) > MAX_TEXT_BYTES:
             raise DataError(
                 f"`{path}` must be shorter than 1 GiB, as a .txt file is one document, but is longer; "
                 "turn it into .jsonl with one document a line."
             )
-    yield TextFile(str(path), b"".join(parts), path.stat().st_size)
-
-
-def _cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
-    yield from _tables().cut_parquet(path, selection)
-
-
-def _cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
-    yield from _tables().cut_arrow(path, selection)
-
-
-def _tables() -> ModuleType:
-    """Imported only if there are tables: importing pyarrow takes longer than reading a small file of JSON lines."""
-    return importlib.import_module("megahead.data.sources")
-
-
-LINES_AND_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
-TABLES: dict[str, Cutter] = {".parquet": _cut_parquet, ".arrow": _cut_arrow}
-KINDS = {f"{kind}{packed}": cut for kind, cut in LINES_AND_TEXTS.items() for packed in ("", ".gz", ".zst")} | TABLES
+    yield TextFile(str(path), 1, bytes(data), selection, path.stat().st_size)
 
 
 # Parquet files and saved Hugging Face datasets (folders of Arrow streams) cut into chunks of rows.
@@ -440,27 +399,29 @@ SPLITS = "dataset_dict.json"
 
 def cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The rows of a `.parquet` file; reads only the columns that are needed, a few pages at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            columns = _columns(path, selection, file.schema_arrow.names)
+            columns = selection.columns(path, file.schema_arrow.names)
             batches = file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
-            yield from _chunks(path, batches, selection, path.stat().st_size / max(file.metadata.num_rows, 1))
+            row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
+            yield from _chunks(path, batches, selection, lambda row: int(row * row_bytes))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Parquet file, but is not ({error}).") from error
 
 
 def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The rows of an `.arrow` file in the stream format that `Dataset.save_to_disk` writes."""
+    import pyarrow as pa
+
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            columns = _columns(path, selection, stream.schema.names)
+            columns = selection.columns(path, stream.schema.names)
             batches = (batch.select(columns) for batch in stream)
             slices = (batch.slice(at, ROWS_AT_ONCE) for batch in batches for at in range(0, len(batch), ROWS_AT_ONCE))
-            reported_bytes = 0
-            for chunk in _chunks(path, slices, selection, 0.0):
-                position = source.tell()
-                yield Rows(chunk.path, chunk.first_row, chunk.stream, selection, position - reported_bytes)
-                reported_bytes = position
+            yield from _chunks(path, slices, selection, lambda row: source.tell())
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
 
@@ -481,30 +442,35 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     return [folder / file["filename"] for file in state["_data_files"]]
 
 
-def _columns(path: Path, selection: Selection, names: list[str]) -> list[str]:
-    try:
-        return selection.columns(names)
-    except KeyError as key:
-        raise DataError(f"`{path}` must have a column for {key}, but has {', '.join(names)}; see --text-key.") from None
+def _chunks(
+    path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, position: Callable[[int], int]
+) -> Iterator[Rows]:
+    """Joins batches to chunks of about one block of text each; `position`: bytes of the file before a row."""
+    import pyarrow as pa
+
+    first = position_before = 0
+    for joined in _blocks(batches):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, joined[0].schema) as writer:
+            for batch in joined:
+                writer.write_batch(batch)  # writes only the rows of a slice, not the whole batch that it is cut from
+        end = first + sum(map(len, joined))
+        consumed = position(end) - position_before
+        yield Rows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, consumed)
+        first, position_before = end, position_before + consumed
 
 
-def _chunks(path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, row_bytes: float) -> Iterator[Rows]:
-    """Joins batches to chunks of about one block of text each."""
-    first, waiting = 0, list[pa.RecordBatch]()
+def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    waiting = list[Any]()
     for batch in batches:
         waiting.append(batch)
         if sum(part.get_total_buffer_size() for part in waiting) >= BLOCK_BYTES:
-            yield _rows(path, first, waiting, selection, row_bytes)
-            first, waiting = first + sum(map(len, waiting)), []
+            yield waiting
+            waiting = []
     if waiting:
-        yield _rows(path, first, waiting, selection, row_bytes)
+        yield waiting
 
 
-def _rows(path: Path, first: int, batches: list[pa.RecordBatch], selection: Selection, row_bytes: float) -> Rows:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)  # writes only the rows of a slice, not the whole batch that it is cut from
-    last = first + sum(map(len, batches))
-    consumed = int(last * row_bytes) - int(first * row_bytes)
-    return Rows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, consumed)
+_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
+KINDS = {f"{kind}{packed}": cut for kind, cut in _TEXTS.items() for packed in ("", *UNPACKERS)}
+KINDS |= {".parquet": cut_parquet, ".arrow": cut_arrow}

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from megahead.data.indexed import Array
 from megahead.data.sentencepiece_model import from_sentencepiece
 from megahead.data.sources import Selection, find_inputs, total_bytes
-from megahead.data.writer import ByteProgress, Silent
+from megahead.data.writer import ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
 
@@ -158,7 +158,7 @@ def sample_texts(
     `max_bytes` is divided among the files by their size on disk, or evenly where that of one is not known (standard
     input); each gives at least one document, and is read no further than needed. DataError if none has one.
     """
-    progress = progress or Silent()
+    progress = progress or ByteProgress()
     found, some = find_inputs(inputs), False
     total = total_bytes(found)
     progress.begin(total)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -62,8 +61,13 @@ class IndexedDatasetWriter:
         self._counts = np.zeros(vocab_size, np.int64)
         self._digest = hashlib.sha256()
         self._finished = False
-        bin_path, idx_path, info_path = dataset_paths(prefix)
-        self._bin, self._info, self._idx = _stage(bin_path, info_path, idx_path)
+        with ExitStack() as staged:
+            files = []
+            for path in dataset_paths(prefix):
+                files.append(StagedFile(path))
+                staged.callback(files[-1].discard)
+            self._staged = staged.pop_all()  # all of them are open
+        self._bin, self._idx, self._info = files
 
     @property
     def num_documents(self) -> int:
@@ -143,19 +147,14 @@ class IndexedDatasetWriter:
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._staged:
             if kind is None:
                 self.finish()
                 self._idx.path.unlink(missing_ok=True)  # an old index must never stand beside new tokens
                 self._bin.publish()
                 self._info.publish()
                 self._idx.publish()
-        finally:
-            for staged in (self._bin, self._info, self._idx):
-                staged.discard()
 
     def _note_documents(self, sequences: Array, added: int) -> None:
         """Records where documents end, as soon as one is not a single sequence."""
@@ -209,24 +208,11 @@ class IndexedDatasetWriter:
         return digest.hexdigest()
 
 
-def _stage(*paths: Path) -> list[StagedFile]:
-    """Opens all of `paths`, or none."""
-    staged: list[StagedFile] = []
-    try:
-        for path in paths:
-            staged.append(StagedFile(path))
-    except DataError:
-        for file in staged:
-            file.discard()
-        raise
-    return staged
-
-
 # Progress of a long reading job; `Bar` draws it in a terminal.
 
 
-class ByteProgress(Protocol):
-    """Is told how far a job is that reads files of a known total size."""
+class ByteProgress:
+    """Follows a job that reads files; this one shows nothing."""
 
     def begin(self, total_bytes: int | None) -> None:
         """The files' size on disk; None if it is not known."""
@@ -235,17 +221,7 @@ class ByteProgress(Protocol):
         """More bytes were read from disk, and came out as this many bytes of text."""
 
 
-class Silent:
-    """Shows no progress."""
-
-    def begin(self, total_bytes: int | None) -> None:
-        """Ignored."""
-
-    def advance(self, read_bytes: int, text_bytes: int) -> None:
-        """Ignored."""
-
-
-class Bar:
+class Bar(ByteProgress):
     """`with Bar("Tokenizing") as bar`: a bar on stderr with megabytes of text, their rate, and the time left."""
 
     def __init__(self, title: str) -> None:
@@ -266,9 +242,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def begin(self, total_bytes: int | None) -> None:

@@ -87,6 +87,14 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "data")[0].tolist() == [1]
 
 
+def test_a_writer_that_cannot_open_all_its_files_leaves_none(tmp_path: Path) -> None:
+    other = staged_file.StagedFile(tmp_path / "data.json")
+    with pytest.raises(InUseError):
+        IndexedDatasetWriter(tmp_path / "data", vocab_size=10)
+    other.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_run_leaves_nothing_behind_in_the_next(tmp_path: Path) -> None:
     (tmp_path / "data.bin.partial").write_bytes(b"left over")
     with IndexedDatasetWriter(tmp_path / "data", vocab_size=10) as writer:
