@@ -12,76 +12,43 @@ programs.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.options import numbers, parser_of, tell
 from megahead.config.loading import config_from_dict
 from megahead.config.model import NAMED_SIZES
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
-from megahead.report.tables import to_json, to_rich
-from megahead.terminal import terminal
-from megahead.wording import counted, milliseconds
-
-if TYPE_CHECKING:
-    from benchmarks.engines import Contender, Rounds
+from megahead.wording import counted
 
 PYTHIA_VOCABULARY = 50277
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=NAMED_SIZES, help="a named decoder (default: 25 M parameters)")
     parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
-    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages to time (default: 0,1,2,3)")
+    parser.add_argument("--stages", type=numbers, default=[0, 1, 2, 3], help="ZeRO stages to time (default: 0,1,2,3)")
     parser.add_argument("--ranks", type=int, default=1, help="compare this many ranks with one (default: stages only)")
     parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and arguments.ranks > 1:
         raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
     shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
     config = make_config(arguments.rows, arguments.sequence_length, shape, arguments.device, arguments.precision)
-    stages = [int(stage) for stage in arguments.stages.split(",")]
-    from benchmarks.engines import on_one_rank, on_ranks, steps_in_turn, stop
+    from benchmarks.engines import hold
 
-    with tempfile.TemporaryDirectory() as folder:
-        field = (
-            on_one_rank(config, stages) if arguments.ranks == 1 else on_ranks(config, stages, arguments.ranks, folder)
-        )
-        rounds = steps_in_turn(field, arguments.rounds)
-        stop(field)
-    console = terminal(width=100)
+    lines = hold(config, arguments.stages, arguments.ranks, arguments.rounds)
     tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
-    console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
-    lines = summary(field, rounds)
-    console.print(to_rich(lines))
-    if arguments.output:
-        arguments.output.write_text(to_json(lines), encoding="utf-8")
-
-
-def summary(field: list[Contender], rounds: Rounds) -> list[dict[str, object]]:
-    """A line for each contender: medians, and medians of the ratios to the first."""
-    lines: list[dict[str, object]] = []
-    for place, contender in enumerate(field):
-        walls, cpus = zip(*(steps[place] for steps in rounds), strict=True)
-        wall, cpu = (median(steps[place][kind] / steps[0][kind] for steps in rounds) for kind in (0, 1))
-        line: dict[str, object] = {"": contender.name, "ms": milliseconds(median(walls))}
-        line |= {"CPU ms": milliseconds(median(cpus)), "wall ratio": f"{wall:.3f}", "CPU ratio": f"{cpu:.3f}"}
-        if max(other.ranks for other in field) > 1:  # as many times the tokens in as many times the time: no gain
-            line["efficiency"] = f"{1 / wall:.0%}"
-        lines.append(line)
-    return lines
+    print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
+    tell(lines, output=arguments.output)
 
 
 def make_config(

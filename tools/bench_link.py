@@ -10,19 +10,20 @@ headers and acknowledgements included. Steps are those of an engine, without a f
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from functools import partial
 
 from bench_engine import make_config
 
+from benchmarks.options import numbers, parser_of, tell
 from megahead.errors import run_command
 from megahead.estimate import count_parameters
-from megahead.report.tables import to_json
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4", metavar="R,...", help="numbers of ranks (default: 2,4)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--ranks", type=numbers, default=[2, 4], metavar="R,...", help="numbers of ranks (default: 2,4)"
+    )
     parser.add_argument("--vocabulary", type=int, default=1 << 20, help="ids (default: 1048576)")
     parser.add_argument("--hidden-size", type=int, default=64, help="features of a row (default: 64)")
     parser.add_argument("--layers", type=int, default=3, help="layers of the body (default: 3)")
@@ -34,19 +35,17 @@ def main() -> None:
     parser.add_argument("--negatives", action="store_true", help=negatives)
     parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link (default: 1000)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     arguments = parser.parse_args()
     shape = {"num_layers": arguments.layers, "hidden_size": arguments.hidden_size, "num_heads": 2}
     config = make_config(arguments.rows, arguments.sequence_length, shape | {"vocab_size": arguments.vocabulary})
     parameters = count_parameters(config.model)
     print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
-    from benchmarks.link import compare, compare_negatives, read_ways
+    from benchmarks.link import compare, exchanges, read_ways, steps_by
 
-    ranks, limits = [int(count) for count in arguments.ranks.split(",")], (arguments.megabits, arguments.steps)
-    lines = compare(config, ranks, *limits, list(read_ways(arguments.ways)))
-    lines += compare_negatives(config, ranks, *limits) if arguments.negatives else []
-    if arguments.output:
-        arguments.output.write_text(to_json(lines), encoding="utf-8")
+    limits = arguments.ranks, arguments.megabits, arguments.steps
+    tables = [compare(config, *limits, partial(steps_by, read_ways(arguments.ways)))]
+    tables += [compare(config, *limits, exchanges)] if arguments.negatives else []
+    tell(*tables, output=arguments.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import psutil
 
@@ -51,12 +50,7 @@ text.map(encode, batched=True, remove_columns=text.column_names, num_proc=int(wo
 OTHERS = {"loop": PLAIN_LOOP, "datasets": DATASETS_MAP}
 
 
-class Cost(NamedTuple):
-    """What one run used."""
-
-    cpu_seconds: float
-    seconds: float
-    peak_megabytes: float
+Cost = tuple[float, float, float]  # CPU seconds, seconds, and megabytes of the largest process
 
 
 def main() -> None:
@@ -70,13 +64,12 @@ def main() -> None:
     source = Path(arguments.input)
     if not source.is_file():
         raise DataError(f"`{source}` must be a .jsonl file, but there is none; check the path.")
-    costs: dict[str, list[Cost]] = {name: [] for name in ("preprocess.py", *OTHERS) if name not in arguments.skip}
-    for _ in range(arguments.rounds):
-        for name, found in costs.items():
-            found.append(timed(name, str(source), arguments.tokenizer, arguments.workers))
+    names = [name for name in ("preprocess.py", *OTHERS) if name not in arguments.skip]
+    given = str(source), arguments.tokenizer, arguments.workers
+    rounds = [[timed(name, *given) for name in names] for _ in range(arguments.rounds)]
     megabytes, rows = source.stat().st_size / 1e6, []
-    for name, found in costs.items():
-        cpu, wall, peak = (median(values) for values in zip(*found, strict=True))
+    for name, costs in zip(names, zip(*rounds, strict=True), strict=True):
+        cpu, wall, peak = (median(values) for values in zip(*costs, strict=True))
         rates = {"MB per CPU-second": f"{megabytes / cpu:.2f}", "MB per second": f"{megabytes / wall:.2f}"}
         rows.append({"": name, **rates, "peak MB of a process": round(peak)})
     terminal().print(to_rich(rows, title=f"{megabytes:.1f} MB of jsonl"))
@@ -97,7 +90,7 @@ def timed(name: str, source: str, tokenizer: str, workers: int | None) -> Cost:
         errors = process.stderr.read().decode() if process.stderr else ""
         if process.returncode:
             raise DataError(f"`{name}` must run to its end to be timed, but failed: {errors.strip().splitlines()[-1]}")
-        return Cost(cpu, time.monotonic() - started, peak)
+        return cpu, time.monotonic() - started, peak
 
 
 def watched(process: subprocess.Popen[bytes]) -> tuple[float, float]:
@@ -105,19 +98,15 @@ def watched(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 
     Pool workers are nobody's children by the time they end, so each is asked while it lives.
     """
-    seen: dict[int, tuple[float, float]] = {}
-    root = psutil.Process(process.pid)
+    cpu: dict[int, float] = {}
+    peak, root = 0.0, psutil.Process(process.pid)
     while process.poll() is None:
-        members = [root]
         with suppress(psutil.Error):
-            members += root.children(recursive=True)
-        for member in members:
-            with suppress(psutil.Error):
-                times, memory = member.cpu_times(), member.memory_info().rss / 1e6
-                _, before = seen.get(member.pid, (0.0, 0.0))
-                seen[member.pid] = (times.user + times.system, max(before, memory))
+            for member in (root, *root.children(recursive=True)):
+                cpu[member.pid] = sum(member.cpu_times()[:2])
+                peak = max(peak, member.memory_info().rss / 1e6)
         time.sleep(0.005)
-    return sum(cpu for cpu, _ in seen.values()), max(peak for _, peak in seen.values())
+    return sum(cpu.values()), peak
 
 
 if __name__ == "__main__":

@@ -32,19 +32,17 @@ the rank that takes most.
 from __future__ import annotations
 
 import argparse
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.options import parser_of, tell
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import FieldError, run_command
-from megahead.report.tables import to_json
 
 if TYPE_CHECKING:
-    from benchmarks.steps import Plan
+    from benchmarks.steps import How, Plan
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
@@ -73,12 +71,12 @@ def main() -> None:
     config = settle_precision(config, device, Group())
     if arguments.largest:
         lines = fill(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
+    elif sizes:
+        kinds = arguments.embedding.split(",")
+        lines = grow(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, kinds)
     else:
-        growing = partial(grow, config, sizes, arguments.ranks, kinds=arguments.embedding.split(","))
-        timed = growing if sizes else partial(hold, config, plans)
-        lines = timed(arguments.data, arguments.steps, device)
-    if arguments.output:
-        arguments.output.write_text(to_json(lines), encoding="utf-8")
+        lines = hold(config, plans, arguments.data, arguments.steps, device)
+    tell(lines, output=arguments.output)
 
 
 def _vocabularies(given: str | None) -> list[int]:
@@ -92,11 +90,9 @@ def _vocabularies(given: str | None) -> list[int]:
 def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
     """Every objective as it is, then every one compiled, then with a whole last block, then with Muon."""
     names = arguments.objectives.split(",")
-    plans: list[Plan] = [(name, "as it is") for name in names]
-    plans += [(name, "compiled") for name in names if arguments.compile and config.engine.compile is not True]
-    plans += [(name, "whole last block") for name in names if arguments.whole]
-    plans += [(name, "muon") for name in names if arguments.muon]
-    return plans
+    hows: list[tuple[How, bool]] = [("as it is", True), ("whole last block", arguments.whole), ("muon", arguments.muon)]
+    hows.insert(1, ("compiled", arguments.compile and config.engine.compile is not True))
+    return [(name, how) for how, wanted in hows if wanted for name in names]
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -105,14 +101,14 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     overrides += ["engine.compile=false"] if arguments.compile else []  # as it is: plain, also on CUDA
     overrides += arguments.set
     if arguments.config:
-        for option, setting in (("micro_batch", "batch.micro_size"), ("sequence_length", "data.sequence_length")):
-            if getattr(arguments, option) is not None:
-                raise FieldError(
-                    f"--{option.replace('_', '-')}",
-                    "go with --preset",
-                    got="given with --config",
-                    hint=f"use --set {setting}=N",
-                )
+        given = {"--micro-batch": arguments.micro_batch, "--sequence-length": arguments.sequence_length}
+        for option, setting in {
+            "--micro-batch": "batch.micro_size",
+            "--sequence-length": "data.sequence_length",
+        }.items():
+            if given[option] is not None:
+                hint = f"use --set {setting}=N"
+                raise FieldError(option, "go with --preset", got="given with --config", hint=hint)
         return load_config(arguments.config, overrides)
     size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
     encoder = ModelConfig.model_validate({"size": size, "vocab_size": 2}).is_encoder()
@@ -133,7 +129,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time whole training steps, headless against vanilla.")
+    parser = parser_of("Time whole training steps, headless against vanilla.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
     what.add_argument("--config", help="a run's YAML file")
@@ -153,7 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     return parser
 
 

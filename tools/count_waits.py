@@ -9,7 +9,6 @@ there is none between its micro-batches.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import traceback
 import warnings
@@ -20,25 +19,28 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.options import parser_of, tell
 from megahead import wording
-from megahead.config.loading import config_from_dict, load_config
+from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import UserError, run_command
-from megahead.report.tables import to_json, to_rich
-from megahead.terminal import terminal
 
 WARM_UP = 3
 OWNERS = {"megahead": "megahead", "deepspeed": "DeepSpeed"}
 BACKWARD = "backward pass"
+# Settings without which a run does something between or after its steps
+NOTHING_ELSE = (
+    *("schedule={name: constant}", "tasks=null", "data.validation=null", "training.max_seconds=null"),
+    *("training.evaluate_every=1000000000", "training.checkpoint_every=1000000000", "training.log_seconds=1000000000"),
+)
 Place = tuple[str, str]  # who waits, and the line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
     parser.add_argument("--steps", type=int, default=5, help="steps to count (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     import torch
@@ -46,20 +48,18 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("the machine must have a CUDA device to count waits on, but has none.")
     waits = counted(config, arguments.steps)
-    console = terminal(width=160)
     rows = [{"who": who, "a step": n / arguments.steps, "where": line} for (who, line), n in waits.most_common()]
-    console.print(to_rich(rows))
-    if arguments.output:
-        arguments.output.write_text(to_json(rows), encoding="utf-8")
+    tell(rows, output=arguments.output)
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
-        console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
+        print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
 
 
 def counted(config: RunConfig, steps: int) -> Counter[Place]:
     """How often each place waited in `steps` steps of `config`, after a few that are not counted."""
     import torch
 
+    from benchmarks.rows import changed
     from megahead.distributed.launch import Launch
     from megahead.train import loop, run, step
 
@@ -73,18 +73,9 @@ def counted(config: RunConfig, steps: int) -> Counter[Place]:
             return step.train_step(*arguments)
 
     with tempfile.TemporaryDirectory() as folder, patch.object(loop, "train_step", watched):
-        run.pretrain(_short(config, folder, WARM_UP + steps), Launch())
+        alone = changed(config, f"output_dir={folder}", f"training.steps={WARM_UP + steps}", *NOTHING_ELSE)
+        run.pretrain(alone, Launch())
     return waits
-
-
-def _short(config: RunConfig, folder: str, steps: int) -> RunConfig:
-    """The same steps, without anything between or after them."""
-    tree = config.model_dump(mode="json")
-    tree |= {"output_dir": folder, "schedule": {"name": "constant"}, "tasks": None}
-    tree["data"]["validation"] = None
-    tree["training"] |= {"steps": steps, "max_seconds": None}
-    tree["training"] |= dict.fromkeys(("evaluate_every", "checkpoint_every", "log_seconds"), 10**9)
-    return config_from_dict(tree)
 
 
 @contextmanager

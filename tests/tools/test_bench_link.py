@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 from bench_engine import make_config
@@ -31,8 +32,8 @@ RATE = 200
 
 
 def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
-    ways = list(link.read_ways("rows:0,dense:0,dense:3"))
-    lines = link.compare(make_config(2, 16, SHAPE), [2], RATE, 2, ways)
+    ways = link.read_ways("rows:0,dense:0,dense:3")
+    lines = link.compare(make_config(2, 16, SHAPE), [2], RATE, 2, partial(link.steps_by, ways))
     assert [(line["embedding"], line["ZeRO"]) for line in lines] == ways == [("rows", 0), ("dense", 0), ("dense", 3)]
     rows, replicated, partitioned = (float(str(line["MB sent"])) for line in lines)
     table = 20_480 * 32 * 4 / 1e6
@@ -44,7 +45,7 @@ def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
 
 
 def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:
-    ids, embeddings = link.compare_negatives(make_config(8, 64, SHAPE | {"hidden_size": 128}), [2], 1000, 2)
+    ids, embeddings = link.compare(make_config(8, 64, SHAPE | {"hidden_size": 128}), [2], 1000, 2, link.exchanges)
     assert (ids["negatives as"], embeddings["negatives as"]) == ("ids", "embeddings")
     sent = [float(str(line["MB sent"])) for line in (ids, embeddings)]
     assert sent[0] < 0.01

@@ -56,7 +56,7 @@ def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, ranks: int) -> None
         *[("rows", 60), ("rows", 200_000)],
         *[("dense", 60), ("dense", 200_000)],
     ]
-    assert all(line["wall ratio"] == line["CPU ratio"] == "1.00" for line in told[::2])
+    assert all(line["wall ratio"] == line["CPU ratio"] == "1.000" for line in told[::2])
     rows, dense = (float(str(told[place]["a step's MiB"])) for place in (1, 3))
     assert dense - rows > 0.9 * 200_000 * 32 * 4 / 2**20  # gradients of all rows
 

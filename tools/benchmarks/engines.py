@@ -7,7 +7,6 @@ DeepSpeed changes what it is imported into; and a process that has computed cann
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,20 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.rows import micro_batch, rule_of, token_rows
+from benchmarks.rows import changed, micro_batch, rule_of, token_rows
 from benchmarks.timing import cost, in_turn
 from megahead.config.embedding import shards_embedding
-from megahead.config.loading import config_from_dict
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.optim import build_optimizer
-from megahead.report.tables import to_rich
 from megahead.sharded_embedding.table import plan_rows
-from megahead.terminal import terminal
-from megahead.wording import counted
+from megahead.wording import counted, milliseconds
 
 if TYPE_CHECKING:
     from megahead.engine.engine import Engine
@@ -52,8 +49,8 @@ class Contender:
     def __init__(
         self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]], device: str = "cpu"
     ) -> None:
-        self.name = name
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+        self.name, self.ranks = name, len(makers)
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for maker, arguments in makers:
@@ -65,16 +62,12 @@ class Contender:
         for pipe in self._pipes:
             pipe.recv()  # ready
 
-    @property
-    def ranks(self) -> int:
-        return len(self._pipes)
-
     def step(self) -> tuple[float, float]:
         """Seconds of a step until its last rank is through, and the ranks' mean CPU seconds."""
         for pipe in self._pipes:
             pipe.send("step")
         walls, cpus = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
-        return max(walls), statistics.mean(cpus)
+        return max(walls), mean(cpus)
 
     def peak(self) -> float:
         """MiB that a step takes beside what lies there between steps, on the rank that takes most; on CPUs."""
@@ -96,27 +89,39 @@ def steps_in_turn(field: Sequence[Contender], rounds: int) -> Rounds:
     return in_turn([lambda _, one=one: one.step() for one in field], rounds)  # type: ignore[misc]
 
 
-def stop(field: Sequence[Contender]) -> None:
-    for contender in field:
-        contender.stop()
+def compared(rounds: Rounds, place: int) -> dict[str, object]:
+    """Medians of a contender's seconds and CPU seconds, and of their ratios to the first contender's in each round."""
+    taken = [(steps[place], steps[0]) for steps in rounds]
+    medians = {
+        f"{name}ms": milliseconds(median(own[kind] for own, _ in taken)) for kind, name in enumerate(("", "CPU "))
+    }
+    ratios = {
+        name: median(own[kind] / first[kind] for own, first in taken) for kind, name in enumerate(("wall", "CPU"))
+    }
+    return medians | {f"{name} ratio": f"{ratio:.3f}" for name, ratio in ratios.items()}
 
 
-def on_one_rank(config: RunConfig, stages: list[int]) -> list[Contender]:
-    """A bare loop first, then the engine at each stage."""
-    device = config.engine.device
-    bare = Contender("bare torch", [(bare_step, (config,))], device)
-    return [bare, *(Contender(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages)]
-
-
-def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> list[Contender]:
-    """One rank first, as many at once that know nothing of each other, then that many together at each stage."""
-    alone = (engine_step, (config, 0))
-    field = [Contender("1 rank", [alone]), Contender(f"{count} apart", [alone] * count)]
-    for stage in stages:
-        places = [(rank, count, f"{folder}/store-{stage}") for rank in range(count)]
-        run_on_all_ranks = [(engine_step, (config, stage, place)) for place in places]
-        field.append(Contender(f"{counted(count, 'rank')}, ZeRO {stage}", run_on_all_ranks))
-    return field
+def hold(config: RunConfig, stages: Sequence[int], ranks: int, rounds: int) -> list[dict[str, object]]:
+    """Times steps of the engine at each stage, on one rank beside a bare loop, on several beside one rank and beside as
+    many at once that know nothing of each other; returns a line for each."""
+    device, alone = config.engine.device, (engine_step, (config, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        if ranks == 1:
+            field = [Contender("bare torch", [(bare_step, (config,))], device)]
+            field += [Contender(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages]
+        else:
+            field = [Contender("1 rank", [alone]), Contender(f"{ranks} apart", [alone] * ranks)]
+            for stage in stages:
+                places = [(rank, ranks, f"{folder}/store-{stage}") for rank in range(ranks)]
+                together = [(engine_step, (config, stage, place)) for place in places]
+                field.append(Contender(f"{counted(ranks, 'rank')}, ZeRO {stage}", together))
+        taken = steps_in_turn(field, rounds)
+        for contender in field:
+            contender.stop()
+    lines = [{"": contender.name} | compared(taken, place) for place, contender in enumerate(field)]
+    if ranks > 1:  # as many times the tokens in as many times the time: no gain
+        lines = [line | {"efficiency": f"{1 / float(str(line['wall ratio'])):.0%}"} for line in lines]
+    return lines
 
 
 def meet(place: Place) -> None:
@@ -148,10 +153,8 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     rank, count, _ = place or (0, 1, "")
     if place:
         meet(place)
-    tree = config.model_dump(mode="json")
-    tree["batch"]["global_size"] *= count
-    tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
-    config = config_from_dict(tree)
+    rows, settings = config.batch.global_size * count, SETTINGS / f"zero{stage}.json"
+    config = changed(config, f"batch.global_size={rows}", f"engine.deepspeed={settings}")
     mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
     engine = build(config, mesh, device, deepspeed_config(config, count, device.type))
     micro = one_micro_batch(config, rank)
@@ -228,8 +231,7 @@ def grow(
     kinds: Sequence[str] = ("rows", "dense"),
 ) -> list[dict[str, object]]:
     """Times `steps` steps of `ranks` ranks under each vocabulary, its embedding dense or in rows, on ids that the
-    smallest has; prints the table and returns its lines. A step before them warms up, one after says what memory it
-    takes."""
+    smallest has; returns a line for each. A step before them warms up, one after says what memory it takes."""
     smallest = _under(config, min(vocabularies), "dense", ranks)
     texts = token_rows(smallest, prefix, count=(steps + 2) * ranks)
     lines: list[dict[str, object]] = []
@@ -241,26 +243,15 @@ def grow(
                 work = [(under, (rank, ranks, store), texts, device) for rank in range(ranks)]
                 field.append(Contender("", [(rank_step, one) for one in work], device.type))
             rounds = steps_in_turn(field, steps)
-            peaks = [None if device.type == "cuda" else contender.peak() for contender in field]
-            stop(field)
-        for at, (size, peak) in enumerate(zip(vocabularies, peaks, strict=True)):
-            lines.append({"embedding": kind, "vocabulary": size, **_medians(rounds, at, peak)})
-    terminal().print(to_rich(lines))
+            for place, (size, contender) in enumerate(zip(vocabularies, field, strict=True)):
+                lines.append({"embedding": kind, "vocabulary": size, **compared(rounds, place)})
+                if device.type == "cpu":
+                    lines[-1]["a step's MiB"] = round(contender.peak())
+                contender.stop()
     return lines
 
 
 def _under(config: RunConfig, vocabulary: int, kind: str, ranks: int) -> RunConfig:
-    tree = config.model_dump(mode="json")
-    tree["model"]["vocab_size"], tree["engine"]["embedding"] = vocabulary, kind
-    tree["batch"]["global_size"] = config.batch.micro_size * ranks
-    return config_from_dict(tree, f"--vocabulary {vocabulary}")
-
-
-def _medians(rounds: Rounds, at: int, peak: float | None) -> dict[str, object]:
-    """Over rounds, by the clock and of processes, also of the ratios to the first vocabulary."""
-    line: dict[str, object] = {}
-    for kind, name in enumerate(("", "CPU ")):
-        line[f"{name}ms"] = round(statistics.median(times[at][kind] for times in rounds) * 1e3)
-    for kind, name in enumerate(("wall", "CPU")):
-        line[f"{name} ratio"] = f"{statistics.median(times[at][kind] / times[0][kind] for times in rounds):.2f}"
-    return line | ({} if peak is None else {"a step's MiB": round(peak)})
+    rows = config.batch.micro_size * ranks
+    settings = (f"model.vocab_size={vocabulary}", f"engine.embedding={kind}", f"batch.global_size={rows}")
+    return changed(config, *settings)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.engines import SETTINGS, build, one_micro_batch
+from benchmarks.options import tell
 from benchmarks.timing import in_child
 from megahead.config.loading import config_from_dict
 from megahead.config.objective import ON_GPU
@@ -27,8 +28,6 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.estimate import count_parameters
 from megahead.objectives.pretraining import assemble, fill_, first_weights
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
 
 WAYS = {
     "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
@@ -44,10 +43,10 @@ Line = dict[str, object]
 
 def print_figures() -> None:
     """Both tables of the kernel."""
-    console = terminal(width=160)
-    console.print(to_rich([compiled(capability, way) for capability in (80, 90, 100) for way in WAYS]))
     sizes = ((16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512))
-    console.print(to_rich([summed_up(*size) for size in sizes]))
+    tell(
+        [compiled(capability, way) for capability in (80, 90, 100) for way in WAYS], [summed_up(*one) for one in sizes]
+    )
 
 
 def compiled(capability: int, way: str) -> Line:
@@ -61,16 +60,16 @@ def compiled(capability: int, way: str) -> Line:
 
     pointers = {"scores": "*fp32", "sums": "*fp32", "target": "*i64", "bias": "*fp32", "target_bias": "constexpr"}
     numbers = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
-    types, names = pointers | numbers | WAYS[way], row_kernel._softmax_kernel.arg_names
-    constants: dict[tuple[int, ...], int | None] = {
-        (names.index(name),): None for name, kind in types.items() if kind == "constexpr"
-    }
-    constants |= {(names.index("BLOCK"),): row_kernel.BLOCK}
-    aligned = [
-        place for place, name in enumerate(names) if name != "width" and types[name] not in ("constexpr", "fp32")
-    ]
-    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    source = ASTSource(row_kernel._softmax_kernel, {name: types[name] for name in names}, constants, attributes)
+    kinds = pointers | numbers | WAYS[way]
+    types = {name: kinds[name] for name in row_kernel._softmax_kernel.arg_names}
+    constants: dict[tuple[int, ...], int | None] = {}
+    attributes = {}
+    for place, (name, kind) in enumerate(types.items()):
+        if kind == "constexpr":
+            constants[place,] = row_kernel.BLOCK if name == "BLOCK" else None
+        elif name != "width" and kind != "fp32":
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(row_kernel._softmax_kernel, types, constants, attributes)
     options = {"num_warps": row_kernel.WARPS}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled, shared = resources(kernel.asm["cubin"])
@@ -157,7 +156,7 @@ def print_micro_steps() -> None:
     for name, work in works.items():
         operations, moved = in_child(lambda work=work: work().found())  # type: ignore[misc]
         lines.append({"ZeRO": name, "operations": operations, "bytes a parameter": f"{moved / parameters:.1f}"})
-    terminal(width=160).print(to_rich(lines))
+    tell(lines)
 
 
 def alone() -> Counted:

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import SETTINGS, Contender, Step, meet, rank_step
-from benchmarks.rows import token_rows
+from benchmarks.rows import changed, token_rows
 from benchmarks.timing import in_turn
-from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import UserError
 from megahead.objectives.loader import gather_targets
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
 
 LINK = "eth0"
 _CLONE_NEWNET = 0x40000000
@@ -87,36 +84,35 @@ CPU = torch.device("cpu")
 
 Way = tuple[str, int]  # embedding (rows or dense) and ZeRO stage
 Line = dict[str, object]
+Entry = tuple[Line, Callable[..., Step], tuple[Any, ...]]  # what a line says of it, what makes its step, and of what
+Contenders = Callable[[RunConfig, int, int], Iterable[Entry]]
 
 
-def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, ways: list[Way]) -> list[Line]:
-    """Measures steps of all ways on each number of ranks in turn; prints the table and returns its lines."""
+def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, contenders: Contenders) -> list[Line]:
+    """Measures each of the contenders on each number of ranks, in turn; returns a line for each."""
     lines: list[Line] = []
     for count in ranks:
         with linked(count, megabits) as namespaces:
-            for embedding, stage in ways:
-                tree = config.model_dump(mode="json")
-                tree["batch"]["global_size"] = count * config.batch.micro_size
-                tree["engine"] |= {"embedding": embedding, "deepspeed": str(SETTINGS / f"zero{stage}.json")}
-                measured = _measured(linked_step, (config_from_dict(tree), steps + 1), namespaces, steps)
-                lines.append({"ranks": count, "embedding": embedding, "ZeRO": stage, **measured})
-    terminal().print(to_rich(lines))
+            for about, maker, given in contenders(config, count, steps):
+                lines.append({"ranks": count, **about, **_measured(maker, given, namespaces, steps)})
     return lines
 
 
-def compare_negatives(config: RunConfig, ranks: list[int], megabits: int, steps: int) -> list[Line]:
-    """The same of what it takes to share the negatives of one micro-batch a rank: as ids, which is what runs do, and
-    as their embeddings, whose gradients must go back."""
+def steps_by(ways: Sequence[Way], config: RunConfig, ranks: int, steps: int) -> Iterator[Entry]:
+    """Whole steps, by each way."""
+    for embedding, stage in ways:
+        engine = (f"engine.embedding={embedding}", f"engine.deepspeed={SETTINGS / f'zero{stage}.json'}")
+        by_way = changed(config, f"batch.global_size={ranks * config.batch.micro_size}", *engine)
+        yield {"embedding": embedding, "ZeRO": stage}, linked_step, (by_way, steps + 1)
+
+
+def exchanges(config: RunConfig, ranks: int, steps: int) -> Iterator[Entry]:
+    """What it takes to share the negatives of one micro-batch a rank: as ids, which is what runs do, and as their
+    embeddings, whose gradients must go back."""
     targets = config.batch.micro_size * config.data.sequence_length
-    lines: list[Line] = []
-    for count in ranks:
-        with linked(count, megabits) as namespaces:
-            for shared in EXCHANGES:
-                exchange = (shared, targets, config.model.hidden_size)
-                measured = _measured(linked_exchange, exchange, namespaces, steps)
-                lines.append({"ranks": count, "negatives as": shared, "targets a rank": targets, **measured})
-    terminal().print(to_rich(lines))
-    return lines
+    for shared in EXCHANGES:
+        given = (shared, targets, config.model.hidden_size)
+        yield {"negatives as": shared, "targets a rank": targets}, linked_exchange, given
 
 
 def _measured(maker: Callable[..., Step], given: tuple[Any, ...], namespaces: list[str], steps: int) -> Line:
@@ -177,8 +173,6 @@ def _embeddings(targets: int, features: int, ranks: Group) -> Step:
 EXCHANGES: dict[str, Callable[[int, int, Group], Step]] = {"ids": _ids, "embeddings": _embeddings}
 
 
-def read_ways(given: str) -> Iterator[Way]:
+def read_ways(given: str) -> list[Way]:
     """Of `rows:0,dense:3` and so on."""
-    for way in given.split(","):
-        embedding, _, stage = way.partition(":")
-        yield embedding, int(stage)
+    return [(embedding, int(stage)) for embedding, _, stage in (way.partition(":") for way in given.split(","))]

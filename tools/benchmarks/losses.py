@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,11 @@ def kernels_here(small: Problem) -> tuple[dict[str, Kernel], list[str]]:
     return kernels, absent
 
 
+def as_they_are(problem: Problem) -> list[Entry]:
+    """Every form, which begins with the table."""
+    return [Entry(name, form, problem) for name, form in FORMS.items()]
+
+
 def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
     """Every form with what it begins with: ours with candidates padded as the loader pads them, the others without."""
     among = chosen(problem.targets)
@@ -200,15 +205,24 @@ class Taken(NamedTuple):
     mebibytes: float  # at most, above what was there before
     host_seconds: float | None = None  # until the host had launched all of it; where that is more, the GPU waits
 
+    @staticmethod
+    def median_of(taken: Sequence[Taken | None]) -> Taken | None:
+        """None where one of them is missing."""
+        there = [one for one in taken if one is not None]
+        if len(there) < len(taken):
+            return None
+        return Taken(*(None if None in values else median(values) for values in zip(*there, strict=True)))  # type: ignore[arg-type, type-var]
+
 
 def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
     """Times every form at every size, on the device of `targets`; then errors against float64. Prints all, and
     writes it to `arguments.output` as soon as it is known."""
     device, dtype = targets.device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    kernels: dict[str, Kernel] | None = None
     absent: list[str] = []
-    if device.type == "cuda":
+    entries_of: Callable[[Problem], list[Entry]] = as_they_are
+    if device.type == "cuda":  # other people's are for GPUs
         kernels, absent = kernels_here(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
+        entries_of = partial(prepared, kernels=kernels)
     rate = device_rate(device, arguments.precision)
     console = terminal(width=160)
     console.print(f"{arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
@@ -221,19 +235,14 @@ def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
         if arguments.output is not None:
             arguments.output.write_text(to_json(found), encoding="utf-8")
 
-    def entries_of(problem: Problem) -> list[Entry]:
-        if kernels is not None:  # other people's, on a GPU
-            return prepared(problem, kernels)
-        return [Entry(name, form, problem) for name, form in FORMS.items()]
-
     for hidden in arguments.hidden:
         console.print(f"\nhidden {hidden}: ours forward + backward; time and memory of others as multiples of ours")
         lines = []
         for size in arguments.sizes:
             problem = Problem.drawn(targets[:size], VOCABULARY, hidden, dtype)
-            costs = costs_of(entries_of(problem), arguments)
-            lines.append(row(problem, costs, rate))
-            keep(records(problem, costs, rate))
+            found_here = records(problem, costs_of(entries_of(problem), arguments), rate)
+            lines.append(row(found_here))
+            keep(found_here)
         console.print(to_rich(lines))
     size = min(ERROR_SIZE, *arguments.sizes)
     problem = Problem.drawn(targets[:size], VOCABULARY, arguments.hidden[0], dtype)
@@ -259,52 +268,38 @@ def costs_of(entries: list[Entry], arguments: argparse.Namespace) -> dict[str, T
         return None
 
     rounds = in_turn([lambda _, one=one: take(one) for one in entries], arguments.rounds, warm_up=0)  # type: ignore[misc]
-    costs: dict[str, Taken | None] = {}
-    for place, entry in enumerate(entries):
-        taken = [one for one in (found[place] for found in rounds) if one is not None]
-        costs[entry.name] = _median(taken) if len(taken) == len(rounds) else None
-    return costs
+    medians = [Taken.median_of(taken) for taken in zip(*rounds, strict=True)]
+    return dict(zip((entry.name for entry in entries), medians, strict=True))
 
 
-def _median(taken: Sequence[Taken]) -> Taken:
-    seconds, mebibytes, host = zip(*taken, strict=True)
-    known = [value for value in host if value is not None]
-    return Taken(statistics.median(seconds), statistics.median(mebibytes), statistics.median(known) if known else None)
-
-
-def row(problem: Problem, costs: dict[str, Taken | None], rate: float) -> dict[str, object]:
-    """One N: our median time, its share of the matrix rate by three products of N x U x D, our memory; and every other
-    form's ratio to ours."""
-    ours = costs["ours"]
-    line: dict[str, object] = {"N": len(problem.targets), "U": len(problem.targets.unique())}
-    if ours is None:
-        return line | {"s": TOO_LARGE}
-    line |= {"s": f"{ours.seconds:.3g}", "of rate": f"{_share(problem, ours, rate):.0%}"}
-    line["MiB"] = f"{ours.mebibytes:,.0f}"
-    if ours.host_seconds is not None:
-        line["host s"] = f"{ours.host_seconds:.3g}"
-    for name, theirs in costs.items():
-        if name != "ours":
-            ratios = theirs and (theirs.seconds / ours.seconds, theirs.mebibytes / ours.mebibytes)
-            line[name] = f"{ratios[0]:.1f}x {ratios[1]:.1f}x" if ratios else TOO_LARGE
-    return line
-
-
-def records(problem: Problem, costs: dict[str, Taken | None], rate: float) -> list[dict[str, object]]:
-    """The same with exact numbers, a line for each form."""
-    what = {"N": len(problem.targets), "U": len(problem.targets.unique()), "hidden": problem.outputs.shape[1]}
-    lines: list[dict[str, object]] = []
+def records(problem: Problem, costs: dict[str, Taken | None], rate: float) -> list[dict[str, Any]]:
+    """A line for each form; ours has its share of the matrix rate by the three products of N x U x D that it needs."""
+    size, candidates, hidden = len(problem.targets), len(problem.targets.unique()), problem.outputs.shape[1]
+    lines: list[dict[str, Any]] = []
     for name, found in costs.items():
         seconds, mebibytes, host = found or (None, None, None)
-        lines.append(what | {"form": name, "seconds": seconds, "MiB": mebibytes, "host seconds": host})
-        if found and name == "ours":
-            lines[-1]["of rate"] = _share(problem, found, rate)
+        line = {"N": size, "U": candidates, "hidden": hidden, "form": name}
+        lines.append(line | {"seconds": seconds, "MiB": mebibytes, "host seconds": host})
+        if seconds and name == "ours":
+            lines[-1]["of rate"] = 6 * size * candidates * hidden / seconds / rate
     return lines
 
 
-def _share(problem: Problem, ours: Taken, rate: float) -> float:
-    """Of the matrix rate, by the three products of N x U x D that the headless loss needs."""
-    return 6 * problem.outputs.numel() * len(problem.targets.unique()) / ours.seconds / rate
+def row(lines: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """The lines of one N as one: ours, and how many times as long and as much memory every other form takes."""
+    by_form = {line["form"]: line for line in lines}
+    ours = by_form.pop("ours")
+    told: dict[str, object] = {"N": ours["N"], "U": ours["U"]}
+    if ours["seconds"] is None:
+        return told | {"s": TOO_LARGE}
+    told |= {"s": f"{ours['seconds']:.3g}", "of rate": f"{ours['of rate']:.0%}", "MiB": f"{ours['MiB']:,.0f}"}
+    if ours["host seconds"] is not None:
+        told["host s"] = f"{ours['host seconds']:.3g}"
+    for name, theirs in by_form.items():
+        fits = theirs["seconds"] is not None
+        ratios = [f"{theirs[what] / ours[what]:.1f}x" for what in ("seconds", "MiB") if fits]
+        told[name] = " ".join(ratios) or TOO_LARGE
+    return told
 
 
 def observe(form: Form, problem: Problem) -> Taken:

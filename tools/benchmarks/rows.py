@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megahead.config.loading import config_from_dict
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.data.batch import RowMasker
@@ -24,6 +25,11 @@ from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
 from megahead.objectives.loader import Feed
 from megahead.objectives.micro_batch import MicroBatch, StepBatches
+
+
+def changed(config: RunConfig, *overrides: str) -> RunConfig:
+    """`config` with other settings."""
+    return config_from_dict(config.model_dump(mode="json"), config.name, overrides)
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:

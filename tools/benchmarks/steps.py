@@ -7,13 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.rows import rule_of, step_batches, token_rows
+from benchmarks.rows import changed, rule_of, step_batches, token_rows
 from benchmarks.timing import clock_of, cost, describe, in_child, in_turn, matrix_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
@@ -24,7 +25,6 @@ from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
 from megahead.optim import build_optimizer
-from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 from megahead.train.run import accelerate_
 from megahead.train.step import device_name
@@ -64,46 +64,36 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
     return config_from_dict(tree)
 
 
-class FullWeights:
-    """float32, between a model and its optimizer."""
+class Weights:
+    """A model's, and those of its optimizer, in float32. Where the model's are in bf16, as at ZeRO 1 and higher, passes
+    read and write half as many bytes, and nothing is converted each time."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._parameters, self._optimizer = list(model.parameters()), optimizer
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool) -> None:
+        self.optimizer, self.half, self._own = optimizer, half, list(model.parameters())
+        full = {own: nn.Parameter(own.detach().clone()) if half else own for own in self._own}
+        for group in optimizer.param_groups:
+            group["params"] = [full[own] for own in group["params"]]
+        self._full = list(full.values())
+        if half:
+            for own in self._own:
+                own.data = own.data.bfloat16()
 
     def add(self) -> None:
-        """A micro-batch's gradients are added to the step's by its backward pass."""
+        """Adds a micro-batch's gradients to the step's, in float32, which a backward pass in float32 has done."""
+        if not self.half:
+            return
+        for full, own in zip(self._full, self._own, strict=True):
+            if own.grad is not None:
+                full.grad = own.grad.float() if full.grad is None else full.grad.add_(own.grad)
+                own.grad = None
 
     def update(self, clipping: float) -> None:
         """Clips the step's gradients, updates the weights, and drops the gradients."""
-        nn.utils.clip_grad_norm_(self._parameters, clipping)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-class HalfWeights:
-    """bf16, which the optimizer has in float32, as they are at ZeRO 1 and higher: forward and backward read and write
-    half as many bytes, and nothing is converted each time. A step's gradients are added up in float32."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._halves, self._optimizer = list(model.parameters()), optimizer
-        full = {half: nn.Parameter(half.detach().clone()) for half in self._halves}
-        for group in optimizer.param_groups:
-            group["params"] = [full[half] for half in group["params"]]
-        for half in self._halves:
-            half.data = half.data.bfloat16()
-        self._full = list(full.values())
-
-    def add(self) -> None:
-        for full, half in zip(self._full, self._halves, strict=True):
-            if half.grad is not None:
-                full.grad = half.grad.float() if full.grad is None else full.grad.add_(half.grad)
-                half.grad = None
-
-    def update(self, clipping: float) -> None:
         nn.utils.clip_grad_norm_(self._full, clipping)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        torch._foreach_copy_([half.data for half in self._halves], [full.data for full in self._full])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.half:
+            torch._foreach_copy_([own.data for own in self._own], [full.data for full in self._full])
 
 
 @dataclass
@@ -134,8 +124,7 @@ class Contender:
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = rule_of(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
-        weights = HalfWeights if self.precision == "bf16" else FullWeights  # as the engine at ZeRO 1 and higher
-        self.weights: FullWeights | HalfWeights = weights(self.model, optimizer)
+        self.weights = Weights(self.model, optimizer, half=self.precision == "bf16")
         self.clock = clock_of(self.device)
         self._watch_body()
 
@@ -196,7 +185,7 @@ class Contender:
         """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
         if self.device.type == "cpu":
             return None
-        each = 12 + 2 * isinstance(self.weights, HalfWeights)
+        each = 12 + 2 * self.weights.half
         return (each * sum(parameter.numel() for parameter in self.model.parameters()) + self.extra_bytes) / 1e6
 
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
@@ -272,60 +261,42 @@ def compare(one: Contender, other: Contender) -> str:
 def hold(
     config: RunConfig, plans: Sequence[Plan], prefix: str | None, steps: int, device: torch.device
 ) -> list[dict[str, object]]:
-    """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), prints the table
-    and returns its lines."""
+    """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), says on what and
+    how they compare, and returns a line for each."""
     rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
 
-    def contender(plan: Plan) -> Contender:
-        return Contender(config, plan[0], device, rows, plan[1])
+    def first_step(plan: Plan) -> None:
+        Contender(config, plan[0], device, rows, plan[1]).step(0)
 
-    def first_step(plan: Plan) -> Contender:
-        one = contender(plan)
-        one.step(0)
-        return one
+    def megabytes(plan: Plan) -> float | None:
+        """Of the first step, in a process of its own; None where that does not tell."""
+        if device.type == "cuda" or config.engine.compile is True or plan[1] == "compiled":
+            return None
+        return in_child(lambda: cost(lambda: first_step(plan)))[1] * 2**20 / 1e6
 
-    memory: list[float | None] = []
-    for plan in plans:
-        compiled = config.engine.compile is True or plan[1] == "compiled"
-        if device.type == "cuda" or compiled:
-            memory.append(None)
-        else:  # in a process of its own
-            memory.append(in_child(lambda plan=plan: cost(lambda: first_step(plan)))[1] * 2**20 / 1e6)  # type: ignore[misc]
-    contenders = [contender(plan) for plan in plans]
+    memory = [megabytes(plan) for plan in plans]
+    contenders = [Contender(config, objective, device, rows, how) for objective, how in plans]
     in_turn([one.step for one in contenders], steps)
-    rate = matrix_rate(device, config.engine.precision)
-    peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
-    lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
-    first, console = contenders[0], terminal()
+    rate, (first, *others) = matrix_rate(device, config.engine.precision), contenders
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"
     machine = f"{first.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    console.print(f"{first.config.name}, {shape}, {machine}")
-    for name, way in contenders[-1].ways:
-        console.print(f"{name}: {way}")
-    console.print(to_rich(lines))
-    for other in contenders[1:]:
-        console.print(compare(first, other))
-    return lines
+    told = [f"{first.config.name}, {shape}, {machine}", *(f"{name}: {way}" for name, way in contenders[-1].ways)]
+    terminal().print("\n".join([*told, *(compare(first, other) for other in others)]))
+    return [one.row(rate, known or one.peak_megabytes()) for known, one in zip(memory, contenders, strict=True)]
 
 
 def fill(
     config: RunConfig, objectives: Sequence[str], most: int, prefix: str | None, device: torch.device
 ) -> list[dict[str, object]]:
-    """Finds for each objective the largest micro-batch of up to `most` rows that fits; prints the table and returns its
-    lines."""
+    """Finds for each objective the largest micro-batch of up to `most` rows that fits; returns a line for each."""
     lines: list[dict[str, object]] = []
     for name in objectives:
-        fitting: dict[int, dict[str, object] | None] = {0: {}}
-
-        def fits(rows: int, name: str = name, found: dict[int, dict[str, object] | None] = fitting) -> bool:
-            found[rows] = _steps_of(config, rows, name, prefix, device)
-            return found[rows] is not None
-
-        largest = largest_that(fits, config.batch.micro_size, most)
-        lines.append({"objective": name, "rows of the micro-batch": largest, **(fitting[largest] or {})})
-    terminal().print(to_rich(lines))
+        steps_of = cache(lambda rows, name=name: _steps_of(config, rows, name, prefix, device))
+        largest = largest_that(lambda rows: steps_of(rows) is not None, config.batch.micro_size, most)  # noqa: B023
+        found = steps_of(largest) if largest else {}
+        lines.append({"objective": name, "rows of the micro-batch": largest, **(found or {})})
     return lines
 
 
@@ -347,9 +318,7 @@ def _steps_of(
     config: RunConfig, rows: int, name: str, prefix: str | None, device: torch.device
 ) -> dict[str, object] | None:
     """What a few steps of such a micro-batch took, the first a warm-up; None where memory does not hold one."""
-    tree = config.model_dump(mode="json")
-    tree["batch"] |= {"micro_size": rows, "global_size": rows}
-    config = config_from_dict(tree)
+    config = changed(config, f"batch.micro_size={rows}", f"batch.global_size={rows}")
     try:
         contender = Contender(config, name, device, token_rows(config, prefix, count=STEPS))
         for index in range(STEPS):
