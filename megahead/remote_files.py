@@ -22,7 +22,7 @@ from megahead.errors import FieldError, UserError
 from megahead.files import InUseError, StagedFile, is_full
 from megahead.wording import gib
 
-# Addresses of far files: what is one, and that none carries a secret.
+# Addresses of remote files: what is one, and that none carries a secret.
 
 
 _SCHEME = re.compile(r"([A-Za-z0-9]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
@@ -31,7 +31,7 @@ _SECRET = re.compile(rf"://[^@]*:[^@]*@|\?|{_NAMES}=", re.IGNORECASE)
 """A password before a host (it may hold slashes), a query (signed addresses have one), a named secret."""
 
 
-def is_far(name: str) -> bool:
+def is_remote(name: str) -> bool:
     """Whether `name` is a URL and not a path."""
     return _SCHEME.match(name) is not None
 
@@ -67,7 +67,7 @@ def _spelled(url: str) -> str:
 
 def refuse_secrets(field: str, name: str) -> None:
     """FieldError for a URL with a password, a key or a query; the sentence does not repeat it."""
-    if is_far(name) and _SECRET.search(name):
+    if is_remote(name) and _SECRET.search(name):
         hint = "give credentials by the environment, as the store's own tools read them"
         raise FieldError(field, "be an address without password, key or query", got="one that has some", hint=hint)
 
@@ -79,19 +79,19 @@ def without_secrets(text: str) -> str:
     return re.sub(rf"(://[^\s'\"]*?{_NAMES}=)[^\s'\"&;]*", r"\1***", text, flags=re.IGNORECASE)
 
 
-# Errors of far storage, each one sentence, in which no credentials are repeated.
+# Errors of remote storage, each one sentence, in which no credentials are repeated.
 
 
 _NAME_OF_SECRET = re.compile(r"key|secret|token|passw|credential|signature|sas", re.IGNORECASE)
 _SHORTEST_SECRET = 6
 
 
-class FarError(UserError):
+class RemoteError(UserError):
     """A store that cannot be reached, does not answer, or refuses."""
 
 
 class DamagedError(UserError):
-    """A far file that is missing, or not what was recorded of it."""
+    """A remote file that is missing, or not what was recorded of it."""
 
 
 def told(error: BaseException) -> str:
@@ -127,7 +127,7 @@ _EXTRA = ("s3", "s3a")
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the URL's path in it; FarError if it has none. Asks nobody yet."""
+    """The file system that fsspec has for a URL, and the URL's path in it; RemoteError if it has none. Sends nothing."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
@@ -135,26 +135,26 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        raise FarError(f"`{url}` needs a package that is missing ({told(error)}); {_install(scheme)}.") from None
+        raise RemoteError(f"`{url}` needs a package that is missing ({told(error)}); {_install(scheme)}.") from None
     except ValueError as error:
-        raise FarError(f"`{url}` must be of a kind that fsspec knows, but is not ({told(error)}).") from None
+        raise RemoteError(f"`{url}` must be of a kind that fsspec knows, but is not ({told(error)}).") from None
     except Exception as error:
-        raise FarError(f"`{url}` must be an address that can be opened, but cannot ({told(error)}).") from None
+        raise RemoteError(f"`{url}` must be an address that can be opened, but cannot ({told(error)}).") from None
     return files, root.rstrip("/")
 
 
 def _refuse_unclear(url: str, scheme: str) -> None:
-    """FarError for what is no address, or may mean another place than it seems to."""
-    if not is_far(url):
-        raise FarError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
+    """RemoteError for what is no address, or may mean another place than it seems to."""
+    if not is_remote(url):
+        raise RemoteError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
     if "::" in url:
-        raise FarError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
+        raise RemoteError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
     if scheme in _DISKS and not url.partition("://")[2].startswith("/"):
-        raise FarError(
+        raise RemoteError(
             f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
         )
     if not has_folders(url) and "//" in url.partition("://")[2]:  # what is written there is not found by listing it
-        raise FarError(f"`{url}` must have single slashes, but has two that follow each other; leave one out.")
+        raise RemoteError(f"`{url}` must have single slashes, but has two that follow each other; leave one out.")
 
 
 def has_folders(url: str) -> bool:
@@ -203,8 +203,8 @@ LANES = 4
 class Store:
     """The files below `url`; their names are relative to it, with `/` between folders.
 
-    FileNotFoundError for a file that is not there, FarError for anything else that goes wrong. Nothing is kept between
-    two calls: what one of them reports is in the store then.
+    FileNotFoundError for a file that is not there, RemoteError for anything else that goes wrong. Nothing is kept
+    between two calls: what one of them reports is in the store then.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
@@ -243,11 +243,11 @@ class Store:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a small file there, and reads it back; FarError if it differs then."""
+        """Puts a small file there, and reads it back; RemoteError if it differs then."""
         self._make_folder(name)
         self._sent(partial(self._put_whole, self._path(name), content))
         if self.read_if_there(name) != content:
-            raise FarError(
+            raise RemoteError(
                 f"`{self.url}/{name}` must read back as it was written, but does not; the store loses writes."
             )
 
@@ -276,7 +276,7 @@ class Store:
     def remove_folder(self, name: str) -> None:
         """Removes an empty folder, where the store has folders; one that is not empty, or not there, stays as it is."""
         if has_folders(self.url):
-            with suppress(FileNotFoundError, FarError):
+            with suppress(FileNotFoundError, RemoteError):
                 self._asked(lambda: self._files.rmdir(self._path(name)))
 
     def put(self, path: Path, name: str) -> None:
@@ -331,18 +331,18 @@ class Store:
         try:
             return self._asked(function)
         except FileNotFoundError as error:
-            raise FarError(f"`{self.url}` must be a place that exists, but is none ({told(error)}).") from None
+            raise RemoteError(f"`{self.url}` must be a place that exists, but is none ({told(error)}).") from None
 
     def _result(self, future: Future[T], waited: float) -> T:
         if not future.done():
-            raise FarError(f"`{self.url}` must answer, but has not for {waited:g} s; check the network.")
+            raise RemoteError(f"`{self.url}` must answer, but has not for {waited:g} s; check the network.")
         error = future.exception()
         if isinstance(error, FileNotFoundError):
             raise error
         if error is not None and is_full(error):
-            raise FarError(f"`{self.url}` must have room, but has none ({told(error)}); free some there.") from None
+            raise RemoteError(f"`{self.url}` must have room, but has none ({told(error)}); free some there.") from None
         if error is not None:
-            raise FarError(
+            raise RemoteError(
                 f"`{self.url}` must be reachable, but is not ({told(error)}); check the address, the network, and the "
                 "credentials in the environment."
             ) from None
@@ -361,7 +361,7 @@ def _discard(target: Any) -> None:
         target.discard()
 
 
-# Receives a far file, and checks it on the way.
+# Receives a remote file, and checks it on the way.
 
 
 @dataclass(frozen=True)
@@ -375,8 +375,8 @@ class Expected:
 
 
 def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes], object]) -> Iterator[int]:
-    """Hands all of a far file to `write`, and yields how many bytes came so far, also (at least once a second) while it
-    waits. DamagedError if the file is missing, or not what was expected; what was written then is worthless."""
+    """Hands all of a remote file to `write`, and yields how many bytes came so far, also (at least once a second) while
+    it waits. DamagedError if the file is missing, or not what was expected; what was written then is worthless."""
     received, digest = 0, hashlib.sha256()
     _check_length(store, name, expected.bytes)
     try:
@@ -400,7 +400,7 @@ def _check_length(store: Store, name: str, length: int) -> None:
         raise DamagedError(f"`{store.url}/{name}` must have {length} bytes, but has {size} instead.")
 
 
-# Far files on this machine's disk: fetched by one process of it, named when they were checked, kept for the next run.
+# Remote files on this machine's disk: fetched by one process of it, named once checked, kept for the next run.
 #
 # They lie in `~/.cache/megahead` (`$XDG_CACHE_HOME/megahead`), in a folder for each version of what they are copies
 # of: what is replaced in the store is fetched anew, and the old one stays until somebody removes it.
@@ -419,16 +419,16 @@ def folder_for(*identity: str) -> Path:
     return root / "megahead" / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:20]
 
 
-def near_file(name: str) -> str:
-    """A path of the file that `name` means: itself, or a copy of what is at that URL; FarError if there is none."""
-    if not is_far(name):
+def local_file(name: str) -> str:
+    """A path of the file that `name` means: itself, or a copy of what is at that URL; RemoteError if there is none."""
+    if not is_remote(name):
         return name
     url, file = parted(name)
     store = Store(url)
     try:
         expected, folder = Expected(store.size(file)), folder_for(name, store.version(file))
     except FileNotFoundError:
-        raise FarError(f"`{name}` must exist, but does not; check the address.") from None
+        raise RemoteError(f"`{name}` must exist, but does not; check the address.") from None
     for _ in fetch_into(folder, store, {file: expected}):
         pass
     return str(folder / file)
@@ -439,7 +439,7 @@ def fetch_into(
 ) -> Iterator[None]:
     """Fetches what is not in `folder` yet, and yields at least once a second meanwhile.
 
-    Of the processes of a machine one fetches a file, and the others wait for it. FarError, also for the one that is
+    Of the processes of a machine one fetches a file, and the others wait for it. RemoteError, also for the one that is
     waited for and no longer gets anywhere; DamagedError for a file that is not what was expected; WriteError for a full
     disk.
     """
@@ -475,7 +475,7 @@ def _turn(target: Path) -> Generator[None, None, StagedFile | None]:
             if size != seen:
                 seen, since = size, time.monotonic()
             if time.monotonic() - since > 2 * PATIENCE:
-                raise FarError(
+                raise RemoteError(
                     f"`{target}` must be fetched by one process, but the one that does has received nothing for "
                     f"{2 * PATIENCE:g} s; end it."
                 ) from None

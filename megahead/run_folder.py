@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def fetched(self) -> Path:
-        """Checkpoints of other runs, from far, while a session begins with one."""
+        """Checkpoints of other runs, from a remote store, while a session begins with one."""
         return self / "fetched"
 
     @property

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 from megahead.errors import existing
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 
 
-def far_or_existing(text: str) -> Path:
+def existing_or_fetched(text: str) -> Path:
     """argparse's `type` for a model or checkpoint: a path that exists, CHECKPOINTS/step-N or CHECKPOINTS/N for the
     newest one of that step, or a URL, whose newest sound checkpoint is fetched to this machine's cache, with its
     tokenizer and log. UserError where there is none."""
-    if not is_far(text):
+    if not is_remote(text):
         path = Path(text)
         if re.fullmatch(r"(step-)?\d+", path.name) and not path.exists() and path.parent.is_dir():
             from megahead.checkpoints.disk import find_checkpoint  # needs torch

@@ -33,7 +33,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Remote:
-    """The checkpoints in a folder of a store. FarError where it cannot be read or written."""
+    """The checkpoints in a folder of a store. RemoteError where it cannot be read or written."""
 
     store: Store
     root: str = CHECKPOINTS
@@ -105,8 +105,8 @@ class Remote:
                 self.remove(name)
 
     def put(self, folder: Path, refuse: Callable[[], None]) -> int:
-        """Sends the checkpoint in `folder`, as far as it is not there; returns the bytes sent. FarError, DamagedError
-        if the store fails or has not kept what it was sent: then the checkpoint does not count there.
+        """Sends the checkpoint in `folder`, as far as it is not there; returns the bytes sent. RemoteError or
+        DamagedError if the store fails or has not kept what it was sent: then the checkpoint does not count there.
 
         Calls `refuse` before each file; it raises an error if this session may not write there any more.
         """
@@ -248,7 +248,7 @@ class Seen:
 
 def look_at(remote: Remote, folder: RunFolder, resume: str) -> Seen:
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
-    which `resume` would go on with, or is that folder; FarError if what is written there cannot be read back."""
+    which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)
     there, here = _said(remote.store, ID), _read(folder.identity)
     names = remote.names()

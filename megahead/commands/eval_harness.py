@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.errors import FieldError, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
@@ -114,7 +114,7 @@ def cell(score: Score) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=far_or_existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=existing_or_fetched, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
     add("--tasks", default=PAPER, metavar="A,B", help=f"of {', '.join(TASKS)}")
     published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"
     add("--data", type=existing, metavar="DIR", help=published)

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.errors import FieldError, existing
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
@@ -71,7 +71,7 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     tasks = "glue/cola, superglue/boolq, xnli/en ..., or a whole suite"
     add("--task", nargs="+", required=True, metavar="T", help=tasks)
     add("--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.errors import DataError, FieldError, existing
 from megahead.terminal import terminal
 
@@ -105,7 +105,7 @@ def typed_prompts(console: Console) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=far_or_existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
+    add("--model", type=existing_or_fetched, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
     prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")

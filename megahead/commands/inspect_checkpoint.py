@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.wording import counted
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
     place = "a step folder, a checkpoints folder, a run folder, or its URL"
-    parser.add_argument("folder", type=far_or_existing, help=place)
+    parser.add_argument("folder", type=existing_or_fetched, help=place)
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
     from megahead.checkpoints.disk import orphaned_in  # needs torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import FieldError
 from megahead.terminal import terminal
@@ -17,7 +17,7 @@ from megahead.terminal import terminal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=far_or_existing, required=True, metavar="DIR", help="HF folder, run or checkpoint")
+    add("--model", type=existing_or_fetched, required=True, metavar="DIR", help="HF folder, run or checkpoint")
     add("--each", type=int, default=8, metavar="K", help="nearest ids of each id (default: 8)")
     add("--output", type=Path, required=True, metavar="NPY", help="the file to write")
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from megahead.data.shards import preprocess_shards
 from megahead.data.sources import Selection, conditions, find_inputs, total_bytes
 from megahead.data.writer import Bar
 from megahead.errors import FieldError
-from megahead.remote_files import near_file
+from megahead.remote_files import local_file
 from megahead.wording import counted
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parse()
     wanted, unwanted = conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
     recipe = Recipe(
-        tokenizer=Path(near_file(arguments.tokenizer)),
+        tokenizer=Path(local_file(arguments.tokenizer)),
         selection=Selection(arguments.text_key, wanted, unwanted),
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),

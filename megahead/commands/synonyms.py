@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing
 from megahead.report.tables import to_rich
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     files = "folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)"
     add("--wordnet", type=existing, default="/usr/share/wordnet", metavar="DIR", help=files)
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")

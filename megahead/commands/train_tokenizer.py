@@ -20,7 +20,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, grown, sample_texts, save_tokenizer
 from megahead.data.writer import Bar
 from megahead.errors import FieldError
-from megahead.remote_files import near_file
+from megahead.remote_files import local_file
 
 
 def main() -> None:
@@ -69,4 +69,4 @@ def opened_tokenizer(path: str) -> Tokenizer:
     if load_tokenizer(path).engine == "sentencepiece":
         hint = "train the model with the tokens as its control_symbols"
         raise FieldError("--extend", "be a tokenizer.json", got=f"{path}, a SentencePiece model", hint=hint)
-    return Tokenizer.from_file(str(near_file(path)))
+    return Tokenizer.from_file(str(local_file(path)))

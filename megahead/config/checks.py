@@ -14,7 +14,7 @@ from megahead.config.objective import ObjectiveConfig, ObjectiveScheduleConfig
 from megahead.config.token_subsets import check_token_subsets, given_subsets
 from megahead.config.training import TasksConfig, TrainingConfig
 from megahead.errors import ConfigError
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 
 if TYPE_CHECKING:
     from megahead.config.run import RunConfig
@@ -205,7 +205,7 @@ def _check_elastic(config: RunConfig) -> None:
 
 
 def _check_output(config: RunConfig) -> None:
-    if config.output_dir is not None and is_far(config.output_dir):
+    if config.output_dir is not None and is_remote(config.output_dir):
         hint = "a run trains on a disk, and is copied to training.mirror"
         raise ConfigError("output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
 

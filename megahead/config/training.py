@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -189,7 +189,7 @@ class TrainingConfig(Settings):
 
     @model_validator(mode="after")
     def _mirror_is_an_address(self) -> TrainingConfig:
-        if self.mirror is not None and not is_far(self.mirror):
+        if self.mirror is not None and not is_remote(self.mirror):
             raise ConfigError("mirror", "be an address such as s3://BUCKET/FOLDER", got=repr(self.mirror))
         return self
 

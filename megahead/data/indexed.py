@@ -16,7 +16,7 @@ import orjson
 
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_far, parted
+from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, parted
 from megahead.wording import counted
 
 # The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
@@ -225,11 +225,11 @@ def fetch_dataset(prefix: str) -> Iterator[str]:
     """Fetches what is not here yet; meanwhile yields the prefix here at least once a second, and again at the end.
 
     Checked by the lengths and checksums in `PREFIX.json`; without that file by the lengths in the store alone.
-    DataError for a dataset that is not there, FarError for a store that cannot be read, DamagedError for files that do
-    not agree.
+    DataError for a dataset that is not there, RemoteError for a store that cannot be read, DamagedError for files that
+    do not agree.
     """
     here = prefix
-    if is_far(prefix):
+    if is_remote(prefix):
         folder, store, files = _remote_files(prefix)
         here = str(folder / parted(prefix)[1])
         for _ in fetch_into(folder, store, files):

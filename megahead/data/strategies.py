@@ -17,7 +17,7 @@ from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategy import AllAlike, Difficulty, PairCounts, Strategy, TrainingText, WeighedIds, no_longer_than
 from megahead.data.whole_words import WholeWords
 from megahead.errors import ConfigError
-from megahead.remote_files import near_file
+from megahead.remote_files import local_file
 
 # Neighbours that belong together are masked together (after Levine et al. 2021, arXiv 2010.01825).
 
@@ -216,7 +216,7 @@ def open_array(field: str, rule: str, path: str) -> Array:
     """The array in the `.npy` file that the setting `field` names; a URL's is fetched first. ConfigError with this rule
     for any other file."""
     try:
-        found = np.load(near_file(path), allow_pickle=False)
+        found = np.load(local_file(path), allow_pickle=False)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(field, rule, got=f"{path} ({error})") from None
     if not isinstance(found, np.ndarray):

@@ -19,7 +19,7 @@ from megahead.data.indexed import Array, TokenizerIdentity, token_dtype
 from megahead.data.sentencepiece_model import is_sentencepiece, tokenizer_json
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import near_file
+from megahead.remote_files import local_file
 from megahead.run_folder import RunFolder
 
 # Cuts a very long text into pieces that are tokenized one by one, to save memory; only where that changes no id.
@@ -169,7 +169,7 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     was read before is not read again; that of a URL is fetched first. DataError if it is missing, or neither a
     `tokenizer.json` nor a `.model`.
     """
-    path = near_file(str(path))
+    path = local_file(str(path))
     reference = opened(path, "tokenizers")
     if not probe or reference.engine == "sentencepiece" or reference.dropout:
         return reference
@@ -184,12 +184,12 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
 
 def tokenizer_mark(path: str | Path) -> str:
     """What a run's checkpoints hold of its tokenizer, equal for files that cut texts alike."""
-    return f"vocabulary {Tokenizer(near_file(str(path))).identity().vocabulary}"
+    return f"vocabulary {Tokenizer(local_file(str(path))).identity().vocabulary}"
 
 
 def has_mark(path: str | Path, mark: str) -> bool:
     """Whether the tokenizer in `path` has it; earlier versions took the SHA-256 of the file."""
-    file = Path(near_file(str(path)))
+    file = Path(local_file(str(path)))
     return mark == hashlib.sha256(file.read_bytes()).hexdigest() or mark == tokenizer_mark(file)
 
 

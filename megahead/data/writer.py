@@ -23,7 +23,7 @@ from megahead.data.indexed import (
 )
 from megahead.errors import ArgumentError, DataError
 from megahead.files import StagedFile
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 
 # Writes `PREFIX.bin`, `PREFIX.json` and `PREFIX.idx`, which appear together at the end or not at all.
 
@@ -43,7 +43,7 @@ class IndexedDatasetWriter:
         self, prefix: str | Path, *, vocab_size: int, tokenizer: str | TokenizerIdentity | None = None
     ) -> None:
         """`tokenizer`: what cut the text, or at least the name of its file."""
-        if is_far(str(prefix)):
+        if is_remote(str(prefix)):
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
             )

@@ -16,7 +16,7 @@ from megahead.errors import CheckpointError, DataError
 from megahead.hf.heads import DTYPES, ExportTarget, Head
 from megahead.hf.published import load_backbone, load_causal, load_masked
 from megahead.hf.trained import TrainedModel
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 
 TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
@@ -145,7 +145,7 @@ def _token_rows(model: TrainedModel) -> Tensor:
 
 def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
     prefix = model.config.data.validation or model.config.data.parts()[0].prefix
-    if is_far(prefix):
+    if is_remote(prefix):
         return None  # a whole dataset is not fetched for some rows
     try:
         samples = SequentialSamples(IndexedDataset(prefix), length)

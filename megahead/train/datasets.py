@@ -27,7 +27,7 @@ from megahead.data.strategy import TrainingText
 from megahead.data.tokenizer import Tokenizer, has_mark, tokenizer_mark
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
-from megahead.remote_files import near_file
+from megahead.remote_files import local_file
 from megahead.train.preflight import check_late_files
 
 # The datasets a run reads: opened and checked before anything else starts.
@@ -64,7 +64,7 @@ class RunDatasets:
 
 def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDatasets:
     """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if necessary, then on the others.
-    What is far is fetched before, once on each machine.
+    What is remote is fetched before, once on each machine.
 
     UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token, or the
     tokenizer, a file of ids or one of a task cannot be the run's.
@@ -115,7 +115,7 @@ def _require_one_tokenizer(
     named |= {} if validation is None else {f"`data.validation` ({validation.prefix})": validation}
     cut_by = {what: each.cut_by() for what, each in named.items()}
     if data.tokenizer is not None and any(cut_by.values()):
-        cut_by["`data.tokenizer`"] = Tokenizer(near_file(data.tokenizer)).identity()
+        cut_by["`data.tokenizer`"] = Tokenizer(local_file(data.tokenizer)).identity()
     require_one_tokenizer(cut_by)
 
 
@@ -259,7 +259,7 @@ def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> 
 
 
 def _sha256(path: str) -> str:
-    return hashlib.sha256(Path(near_file(path)).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(local_file(path)).read_bytes()).hexdigest()
 
 
 def is_within(name: str, sections: tuple[str, ...]) -> bool:

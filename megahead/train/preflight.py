@@ -9,7 +9,7 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
 from megahead.errors import ConfigError, DataError, FieldError
-from megahead.remote_files import is_far, near_file
+from megahead.remote_files import is_remote, local_file
 
 _OPTIONS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
 _SPELLED = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
@@ -20,10 +20,10 @@ _OF_OTHERS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
 def files_of(config: RunConfig) -> tuple[str, str]:
     """(name, value): which of the files that a run would read are missing."""
     named = [path for _, path in _named(config)]
-    far = [name for name in named if is_far(name)]
-    missing = [name for name in named if name not in far and not Path(name).exists()]
-    unseen = f"; {len(far)} in stores, not looked for" if far else ""
-    found = f"all {len(named) - len(far)} exist"
+    remote = [name for name in named if is_remote(name)]
+    missing = [name for name in named if name not in remote and not Path(name).exists()]
+    unseen = f"; {len(remote)} in stores, not looked for" if remote else ""
+    found = f"all {len(named) - len(remote)} exist"
     return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
@@ -39,7 +39,7 @@ def check_late_files(config: RunConfig) -> None:
 def check_present(config: RunConfig) -> None:
     """The same for a dry run: what is not on this machine may be on the one that trains, and is not checked."""
     check_custom_classes(config)
-    missing = {field for field, path in _named(config) if is_far(path) or not Path(path).exists()}
+    missing = {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()}
     if "data.tokenizer" not in missing:
         check_tokenizer(config)
     if config.tasks is not None and not missing & set(_OPTIONS.values()):
@@ -67,7 +67,7 @@ def check_tokenizer(config: RunConfig) -> None:
     path, vocab_size = config.data.tokenizer, config.model.vocab_size
     if path is None:
         return
-    if not Path(near_file(path)).is_file():
+    if not Path(local_file(path)).is_file():
         raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:

@@ -24,7 +24,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import write_atomically
-from megahead.remote_files import is_below, is_far
+from megahead.remote_files import is_below, is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_another_run
 from megahead.train.faults import Ending, StopRequest
@@ -205,13 +205,13 @@ def look_at_mirror(resume: str, config: RunConfig, world_group: Group) -> Seen:
     return run_on_all_ranks(world_group, look)[0]
 
 
-def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
+def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
     """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
 
     One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if it is of a run that
     may not be resumed, or the store cannot be read.
     """
-    if not is_far(resume):
+    if not is_remote(resume):
         return resume
     url, folder, accept = config.training.mirror, config.folder(), _accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):

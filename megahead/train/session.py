@@ -31,7 +31,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
 from megahead.hf.settings import KeptSettings
-from megahead.remote_files import is_far, near_file
+from megahead.remote_files import is_remote, local_file
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
@@ -42,8 +42,8 @@ from megahead.train.saving import (
     fetch_from_mirror,
     finish_mirror,
     last_moment,
+    local_resume,
     look_at_mirror,
-    near_resume,
     open_mirror,
     session_mark,
 )
@@ -90,11 +90,11 @@ class Session:
         """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
         has left. Collective, whenever the next is asked for."""
         folder = self.plan.config.folder()
-        if is_far(resume):
+        if is_remote(resume):
             self._after_an_error.callback(self._remove_fetched)
         self._seen = look_at_mirror(resume, self.plan.config, self.world_group)
-        near = near_resume(resume, self.plan.config, self.datasets, self.world_group)
-        yield find_resume(near, folder, self.world_group, (self._rescue, self._fetch))
+        local = local_resume(resume, self.plan.config, self.datasets, self.world_group)
+        yield find_resume(local, folder, self.world_group, (self._rescue, self._fetch))
         while True:
             yield find_resume("auto", folder, self.world_group, (self._rescue,))
 
@@ -231,7 +231,7 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
     """Writes the settings and the tokenizer, for readers of the checkpoints, and removes the last session's ending."""
     folder.path.mkdir(parents=True, exist_ok=True)
     if config.data.tokenizer is not None:
-        source = Path(near_file(config.data.tokenizer))
+        source = Path(local_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
             keep_tokenizer(source, folder)
     if config.init is not None and not folder.published.is_file():
@@ -246,7 +246,7 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
     kept = None
     if init.mode != "table" and init.from_hf is not None:
         kept = KeptSettings.of_folder(Path(init.from_hf))
-    elif init.mode != "table" and init.from_checkpoint is not None and not is_far(init.from_checkpoint):
+    elif init.mode != "table" and init.from_checkpoint is not None and not is_remote(init.from_checkpoint):
         kept = KeptSettings.of_run(RunFolder.of(Path(init.from_checkpoint)))
     if kept is not None and kept.files:
         kept.keep(folder)

@@ -26,7 +26,7 @@ from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
 from megahead.objectives.pretraining import TEMPERATURE, FirstWeights, first_weights, weight_shapes
 from megahead.optim import learning_rate_ratio
-from megahead.remote_files import is_far
+from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import config_of, is_of_another_phase
 from megahead.wording import counted
@@ -235,7 +235,7 @@ def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, 
 
 def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
     """The checkpoint at `init.from_checkpoint`, fetched into the run's `folder` if that is a URL."""
-    if is_far(path):
+    if is_remote(path):
         return open_together(fetch_named(path, RunFolder(folder.fetched), world_group), world_group)
 
     def find() -> Path | None:

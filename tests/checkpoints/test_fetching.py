@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from megahead.checkpoints import fetch as downloading
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.checkpoints.fetch import fetch_named, fetch_newer
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.checkpoints.remote import Remote, look_at
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
-from megahead.remote_files import FarError
+from megahead.remote_files import RemoteError
 from megahead.run_folder import RunFolder
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror
 from support.named import folder_of, folders_in, without_digits
@@ -103,7 +103,7 @@ def test_a_log_that_cannot_be_read_is_told_before_a_long_fetch(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
-        raise FarError("down")
+        raise RemoteError("down")
 
     fetched: list[str] = []
     monkeypatch.setattr(downloading, "small_files", broken)
@@ -187,20 +187,20 @@ def test_a_run_its_checkpoints_and_one_of_them_can_be_named(url: str, tmp_path: 
 def test_commands_take_far_checkpoints(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "store" / name).write_text("{}")
-    folder = far_or_existing(url)
+    folder = existing_or_fetched(url)
     assert open_checkpoint(folder).step == 6
     assert RunFolder.of(folder).tokenizer.read_text() == "{}"
     before = next(folder.glob("*.safetensors")).stat().st_mtime_ns
-    assert far_or_existing(url) == folder
+    assert existing_or_fetched(url) == folder
     assert next(folder.glob("*.safetensors")).stat().st_mtime_ns == before
     flip(next(folder.glob("*.safetensors")))
-    open_checkpoint(far_or_existing(url)).verify()
-    assert far_or_existing(str(tmp_path)) == tmp_path
+    open_checkpoint(existing_or_fetched(url)).verify()
+    assert existing_or_fetched(str(tmp_path)) == tmp_path
     shutil.rmtree(folder_of(tmp_path / "store", 6))
     branch = save(tmp_path / "branch", 6, value=7.0)
     shutil.copytree(branch, tmp_path / "store/checkpoints" / branch.name)
     (tmp_path / "store/checkpoints/latest").write_text(branch.name)
-    assert open_checkpoint(far_or_existing(url)).read("weight/w")[0] == 7
+    assert open_checkpoint(existing_or_fetched(url)).read("weight/w")[0] == 7
 
 
 def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ def test_commands_at_the_same_time_fetch_one_after_the_other(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = RunFolder.of(far_or_existing(f"{url}/checkpoints/step-00000003")).path
+    run = RunFolder.of(existing_or_fetched(f"{url}/checkpoints/step-00000003")).path
     half = run / "checkpoints/.step-00000006-abcdef.partial"
     half.mkdir()
     fetched: list[Path] = []
-    other = threading.Thread(target=lambda: fetched.append(far_or_existing(f"{url}/checkpoints/step-00000003")))
+    other = threading.Thread(target=lambda: fetched.append(existing_or_fetched(f"{url}/checkpoints/step-00000003")))
     with (run / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder_of(run, 3) / "checkpoint.json").unlink()  # to be fetched again
@@ -281,7 +281,7 @@ def test_a_run_in_a_folder_named_checkpoints_has_its_tokenizer(
     (tmp_path / "store").rename(tmp_path / "checkpoints/mine")
     (tmp_path / "checkpoints/mine/tokenizer.json").write_text("{}")
     for name in ("", "/", "/checkpoints", "/checkpoints/step-00000003", "/checkpoints/step-00000003/"):
-        folder = far_or_existing(f"file://{tmp_path}/checkpoints/mine{name}")
+        folder = existing_or_fetched(f"file://{tmp_path}/checkpoints/mine{name}")
         assert RunFolder.of(folder).tokenizer.read_text() == "{}"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
-from megahead.remote_files import FarError, Store, is_below, is_far, parted, refuse_secrets, told
+from megahead.remote_files import RemoteError, Store, is_below, is_remote, parted, refuse_secrets, told
 from support.small_run import small_config
 
 SECRETS = (
@@ -25,8 +25,8 @@ RULE = "must be an address without password, key or query, but is one that has s
 
 
 def test_a_url_is_far_and_a_path_is_not() -> None:
-    assert [is_far(name) for name in ("s3://b/x", "gs://b", "file:///x", "memory://x")] == [True] * 4
-    assert [is_far(name) for name in ("x", "/x/y", "C:/x", "a:b//c", "./s3://b")] == [False] * 5
+    assert [is_remote(name) for name in ("s3://b/x", "gs://b", "file:///x", "memory://x")] == [True] * 4
+    assert [is_remote(name) for name in ("x", "/x/y", "C:/x", "a:b//c", "./s3://b")] == [False] * 5
 
 
 def test_a_folder_is_below_itself_but_not_below_one_whose_name_it_continues() -> None:
@@ -60,7 +60,7 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
         with pytest.raises(UserError, match=re.escape(sentence)) as mistakes:
             config_from_dict(small_config(tmp_path).model_dump(mode="json"), overrides=[override])
         told_to_user.append(str(mistakes.value))
-    for open_it in (Store, far_or_existing):
+    for open_it in (Store, existing_or_fetched):
         with pytest.raises(UserError, match=RULE) as refused:
             open_it(url)
         assert not isinstance(refused.value, ValueError)  # which argparse would answer with the whole argument
@@ -86,15 +86,17 @@ def test_addresses_that_may_mean_another_place_are_refused(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     for url in ("file://mnt/run", "local://mnt/run", "file://"):
         with pytest.raises(
-            FarError, match=rf"`{url}` must have its whole path, but begins in the folder of each process"
+            RemoteError, match=rf"`{url}` must have its whole path, but begins in the folder of each process"
         ):
             Store(url).write("file", b"content")
     assert not list(tmp_path.iterdir())
     for url in ("s3://bucket//run", "gs://bucket/runs//mine/"):
-        with pytest.raises(FarError, match="must have single slashes, but has two that follow each other; leave one"):
+        with pytest.raises(
+            RemoteError, match="must have single slashes, but has two that follow each other; leave one"
+        ):
             Store(url)
     with pytest.raises(
-        FarError, match=r"must be one address, but is a chain of them \(`::`\); give the last one alone"
+        RemoteError, match=r"must be one address, but is a chain of them \(`::`\); give the last one alone"
     ):
         Store(f"simplecache::file://{tmp_path}")
 
@@ -130,12 +132,12 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch:
         raise ImportError("Install the package to access it")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(FarError, match=r"needs a package that is missing .*; pip install -e '\.\[far\]'\.$"):
+    with pytest.raises(RemoteError, match=r"needs a package that is missing .*; pip install -e '\.\[far\]'\.$"):
         Store("s3://bucket/run")
-    with pytest.raises(FarError, match=f"; pip install 'gcsfs=={fsspec.__version__}'"):
+    with pytest.raises(RemoteError, match=f"; pip install 'gcsfs=={fsspec.__version__}'"):
         Store("gs://bucket/run")
-    with pytest.raises(FarError, match=r"; pip install adlfs\.$"):
+    with pytest.raises(RemoteError, match=r"; pip install adlfs\.$"):
         Store("az://bucket/run")
     monkeypatch.undo()
-    with pytest.raises(FarError, match="must be of a kind that fsspec knows"):
+    with pytest.raises(RemoteError, match="must be of a kind that fsspec knows"):
         Store("nowhere://bucket/run")

@@ -13,7 +13,7 @@ import pytest
 from megahead import remote_files as cache
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError
-from megahead.remote_files import DamagedError, Expected, FarError, Store, fetch_into, near_file
+from megahead.remote_files import DamagedError, Expected, RemoteError, Store, fetch_into, local_file
 from support.small_run import write_text
 
 
@@ -72,11 +72,11 @@ def test_a_damaged_or_missing_dataset_leaves_nothing_that_counts(tmp_path: Path,
 
 def test_a_far_file_is_a_path_and_a_path_is_itself(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    there = near_file(f"file://{tmp_path}/tokenizer.json")
+    there = local_file(f"file://{tmp_path}/tokenizer.json")
     assert Path(there).read_text() == "{}"
-    assert near_file("some/path") == "some/path"
-    with pytest.raises(FarError, match="must exist, but does not; check the address"):
-        near_file(f"file://{tmp_path}/none.json")
+    assert local_file("some/path") == "some/path"
+    with pytest.raises(RemoteError, match="must exist, but does not; check the address"):
+        local_file(f"file://{tmp_path}/none.json")
 
 
 def _hold(partial: Path, seconds: float, then: Path) -> None:
@@ -112,7 +112,7 @@ def test_one_that_no_longer_gets_anywhere_is_waited_for_a_limited_time(
     store = Store(f"file://{tmp_path}/nowhere")
     with (tmp_path / "file.partial").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(FarError, match=r"but the one that does has received nothing for 0\.2 s; end it\.$"):
+        with pytest.raises(RemoteError, match=r"but the one that does has received nothing for 0\.2 s; end it\.$"):
             list(fetch_into(tmp_path, store, {"file": Expected(7)}))
 
 

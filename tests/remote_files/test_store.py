@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megahead import remote_files as far_store
-from megahead.remote_files import DamagedError, Expected, FarError, Store, receive
+from megahead.remote_files import DamagedError, Expected, RemoteError, Store, receive
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 
 
@@ -62,14 +62,14 @@ def test_what_is_not_as_recorded_is_named(tmp_path: Path) -> None:
 def test_a_store_that_loses_writes_is_noticed(fault: str, tmp_path: Path) -> None:
     store = Store(f"faulty://{tmp_path}/store")
     (tmp_path / "store").mkdir()
-    with faults(fault), pytest.raises(FarError, match="must read back as it was written, but does not"):
+    with faults(fault), pytest.raises(RemoteError, match="must read back as it was written, but does not"):
         store.write("small", b"content")
 
 
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path: Path) -> None:
     store = Store(f"faulty://{tmp_path}")
     store.write("small", b"content")
-    with faults("is full"), pytest.raises(FarError, match="must have room, but has none"):
+    with faults("is full"), pytest.raises(RemoteError, match="must have room, but has none"):
         store.write("small", b"other content")
     assert store.read("small") == b"content"
     assert list(store.sizes("")) == ["small"]
@@ -96,7 +96,7 @@ def test_a_version_is_another_when_the_file_was_replaced_whatever_the_store_says
     ],
 )
 def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path, fault: str, sentence: str) -> None:
-    with faults(fault), pytest.raises(FarError, match=sentence):
+    with faults(fault), pytest.raises(RemoteError, match=sentence):
         Store(f"faulty://{tmp_path}").write("small", b"content")
 
 
@@ -105,9 +105,9 @@ def test_a_store_that_never_answers_is_waited_for_a_limited_time(tmp_path: Path)
     file.write_bytes(b"content")
     sentence = r"must answer, but has not for 0\.2 s; check the network\.$"
     with faults("waits"):
-        with pytest.raises(FarError, match=sentence):
+        with pytest.raises(RemoteError, match=sentence):
             store.write("small", b"content")
-        with pytest.raises(FarError, match=sentence):
+        with pytest.raises(RemoteError, match=sentence):
             store.put(file, "large")
     assert time.monotonic() - began < 10
     assert Faulty.fault == ""
@@ -127,10 +127,10 @@ def test_a_part_of_a_file_has_its_time_however_soon_a_small_request_must_be_answ
     store = Store(f"faulty://{tmp_path}", patience=0.3)
     monkeypatch.setattr(Faulty, "cat_file", slow)
     assert received(store, "file", expected_of(b"content")) == b"content"
-    with pytest.raises(FarError, match=r"has not for 0\.3 s"):
+    with pytest.raises(RemoteError, match=r"has not for 0\.3 s"):
         store.read("file")
     monkeypatch.setattr(far_store, "PATIENCE", 0.2)
-    with pytest.raises(FarError, match=r"has not for 0\.2 s"):
+    with pytest.raises(RemoteError, match=r"has not for 0\.2 s"):
         received(store, "file", expected_of(b"content"))
 
 
@@ -147,5 +147,5 @@ def test_a_real_s3_server_keeps_what_was_put_there(s3: str, tmp_path: Path) -> N
     assert store.version("a/small") != before
     store.remove("a/large")
     assert list(store.sizes("")) == ["a/small"]
-    with pytest.raises(FarError, match=r"must be a place that exists, .*bucket does not exist"):
+    with pytest.raises(RemoteError, match=r"must be a place that exists, .*bucket does not exist"):
         Store("s3://another/run").write("small", b"content")
