@@ -127,7 +127,7 @@ _EXTRA = ("s3", "s3a")
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the URL's path in it; RemoteError if it has none. Sends nothing."""
+    """The file system that fsspec has for a URL, and the URL's path in it; RemoteError if it has none."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
