@@ -11,8 +11,8 @@ A step is forward and backward of a global batch (of --preset of one micro-batch
 as the config says on one rank, clipping and the optimizer's update, without an engine. Tokens come from the config's
 dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
 An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla head is BERT's own, tied. An objective
-that asks how often each id is in the text has these tokens counted; for objective.nearest, data.nearest_ids is a file,
-or `drawn`: ids at random. What a vanilla objective does not know is left out of its steps.
+that asks how often each id is in the text has these tokens counted. What a vanilla objective does not know is left out
+of its steps.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; MFU: share
 of its maker's figure; peak MB: weights, gradients, moments and activations (on a CPU of one step in a process of its

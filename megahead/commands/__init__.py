@@ -11,7 +11,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "preprocess": "turn text into indexed datasets",
         "merge_datasets": "put several indexed datasets into one",
         "inspect_dataset": "show what lies in a dataset, warn of what spoils training",
-        "nearest_ids": "find each id's nearest ids in a model's input embedding",
     },
     "run": {
         "doctor": "look at this machine: what is missing, what to do about it",

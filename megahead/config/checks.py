@@ -36,10 +36,7 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 
 def check_unused(config: RunConfig) -> None:
     """ConfigError for the first of them."""
-    masks, files = (
-        _unused_masks(config.model, config.masking),
-        _unused_files(config.data, config.masking, config.objective),
-    )
+    masks, files = _unused_masks(config.model, config.masking), _unused_files(config.data, config.masking)
     for section, unused in {"masking": masks, "data": files}.items():
         for field, why in unused:
             got = getattr(getattr(config, section), field)
@@ -52,7 +49,7 @@ def without_unused(config: RunConfig) -> RunConfig:
     if masking is not None:
         defaults = {field: _default(field) for field, _ in _unused_masks(config.model, masking)}
         changes["masking"] = masking = masking.model_copy(update=defaults)
-    files = {field: None for field, _ in _unused_files(config.data, masking, config.objective)}
+    files = {field: None for field, _ in _unused_files(config.data, masking)}
     return config.model_copy(update=changes | {"data": config.data.model_copy(update=files)})
 
 
@@ -75,13 +72,8 @@ def _default(field: str) -> Any:
     return MaskingConfig.model_fields[field].default
 
 
-def _unused_files(
-    data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig
-) -> Iterator[tuple[str, str]]:
+def _unused_files(data: DataConfig, masking: MaskingConfig | None) -> Iterator[tuple[str, str]]:
     """Of `data`, with why nothing reads them: files that say something of each id."""
-    similar = masking is not None and masking.similar_share > 0
-    if data.nearest_ids is not None and not similar and not objective.nearest:
-        yield "nearest_ids", "without masking.similar_share and objective.nearest"
     if data.id_weights is not None and (masking is None or not masking.reads_weights()):
         yield "id_weights", f"without {' or '.join(WEIGHING)}: weights"
 
@@ -135,12 +127,8 @@ def check_corrected(objective: ObjectiveConfig, masking: MaskingConfig | None, i
         raise ConfigError("objective.bias", rule, got="corrected", hint="take paper or once")
 
 
-def check_id_files(data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig) -> None:
+def check_id_files(data: DataConfig, masking: MaskingConfig | None) -> None:
     """ConfigError where one is missing."""
-    similar = masking is not None and masking.similar_share > 0
-    if (similar or objective.nearest) and data.nearest_ids is None:
-        rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
-        raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
     if masking is not None and masking.reads_weights() and data.id_weights is None:
         rule = f"be given with {' or '.join(WEIGHING)}: weights"
         raise ConfigError("data.id_weights", rule, got="missing")
@@ -160,7 +148,7 @@ def check_fit(config: RunConfig) -> None:
         auxiliary.check(config)
     check_corrected(config.objective, config.masking, config.model.is_causal)
     _check_masking_schedule(config)
-    check_id_files(config.data, config.masking, config.objective)
+    check_id_files(config.data, config.masking)
     check_embedding(config)
     _check_elastic(config)
     _check_output(config)

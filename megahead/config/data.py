@@ -42,9 +42,6 @@ class DataConfig(Settings):
     tokenizer: str | None = None
     """The `tokenizer.json` or SentencePiece `.model` of the text; copied into the run folder and exports."""
 
-    nearest_ids: str | None = None
-    """Each id's nearest ids, a file of `megahead nearest-ids`, for masking.similar_share and objective.nearest."""
-
     id_weights: str | None = None
     """A `.npy` file with a positive weight per id, for masking by `weights`."""
 

@@ -69,10 +69,32 @@ def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
+    kept, problems = _without_removed(settings)
     try:
-        return RunConfig.model_validate(settings, context={"saved": saved})
+        config = RunConfig.model_validate(kept, context={"saved": saved})
     except ValidationError as error:
-        raise ConfigErrors(source, _sentences(error.errors())) from None
+        problems += _sentences(error.errors())
+    if problems:
+        raise ConfigErrors(source, problems)
+    return config
+
+
+_REMOVED = {"objective": "nearest", "masking": "similar_share", "data": "nearest_ids"}
+"""Fields by section. Files and checkpoints of earlier versions hold them, most of them off."""
+
+
+def _without_removed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The settings without removed ones, and a sentence for each of these that is not off."""
+    kept, problems = dict(settings), []
+    for section, field in _REMOVED.items():
+        given = settings.get(section)
+        if isinstance(given, Mapping) and field in given:
+            kept[section] = {name: value for name, value in given.items() if name != field}
+            if given[field]:
+                rule = "be left out: hard negatives and similar words made models worse, and were removed"
+                hint = "the last version that has it is commit 6e15e94 of megahead 0.1.0"
+                problems.append(str(ConfigError(f"{section}.{field}", rule, got=given[field], hint=hint)))
+    return kept, problems
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ FRAMING = ("mask_token", "cls_token", "sep_token", "special_tokens")
 """Fields by which an encoder's rows are framed, masked or not."""
 
 _OF_OTHER_MASKS = (
-    *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share", "noise_share"),
+    *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "noise_share"),
     *SUBSET_FIELDS,
 )
 """Fields that say what diffusion decides by itself."""
@@ -83,10 +83,6 @@ class MaskingConfig(Settings):
 
     random_share: float = Field(default=0.1, ge=0, le=1)
     """Share of the targets read as a random token; the rest is read unchanged."""
-
-    similar_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the targets read as one of their nearest ids (data.nearest_ids); MacBERT (Cui et al. 2020, arXiv
-    2004.13922) has 0.8, and mask_share 0."""
 
     noise_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the other tokens that is read as random tokens in training; the paper's code corrupts a tenth of the
@@ -153,13 +149,9 @@ class MaskingConfig(Settings):
             raise ConfigError(
                 "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
             )
-        others = self.mask_share + self.random_share
-        if others + self.similar_share == 0:
-            rule = "be above 0, or random_share or similar_share, for targets that are not all read as they are"
+        if self.mask_share + self.random_share == 0:
+            rule = "be above 0, or random_share, for targets that are not all read as they are"
             raise ConfigError("mask_share", rule, got=0)
-        if others + self.similar_share > 1 + 1e-9:  # rounding of tenths
-            rule = f"leave the sum with mask_share and random_share ({others:g}) at most 1"
-            raise ConfigError("similar_share", rule, got=self.similar_share)
         if self.final_rate == self.rate:
             raise ConfigError("final_rate", "be left out where it is the rate that it begins with", got=self.final_rate)
         if self.rate_course != "linear" and self.final_rate is None:

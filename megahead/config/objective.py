@@ -150,9 +150,6 @@ class ObjectiveConfig(Settings):
     negatives_from: Literal["unigram", "uniform"] = "unigram"
     """Distribution of `negatives`: the dataset's token frequencies, or uniform."""
 
-    nearest: int = Field(default=0, ge=0)
-    """bias: corrected: hard negatives, as many of each target's nearest ids (data.nearest_ids)."""
-
     max_candidates: int | None = Field(default=None, gt=0)
     """headless: most shared candidates, sampled by weight and reweighted without bias; an output's own target is
     always a candidate. No limit by default."""
@@ -184,7 +181,7 @@ class ObjectiveConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
-            for field in ("group_samples", "bias", "negatives", "nearest", "max_candidates", "vanilla_weight"):
+            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight"):
                 default, value = type(self).model_fields[field].default, getattr(self, field)
                 if value != default:
                     raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
@@ -202,10 +199,6 @@ class ObjectiveConfig(Settings):
         if self.ends_vanilla() and self.vanilla_weight:
             rule = "be left out with vanilla_weight, whose head is trained from the beginning"
             raise ConfigError("schedule.vanilla_share", rule, got="given")
-        if self.nearest and self.bias != "corrected":
-            hint = "set objective.bias=corrected, which divides by it"
-            rule = "be 0 unless bias accounts for how often an id is a candidate"
-            raise ConfigError("nearest", rule, got=self.nearest, hint=hint)
         if self.negatives_from != "unigram" and self.negatives == 0:
             raise ConfigError(
                 "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"

@@ -42,9 +42,6 @@ class Masker(RowMasker):
     masked_from: int = 0
     """How many of these come before the first one that masks, with which the rate's course begins."""
 
-    nearest_VK: Array | None = None
-    """int64: each id's nearest ids, for `similar_share`."""
-
     subsets: TokenSubsets | None = None
     """What some layers compute of each row; None: all of it."""
 
@@ -115,8 +112,8 @@ class Masker(RowMasker):
         return chosen_BT
 
     def _read_as(self, tokens_BT: Array, chosen_BT: Array, other_BT: Array, noise: CounterRng) -> Array:
-        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, some by a similar
-        one (unless that is a special token); some of the others by a random token, too."""
+        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, and some of
+        the others by a random token, too."""
         treatment_BT = noise.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
@@ -126,12 +123,6 @@ class Masker(RowMasker):
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
         read_BT[random_BT] = _ordinary(number_N, special)
-        if self.nearest_VK is not None:
-            below = self.config.mask_share + self.config.random_share
-            similar_BT = chosen_BT & (treatment_BT >= below) & (treatment_BT < below + self.config.similar_share)
-            place_N = (draw_BT[similar_BT] * self.nearest_VK.shape[1]).astype(np.int64)
-            drawn_N = self.nearest_VK[tokens_BT[similar_BT], place_N]
-            read_BT[similar_BT] = np.where(np.isin(drawn_N, special), tokens_BT[similar_BT], drawn_N)
         return read_BT
 
 

@@ -17,7 +17,7 @@ from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import step_of
 from megahead.data.batch import Batch
-from megahead.data.loader import BatchReader, held_out_masker, open_nearest_ids
+from megahead.data.loader import BatchReader, held_out_masker
 from megahead.data.samples import EvenlySpread
 from megahead.data.tokenizer import Tokenizer
 from megahead.distributed.group import Group
@@ -118,9 +118,7 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
     if config.objective.name == "vanilla":
         return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
-    nearest = config.data.nearest_ids if config.objective.nearest else None
-    nearest_VK = None if nearest is None else torch.from_numpy(open_nearest_ids(nearest, size))
-    pool = build_objective(config.objective, size, model.dataset_counts(), nearest_VK).pool(batch.target_ids_N)
+    pool = build_objective(config.objective, size, model.dataset_counts()).pool(batch.target_ids_N)
     candidates = pool.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
 

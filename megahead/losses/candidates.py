@@ -148,15 +148,6 @@ def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | 
     return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
 
 
-def with_nearest(log_q_V: Tensor, nearest_VK: Tensor) -> Tensor:
-    """log of the probability, float64, that one target, drawn from q, brings an id: as the target, or as one of its K
-    nearest ids, which never both happens."""
-    q_V = log_q_V.double().exp()
-    size = len(nearest_VK)
-    brought_V = q_V.index_add(0, nearest_VK.flatten(), q_V[:size, None].expand_as(nearest_VK).flatten())
-    return brought_V.clamp(max=1 - 1e-9).log()
-
-
 def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:
     """log pi, float64: pi_u = 1 - (1 - q_u)^N (1 - r_u)^M, the probability that id u is among a group's candidates."""
     log_absent_V = targets * torch.log1p(-log_q_V.double().exp())

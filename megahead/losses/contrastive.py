@@ -32,7 +32,6 @@ from megahead.losses.candidates import (
     vocabulary_candidates,
     weigh,
     weight_beside,
-    with_nearest,
 )
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import candidate_loss
@@ -99,21 +98,11 @@ class Headless:
     """Each output picks its target's input embedding among those of its candidate group's targets.
 
     `token_counts_V`: how often each id occurs in the training text, if the config needs it.
-    `nearest_VK`: the nearest ids of each id, for `config.nearest`.
     """
 
-    def __init__(
-        self,
-        config: ObjectiveConfig,
-        vocab_size: int,
-        token_counts_V: Tensor | None = None,
-        nearest_VK: Tensor | None = None,
-    ) -> None:
+    def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
         self._config, auxiliary = config, config.auxiliary()
         self._draws_tokens = auxiliary is not None and auxiliary.draws_tokens()
-        if config.nearest and nearest_VK is None:
-            raise ConfigError("data.nearest_ids", "be given with objective.nearest", got="missing")
-        self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
         self._log_q_V, self._log_r_V = None, None
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
         needing = config.needs_token_counts()
@@ -126,8 +115,6 @@ class Headless:
             )
         if counts_V is not None and (needing is not None or self._draws_tokens):
             self._log_q_V = log_unigram(counts_V, vocab_size)
-            if self._nearest_VK is not None:
-                self._log_q_V = with_nearest(self._log_q_V, self._nearest_VK)
         if config.negatives:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
             self._cumulative_r_V = self._log_r_V.exp().double().cumsum(0)
@@ -137,8 +124,6 @@ class Headless:
         config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
             ids = torch.cat([ids, draw_ids(self._cumulative_r_V, config.negatives, generator)])
-        if self._nearest_VK is not None:
-            ids = torch.cat([ids, self._nearest_VK[target_ids_G].flatten()])
         ids_P, multiplicity_P = torch.unique(ids, return_counts=True)
         log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:
@@ -177,11 +162,9 @@ class Vanilla:
         return vocabulary_candidates(target_ids_N, weight_N=weight_N)
 
 
-def build_objective(
-    config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None, nearest_VK: Tensor | None = None
-) -> Objective:
+def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:
     """The objective of `config`; ConfigError if it needs token counts of the training text, but has none."""
-    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V, nearest_VK)
+    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V)
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
@@ -20,7 +19,7 @@ from megahead.config.plan import Phase, learn_alike, phase_that_saved
 from megahead.config.run import RunConfig
 from megahead.data.blending import Blend, describe_samples, token_counts, training_samples
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_one_tokenizer
-from megahead.data.loader import open_nearest_ids, require_end_tokens, without_boundaries
+from megahead.data.loader import require_end_tokens, without_boundaries
 from megahead.data.samples import Samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
@@ -44,9 +43,6 @@ class RunDatasets:
     """int64 [padded vocabulary]: how often each id occurs in the text that samples are drawn from (`data.sampling`)."""
 
     validation: IndexedDataset | None
-
-    nearest_ids: Tensor | None = None
-    """int64 [V, K]: each id's nearest ids, where the config names a file of them."""
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and datasets whose documents can attend to each other."""
@@ -104,7 +100,7 @@ def _opened(config: RunConfig) -> RunDatasets:
     _require_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
-    return RunDatasets(train, samples, counts, validation, _nearest_ids(config))
+    return RunDatasets(train, samples, counts, validation)
 
 
 def _require_one_tokenizer(
@@ -126,11 +122,6 @@ def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None
             TrainingText(config, train, setting).token_counts()
     if config.data.id_weights is not None:
         Weights.read(config.data.id_weights, config.model.vocab_size)
-
-
-def _nearest_ids(config: RunConfig) -> Tensor | None:
-    path, wanted = config.data.nearest_ids, max(1, config.objective.nearest)
-    return None if path is None else torch.from_numpy(open_nearest_ids(path, config.model.vocab_size, wanted))
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
@@ -203,10 +194,12 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
-    files = {f"data.{name}": getattr(config.data, name) for name in ("nearest_ids", "id_weights")}
-    hashes = {name: None if path is None else _sha256(path) for name, path in files.items()}
-    tokenizer = config.data.tokenizer
-    return {"data.train": parts, TOKENIZER: None if tokenizer is None else tokenizer_mark(tokenizer)} | hashes
+    tokenizer, weights = config.data.tokenizer, config.data.id_weights
+    return {
+        "data.train": parts,
+        TOKENIZER: None if tokenizer is None else tokenizer_mark(tokenizer),
+        "data.id_weights": None if weights is None else _sha256(weights),
+    }
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:

@@ -104,7 +104,6 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts.append(f"candidates from {counted(rows, 'row')} ({counted(rows * config.targets_per_row(), 'target')})")
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
         parts += [counted(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
-        parts += [f"{objective.nearest} nearest of each"] if objective.nearest else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
     parts += _masks(config.model, config.masking) if config.masking else []

@@ -101,7 +101,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, str]]:
     settings = config.flat()
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     yield from (("data", f"{prefix}{ending}") for prefix in prefixes if prefix for ending in (".bin", ".idx"))
-    others = ("data.tokenizer", "data.nearest_ids", "data.id_weights", "init.from_checkpoint", "init.from_hf")
+    others = ("data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf")
     yield from (
         (name, settings[name])
         for name in (*others, "tasks.data", "tasks.cloze", "tasks.text")

@@ -416,7 +416,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
     auxiliary = None if settings is None else auxiliary_kind(settings)
     return Feed(
         session.datasets.samples,
-        build_objective(config.objective, config.model.vocab_size, state.dataset_counts, session.datasets.nearest_ids),
+        build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
         config.data,
         config.batch,
         session.mesh.data_group.side_channel(),

@@ -34,7 +34,6 @@ LINES = (
     "merge-datasets --input X --output out/text --overwrite",
     "merge-datasets --input empty/text --output out/text --overwrite",
     "inspect-dataset X",
-    "nearest-ids --model X --output out/n.npy",
     "estimate --config X",
     "pretrain --config X",
     "convert to-hf --checkpoint X --head pmi --output out/hf",

@@ -75,14 +75,11 @@ def test_the_first_part_of_a_run_that_ends_vanilla_has_no_head() -> None:
     assert [phase.config.objective.output_bias for phase in phases_of(run)] == [False, False, True]
 
 
-NEAREST: dict[str, Any] = {"bias": "corrected", "nearest": 2}
-
-
 @pytest.mark.parametrize("schedule", [{"vanilla_share": 0.2}, {"causal_share": 0.25}, None], ids=str)
 @pytest.mark.parametrize(
     "objective",
     [
-        NEAREST,
+        {"bias": "corrected"},
         {"bias": "once", "negatives": 5, "negatives_from": "uniform", "max_candidates": 9, "group_samples": 4},
         {"score": "cosine", "learned_temperature": True},
         {"score": "harmonic", "temperature": 0.1},
@@ -91,9 +88,8 @@ NEAREST: dict[str, Any] = {"bias": "corrected", "nearest": 2}
 )
 def test_a_phase_is_a_valid_config_of_its_own(objective: dict[str, Any], schedule: dict[str, float] | None) -> None:
     """As which it is read from a checkpoint."""
-    data = GOOD["data"] | ({"nearest_ids": "nearest.npy"} if "nearest" in objective else {})
     both = schedule or {"causal_share": 0.25, "vanilla_share": 0.2}
-    for phase in phases_of(config(objective | {"schedule": both}, data=data)):
+    for phase in phases_of(config(objective | {"schedule": both})):
         saved = phase.config.model_dump(mode="json")
         assert config_from_dict(saved) == config_from_checkpoint(saved, "a checkpoint") == phase.config
 
@@ -103,15 +99,14 @@ def test_a_phase_is_a_valid_config_of_its_own(objective: dict[str, Any], schedul
     [
         {"diffusion": True},
         {"rate": 0.4, "final_rate": 0.1, "rate_course": "cosine", "count": "bernoulli"},
-        {"mask_share": 0.0, "random_share": 0.0, "similar_share": 0.8},
+        {"mask_share": 0.0, "random_share": 0.5, "noise_share": 0.1},
         {"strategy": "span", "span_stop": 0.5, "longest_span": 5},
         {"strategy": "weights"},
     ],
     ids=str,
 )
 def test_a_causal_phase_says_nothing_of_masks_and_the_others_all(masking: dict[str, Any]) -> None:
-    files = {"nearest_ids": "nearest.npy"} if "similar_share" in masking else {}
-    files |= {"id_weights": "weights.npy"} if masking.get("strategy") == "weights" else {}
+    files = {"id_weights": "weights.npy"} if masking.get("strategy") == "weights" else {}
     both = {"causal_share": 0.25, "vanilla_share": 0.2}
     run = config({"schedule": both}, masking=ENCODER["masking"] | masking, data=GOOD["data"] | files)
     causal, *masked = (phase.config for phase in phases_of(run))
@@ -122,21 +117,8 @@ def test_a_causal_phase_says_nothing_of_masks_and_the_others_all(masking: dict[s
     assert all((phase.masking, phase.data) == (run.masking, run.data) for phase in masked)
 
 
-def test_a_phase_names_the_files_that_it_reads() -> None:
-    run = config(NEAREST | {"schedule": {"vanilla_share": 0.2}}, data=GOOD["data"] | {"nearest_ids": "nearest.npy"})
-    assert [phase.config.data.nearest_ids for phase in phases_of(run)] == ["nearest.npy", None]
-    masking = ENCODER["masking"] | {"similar_share": 0.1}
-    similar = config(NEAREST | {"schedule": {"vanilla_share": 0.2}}, data=run.data.model_dump(), masking=masking)
-    assert [phase.config.data.nearest_ids for phase in phases_of(similar)] == ["nearest.npy"] * 2
-
-
 def test_what_nothing_reads_is_left_out_of_what_was_saved_with_it() -> None:
-    """Earlier versions named the file in the vanilla phase as well, and masks in the causal one."""
-    run = config(NEAREST | {"schedule": {"vanilla_share": 0.2}}, data=GOOD["data"] | {"nearest_ids": "nearest.npy"})
-    last = phases_of(run)[-1].config
-    saved = last.model_dump(mode="json")
-    saved["data"]["nearest_ids"] = "nearest.npy"
-    assert config_from_checkpoint(saved, "a checkpoint") == last
+    """Earlier versions named masks and their file in the causal phase as well."""
     causal = phases_of(config({"schedule": {"causal_share": 0.5}}))[0].config
     saved = causal.model_dump(mode="json")
     saved["masking"] |= {"rate": 0.4, "strategy": "weights", "adapt_every": 7}

@@ -92,12 +92,6 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
         "`masking.sep_token` must be the id of [SEP] in data.tokenizer",
     ),
     (
-        "data.nearest_ids",
-        "start",
-        masks("similar_share", 0.1) | {"data.nearest_ids": "F/garbage.json"},
-        "`data.nearest",
-    ),
-    (
         "data.id_weights",
         "start",
         masks("strategy", "weights") | {"data.id_weights": "F/zero.npy"},

@@ -147,10 +147,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`init.mode` must be `continue` or `table` for an encoder, but is 'probe' instead.",
     ),
     (
-        {"data.nearest_ids": "ids.npy"},
-        "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
-    ),
-    (
         BERT | {"masking": MASKS | {"strategy": "weights"}},
         "`data.id_weights` must be given with masking.strategy or masking.dropping.by: weights, but is missing.",
     ),
@@ -160,11 +156,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"similar_share": 0.2}},
-        "`masking.similar_share` must leave the sum with mask_share and random_share (0.9) at most 1, but is 0.2 instead.",
-    ),
-    (
-        BERT | {"masking": MASKS | {"similar_share": 0.8, "mask_share": 0}},
-        "`data.nearest_ids` must be given with masking.similar_share, but is missing; make one: megahead nearest-ids.",
+        "`masking.similar_share` must be left out: hard negatives and similar words made models worse, and were removed, but is 0.2 instead; the last version that has it is commit 6e15e94 of megahead 0.1.0.",
     ),
     (
         {"objective.schedule": {}},

@@ -28,7 +28,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"mask_share": 0, "random_share": 0}},
-        "`masking.mask_share` must be above 0, or random_share or similar_share, for targets that are not all read as they are, but is 0 instead.",
+        "`masking.mask_share` must be above 0, or random_share, for targets that are not all read as they are, but is 0 instead.",
     ),
     (
         BERT | {"masking": MASKS | {"rate": 0.03}},
@@ -66,9 +66,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         for field, value in {"diffusion": True, "rate": 0.4, "strategy": "frequency", "span_stop": 0.5}.items()
     ),
     (
-        BERT
-        | {"masking": MASKS | {"mask_share": 0.7, "similar_share": 0.1}}
-        | {"model.is_causal": True, "data.nearest_ids": "ids.npy"},
+        BERT | {"masking": MASKS | {"mask_share": 0.7}} | {"model.is_causal": True},
         "`masking.mask_share` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 0.7 instead.",
     ),
     *(

@@ -125,12 +125,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`tasks` must be left out of a run that scores by `cosine`, whose exports have no head, but is given instead.",
     ),
     (
-        {"objective.nearest": 4},
-        "`objective.nearest` must be 0 unless bias accounts for how often an id is a candidate, but is 4 instead; set objective.bias=corrected, which divides by it.",
+        {"objective.nearest": 4, "objective.bias": "corrected"},
+        "`objective.nearest` must be left out: hard negatives and similar words made models worse, and were removed, but is 4 instead; the last version that has it is commit 6e15e94 of megahead 0.1.0.",
     ),
     (
-        {"objective.nearest": 4, "objective.bias": "corrected"},
-        "`data.nearest_ids` must be given with objective.nearest, but is missing; make one: megahead nearest-ids.",
+        {"data.nearest_ids": "ids.npy"},
+        "`data.nearest_ids` must be left out: hard negatives and similar words made models worse, and were removed, but is ids.npy instead; the last version that has it is commit 6e15e94 of megahead 0.1.0.",
     ),
     ({"objective.temperature": 0}, "`objective.temperature` must be greater than 0, but is 0 instead."),
     (

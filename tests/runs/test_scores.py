@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
-from megahead.data.loader import save_nearest_ids
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
@@ -22,12 +20,12 @@ from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
 from support.on_ranks import on_ranks
-from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
+from support.small_run import same_tensors, small_config, stage, write_text
 
 SCORES: dict[str, dict[str, Any]] = {
     "cosine": {"objective": {"score": "cosine", "temperature": 0.1, "learned_temperature": True}},
     "harmonic": {"objective": {"score": "harmonic", "temperature": 0.2}, "optimizer.eps": 1e-4},
-    "hard negatives": {"objective": {"bias": "corrected", "nearest": 2}, "data.nearest_ids": "nearest.npy"},
+    "corrected": {"objective": {"bias": "corrected"}},
 }
 
 
@@ -41,8 +39,6 @@ def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(
 ) -> None:
     write_text(tmp_path)
     changes = SCORES[score] | {"training.steps": 6}
-    if score == "hard negatives":
-        changes |= {"data.nearest_ids": nearest_ids(tmp_path)}
     on_ranks(1, run, small_config(tmp_path, changes | {"output_dir": str(tmp_path / "alone")}))
     meshed = changes | stage(1) | {"parallel.tensor": 2, "engine.embedding": "rows"}
     on_ranks(ranks, run, small_config(tmp_path, meshed | {"output_dir": str(tmp_path / "meshed")}))
@@ -51,25 +47,8 @@ def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(
     one, other = (read_metrics(tmp_path / name) for name in ("alone", "meshed"))
     assert [r["loss"] for r in other.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
     assert other.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
-    head = "tied" if score == "hard negatives" else "pmi"
+    head = "tied" if score == "corrected" else "pmi"
     assert evaluate_checkpoint(tmp_path / "run", head).loss == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
-
-
-def nearest_ids(folder: Path) -> str:
-    """A file of two for each id: the ones before it and after it."""
-    ids = np.arange(VOCABULARY)[:, None]
-    save_nearest_ids(folder / "nearest.npy", np.concatenate([(ids + 1) % VOCABULARY, (ids - 1) % VOCABULARY], axis=1))
-    return str(folder / "nearest.npy")
-
-
-def test_hard_negatives_leave_no_trace_in_an_export(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    changes = SCORES["hard negatives"] | {"data.nearest_ids": nearest_ids(tmp_path), "training.steps": 2}
-    on_ranks(1, run, small_config(tmp_path, changes))
-    (tmp_path / "nearest.npy").unlink()
-    report = export(tmp_path / "run", tmp_path / "out", "tied")
-    assert report.parity.compared == "logits"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 60
 
 
 def test_a_run_begins_to_learn_its_temperature_with_the_weights_of_one_that_did_not(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ WRONG: dict[str, str] = {
     "megahead inspect_checkpoint": "nowhere",
     "megahead inspect_dataset": "nowhere",
     "megahead merge_datasets": "--input nowhere --output out",
-    "megahead nearest_ids": "--model nowhere --output out.npy",
     "megahead plot": "nowhere",
     "megahead preprocess": "--input nowhere.jsonl --tokenizer t.json --output out",
     "megahead pretrain": "--config nowhere.yaml",

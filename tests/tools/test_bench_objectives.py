@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.rows import DRAWN, micro_batch, rule_of, token_rows
+from benchmarks.rows import micro_batch, rule_of, token_rows
 from benchmarks.steps import Contender, contending
 from megahead.config.run import RunConfig
-from megahead.data.loader import save_nearest_ids
-from megahead.errors import ConfigError
 from megahead.losses.contrastive import Vanilla, build_objective
 from support.small_checkpoint import small_config
 
 VOCABULARY = 61
 IDS = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
-NEAREST = {"bias": "corrected", "nearest": 3}
 
 
-def encoder(objective: dict[str, Any], nearest_ids: str | None = None) -> RunConfig:
+def encoder(objective: dict[str, Any]) -> RunConfig:
     return small_config(
         model={"family": "bert", "num_layers": 1, "max_positions": 32},
-        data={"train": "", "end_token": 2, "nearest_ids": nearest_ids},
+        data={"train": "", "end_token": 2},
         batch={"global_size": 8, "micro_size": 8},
         masking=IDS | {"rate": 0.4},
         objective=objective,
@@ -41,19 +37,16 @@ def step_of(config: RunConfig, objective: str) -> Contender:
 
 @pytest.mark.parametrize("objective", ["headless", "vanilla"])
 @pytest.mark.parametrize(
-    ("asked", "nearest_ids"),
+    "asked",
     [
-        ({"phrases": {"group_samples": 8, "shortest": 2}}, None),
-        ({"bias": "corrected"}, None),
-        ({"negatives": 20, "bias": "once"}, None),
-        (NEAREST, DRAWN),
+        {"phrases": {"group_samples": 8, "shortest": 2}},
+        {"bias": "corrected"},
+        {"negatives": 20, "bias": "once"},
     ],
     ids=str,
 )
-def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(
-    asked: dict[str, Any], nearest_ids: str | None, objective: str
-) -> None:
-    contender = step_of(encoder(asked, nearest_ids), objective)
+def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict[str, Any], objective: str) -> None:
+    contender = step_of(encoder(asked), objective)
     assert contender.seconds()[0] > 0
     assert isinstance(contender.rule, Vanilla) == (objective == "vanilla")
 
@@ -77,32 +70,17 @@ def test_ids_are_counted_in_its_rows() -> None:
     assert torch.equal(mine.bias_U, exact.bias_U)
 
 
-def test_nearest_ids_are_those_of_the_file(tmp_path: Path) -> None:
-    ids, target = np.arange(VOCABULARY)[:, None], torch.tensor([7])
-    save_nearest_ids(tmp_path / "nearest.npy", ((ids + np.array([2, 4, 6])) % VOCABULARY).astype(np.int32))
-    config = encoder(NEAREST, str(tmp_path / "nearest.npy"))
-    pool = rule_of(config, token_rows(config, None, count=1)).pool(target)
-    assert pool.candidates(target).ids_U.tolist() == [7, 9, 11, 13]
-
-
-def test_a_file_of_too_few_nearest_ids_is_refused(tmp_path: Path) -> None:
-    save_nearest_ids(tmp_path / "few.npy", np.array([[1], [0]]))
-    with pytest.raises(ConfigError, match=r"`objective\.nearest` must be at most"):
-        rule_of(encoder(NEAREST, str(tmp_path / "few.npy")), [np.array([[1, 2]])])
-
-
-def test_drawn_ids_are_others_each_once() -> None:
-    config = encoder(NEAREST, DRAWN)
-    rule = rule_of(config, token_rows(config, None, count=1))
-    for target in torch.arange(VOCABULARY):
-        assert len(rule.pool(target[None]).candidates(target[None]).ids_U) == 4
-
-
 def test_what_the_other_objective_does_not_know_is_left_out() -> None:
-    asked = NEAREST | {"group_samples": 4, "temperature": 0.5, "score": "cosine", "learned_temperature": True}
-    vanilla = contending(encoder(asked, DRAWN), "vanilla", "as it is")
+    asked = {
+        "bias": "corrected",
+        "group_samples": 4,
+        "temperature": 0.5,
+        "score": "cosine",
+        "learned_temperature": True,
+    }
+    vanilla = contending(encoder(asked), "vanilla", "as it is")
     kept = vanilla.objective
     assert (kept.temperature, kept.score, kept.learned_temperature) == (0.5, "cosine", True)
-    assert (kept.bias, kept.nearest, kept.group_samples, vanilla.data.nearest_ids) == ("paper", 0, "micro_batch", None)
+    assert (kept.bias, kept.group_samples) == ("paper", "micro_batch")
     back = contending(encoder({"name": "vanilla", "output_bias": True}), "headless", "as it is")
     assert (back.objective.name, back.objective.output_bias) == ("headless", False)

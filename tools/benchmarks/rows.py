@@ -16,7 +16,7 @@ from megahead.data.batch import RowMasker
 from megahead.data.blending import RowSource, training_samples
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader, open_nearest_ids
+from megahead.data.loader import BatchReader
 from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
@@ -100,21 +100,10 @@ class _Given(RowSource):
         return rows
 
 
-DRAWN = "drawn"
-"""In place of a file of nearest ids: others for each id at random, of which a step has as many. They are as seldom the
-same for two ids as can be, so that its candidates are no fewer than by any file."""
-
-
 def rule_of(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
     """The config's; ids are counted in `rows`, int64 with -1 for padding, where it asks how often each is there."""
     objective, size, counts_V = config.objective, config.model.vocab_size, None
     if objective.needs_token_counts():
         ids = np.concatenate([each.reshape(-1) for each in rows])
         counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=size))
-    asked, path, nearest_VK = objective.nearest, config.data.nearest_ids, None
-    if asked and path == DRAWN:
-        steps_K = torch.randperm(size - 1, generator=torch.Generator().manual_seed(config.seed))[:asked] + 1
-        nearest_VK = (torch.arange(size)[:, None] + steps_K) % size
-    elif asked and path is not None:
-        nearest_VK = torch.from_numpy(open_nearest_ids(path, size, asked))
-    return build_objective(objective, size, counts_V, nearest_VK)
+    return build_objective(objective, size, counts_V)

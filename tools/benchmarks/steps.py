@@ -59,8 +59,6 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
         tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
         kept = {name: tree["objective"][name] for name in OF_BOTH}
         tree["objective"] = kept | {"name": objective, "tied": tied}
-        if config.masking is None or not config.masking.similar_share:
-            tree["data"]["nearest_ids"] = None
     return config_from_dict(tree)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.laboratory import GRIDS, Laboratory, one_at_a_time
 from experiments.measures import Chart, Row, candidates, lines, percent, speed
-from experiments.neighbours import PLAIN, nearest_ids, settings_of_variant, uses_nearest_ids
+from experiments.neighbours import PLAIN, settings_of_variant
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
@@ -160,10 +160,7 @@ def _train(laboratory: Laboratory, name: str, folder: str, steps: int) -> RunMet
     course = [f"training.steps={steps}", f"schedule.warmup_steps={max(1, steps // 10)}"]
     if folder != name:
         course.append("training.log_seconds=0")
-    if uses_nearest_ids(settings):  # those of the plain encoder, whose operations are not counted here
-        _train(laboratory, PLAIN, PLAIN, STEPS)
-    given = [*laboratory.encoder_data(), *settings, *nearest_ids(laboratory, PLAIN, settings)]
-    return laboratory.train(config, folder, *given, *course)
+    return laboratory.train(config, folder, *laboratory.encoder_data(), *settings, *course)
 
 
 def fine_tuned(laboratory: Laboratory, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:

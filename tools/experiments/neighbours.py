@@ -43,19 +43,6 @@ def settings_of_variant(kind: str, name: str) -> tuple[str, list[str]]:
     return grid["config"], [*grid.get("settings", ()), *grid["variants"][name]]
 
 
-def uses_nearest_ids(settings: Sequence[str]) -> bool:
-    return any("similar" in one or "nearest" in one for one in settings)
-
-
-def nearest_ids(laboratory: Laboratory, model: str, settings: Sequence[str]) -> list[str]:
-    """The setting that names the nearest ids in a trained model's embedding, where they are used."""
-    if not uses_nearest_ids(settings):
-        return []
-    path = laboratory.folder / f"{model}.npy"
-    laboratory.make(path, "nearest_ids.py", "--model", str(laboratory.folder / model), "--output", str(path))
-    return [f"data.nearest_ids={path}"]
-
-
 def _compare(laboratory: Laboratory, kind: str, names: Sequence[str]) -> list[Row]:
     total, rows = GRIDS["neighbours"][kind]["steps"], []
     plain = _settings(laboratory, kind, PLAIN)
@@ -89,12 +76,11 @@ def _relative(laboratory: Laboratory, kind: str, name: str, plain: Sequence[str]
 def _settings(laboratory: Laboratory, kind: str, name: str) -> list[str]:
     """All that a variant's runs are given; decoders have the first recipe, not the one that was found since."""
     _, own = settings_of_variant(kind, name)
-    nearest = nearest_ids(laboratory, f"{kind}-{PLAIN}-{SEEDS[0]}", own)
     if kind != "decoder":
-        return [*laboratory.encoder_data(), *own, *nearest]
+        return [*laboratory.encoder_data(), *own]
     masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in own) else []
     ids = [f"model.vocab_size={VOCABULARY + 1}", "training.evaluate_samples=256"]
-    return [*laboratory.data(VOCABULARY), *ids, *settings_of(FIRST), *own, *nearest, *masks]
+    return [*laboratory.data(VOCABULARY), *ids, *settings_of(FIRST), *own, *masks]
 
 
 def _train(

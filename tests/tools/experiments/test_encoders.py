@@ -86,9 +86,7 @@ def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
         monkeypatch.setattr(f"experiments.encoders.{name}", value)
     settings = [part for part in TINY if "steps" not in part]
     settings += ["model.num_heads=2", "batch.micro_size=16", "training.log_seconds=0"]
-    names = ["plain", "similar", "causal-50", "electra-headless", "electra-vanilla"]
-    compare_glue(replace(laboratory, settings=settings), ["similar"])
-    assert read_runs([laboratory.folder / "plain"])[0].metrics.training[-1]["step"] == 20  # whose nearest ids it has
+    names = ["plain", "frequency", "causal-50", "electra-headless", "electra-vanilla"]
     compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), ["plain"])
     compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), names)
     rows_of = {row["run"]: row for row in results(laboratory, "glue-runs")}

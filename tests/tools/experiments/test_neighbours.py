@@ -18,7 +18,7 @@ from support.long import long
     ("kind", "variant"),
     [
         long("decoder", "meap-30"),
-        long("encoder", "similar"),
+        long("encoder", "frequency"),
         ("encoder", "causal-50"),
         long("encoder", "dropping"),
         long("four-layers", "rate-40-late-of-4"),
@@ -51,7 +51,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
     config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
     asked = {
         "meap-30": ("masked_inputs", "mask_token", 320),
-        "similar": ("masking", "similar_share", 0.4),
+        "frequency": ("masking", "strategy", "frequency"),
         "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
         "dropping": ("masking", "dropping", {"from_layer": 0, "to_layer": None, "keep_share": 0.5, "by": "hardest"}),
         "dropping-of-4": (

@@ -1,3 +1,0 @@
-from megahead.__main__ import script
-
-script(__name__, "nearest_ids")
