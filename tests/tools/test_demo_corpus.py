@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from demo_pipeline.corpus import (
     Corpus,
@@ -42,7 +40,7 @@ def package(root: Path, modules: int) -> Path:
 
 
 def build(root: Path, output: Path, *, workers: int = 1, held_out: float = 0.25) -> Corpus:
-    return build_corpus(output, roots=[root], held_out=held_out, workers=workers, console=Console(file=io.StringIO()))
+    return build_corpus(output, roots=[root], held_out=held_out, workers=workers)
 
 
 def documents(path: Path) -> list[dict[str, str]]:
@@ -103,8 +101,9 @@ def test_tests_and_copies_are_not_read(tmp_path: Path) -> None:
 def test_the_corpus_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     root = package(tmp_path / "site", 40)
     one, two = (build(root, tmp_path / f"w{count}", workers=count) for count in (1, 2))
-    assert one.train.path.read_bytes() == two.train.path.read_bytes()
-    assert one.held_out.path.read_bytes() == two.held_out.path.read_bytes()
+    assert one == two
+    for name in ("train.jsonl", "held_out.jsonl"):
+        assert (tmp_path / "w1" / name).read_bytes() == (tmp_path / "w2" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "w1").iterdir()) == ["held_out.jsonl", "train.jsonl"]
 
 
@@ -116,10 +115,8 @@ def test_a_corpus_of_some_bytes_is_drawn_from_all_files_and_holds_some_out(tmp_p
     assert some_bytes * 0.85 < sum(source.size for source in some) <= some_bytes
     assert some == drawn(reversed(sources), some_bytes, seed=1234) != drawn(sources, some_bytes, seed=1)
     assert drawn(sources, None, seed=1234) == sorted(sources, key=lambda source: source.module)
-    corpus = build_corpus(
-        tmp_path / "out", roots=[root], source_bytes=some_bytes, held_out=0.25, console=Console(file=io.StringIO())
-    )
-    read, held_out = ({d["title"] for d in documents(split.path)} for split in (corpus.train, corpus.held_out))
+    build_corpus(tmp_path / "out", roots=[root], source_bytes=some_bytes, held_out=0.25)
+    read, held_out = ({d["title"] for d in documents(tmp_path / f"out/{half}.jsonl")} for half in ("train", "held_out"))
     ours = {title for title in read | held_out if title.startswith("pack.")}
     assert ours == {source.module for source in some}
     assert 0 < len(ours & held_out) < len(ours) / 2
@@ -131,13 +128,13 @@ def test_every_new_page_is_kept_once_and_split_by_file(tmp_path: Path) -> None:
     copy = prose(7).replace("ing ", "ing,  ")  # the same words in another layout
     Path(root, "pack", "z_copy.py").write_text(f'"""{copy}"""\n')
     copied = build(root, tmp_path / "copied")
-    train, held_out = documents(copied.train.path), documents(copied.held_out.path)
+    train, held_out = (documents(tmp_path / f"copied/{half}.jsonl") for half in ("train", "held_out"))
     titles = [document["title"] for document in (*train, *held_out)]
     ours = [title for title in titles if title.startswith("pack.")]
     assert sorted(ours) == [f"pack.m{k:03}" for k in range(40)]
     assert copied.repeated_documents == alone.repeated_documents + 1
-    assert copied.train.documents == len(train)
-    assert copied.held_out.characters == sum(len(document["text"]) for document in held_out)
+    assert (copied.documents, copied.held_out_documents) == (len(train) + len(held_out), len(held_out))
+    assert copied.characters == sum(len(document["text"]) for document in (*train, *held_out))
 
 
 def test_an_environment_without_documentation_is_told_in_one_sentence(tmp_path: Path) -> None:

@@ -22,20 +22,12 @@ from support.gpu_parts import line, outcome, quiet
 from support.small_checkpoint import save_tokenizer
 
 
-class Forked:
+def forked(command: Sequence[str], said: Path, wrong: Path, limit: float) -> int:
     """A part's process, forked from this one, which has imported everything already."""
-
-    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
-        self._script, self._files = Script(*command), (said, wrong)
-
-    def wait(self, seconds: float) -> int:
-        done = self._script.done(seconds)
-        for path, content in zip(self._files, (done.stdout, done.stderr), strict=True):
-            path.write_text(content)
-        return done.returncode
-
-    def end(self) -> None:
-        pass
+    done = Script(*command).done(limit)
+    said.write_text(done.stdout)
+    wrong.write_text(done.stderr)
+    return done.returncode
 
 
 @pytest.mark.slow
@@ -45,7 +37,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     source.write_text('{"text": "the cat saw the dog and the dog saw the cat"}\n' * 400)
     text = Text(tmp_path / "out", (source,), tmp_path / "t.json")
     parts = parts_of(DRY, text, tmp_path / "out")
-    Session(tmp_path / "out", quiet(), title=DRY_RUN, start=Forked).do(parts, 600)
+    Session(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).do(parts, 600)
     report = json.loads((tmp_path / "out/report.json").read_text())
     states = {part["name"]: (part["state"], part["why"]) for part in report["parts"]}
     assert "operation" in next(part["said"] for part in report["parts"] if part["name"] == "profile-decoder")

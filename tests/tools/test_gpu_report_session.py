@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,30 +34,25 @@ def alive(pid: int) -> bool:
 
 
 class Instant:
-    """A process that takes no time; `given` are its commands."""
+    """Launches what takes no time; `given` are its commands."""
 
-    given: list[list[str]]
+    def __init__(self) -> None:
+        self.given: list[list[str]] = []
 
-    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
+    def __call__(self, command: Sequence[str], said: Path, wrong: Path, limit: float) -> int:
         self.given.append(list(command))
         said.touch()
-        wrong.touch()
-
-    def wait(self, seconds: float) -> int:
         return 0
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.fixture
-def instant() -> type[Instant]:
-    return type("Fresh", (Instant,), {"given": []})
+def instant() -> Instant:
+    return Instant()
 
 
-def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: type[Instant]) -> None:
+def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: Instant) -> None:
     explaining = [Part(f"profile-{size}", "what?", ("p",), 30, explains=f"step-{size}") for size in ("70m", "410m")]
-    session = Session(tmp_path, quiet(), start=instant)
+    session = Session(tmp_path, quiet(), launch=instant)
     lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
     session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
     session.do(explaining, 100)
@@ -74,14 +71,15 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
         f"print(child.pid, flush=True); {WRITES}\ntime.sleep(60)",
     )
 
-    class Impatient(session.OwnProcess):
-        def wait(self, seconds: float) -> int:
+    class Impatient(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
             """A slow machine must not end it before it hangs."""
             while not (tmp_path / "hanging.json").exists():
                 time.sleep(0.01)
             return super().wait(0.2)
 
-    outcome = run(hanging, tmp_path, 1.0, Impatient)
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    outcome = run(hanging, tmp_path, 1.0)
     assert (outcome.state, outcome.why) == ("too long", "it had not ended after 1.0s")
     assert outcome.lines == [{"a": 1}]  # what it had written
     child, deadline = int(outcome.said), time.monotonic() + 5
@@ -113,34 +111,34 @@ def test_a_part_that_fails_says_why_and_the_next_is_measured(tmp_path: Path, doe
     assert "fine" in page
 
 
-def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, instant: type[Instant]) -> None:
+def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, instant: Instant) -> None:
     first, second = (Part(name, "what?", (name, RESULT), 30) for name in ("first", "second"))
 
-    def start(command: Sequence[str], *files: Path) -> Instant:
+    def interrupted(command: Sequence[str], said: Path, wrong: Path, limit: float) -> int:
         if command[0] == "second":
             raise KeyboardInterrupt
-        return instant(command, *files)
+        return instant(command, said, wrong, limit)
 
     with pytest.raises(KeyboardInterrupt):
-        Session(tmp_path, quiet(), start=start).do([first, second], 100)
+        Session(tmp_path, quiet(), launch=interrupted).do([first, second], 100)
     assert [part["state"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["measured"]
-    Session(tmp_path, quiet(), start=instant).do([first, second], 100)
+    Session(tmp_path, quiet(), launch=instant).do([first, second], 100)
     assert [command[0] for command in instant.given] == ["first", "second"]
-    Session(tmp_path, quiet(), start=instant).do([Part("first", "what?", ("first", "other"), 30), second], 100)
+    Session(tmp_path, quiet(), launch=instant).do([Part("first", "what?", ("first", "other"), 30), second], 100)
     assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
-    Session(tmp_path, quiet(), again=True, start=instant).do([first, second], 100)
+    Session(tmp_path, quiet(), again=True, launch=instant).do([first, second], 100)
     assert [command[0] for command in instant.given[3:]] == ["first", "second"]
     assert "## first: what?" in (tmp_path / "report.md").read_text()
 
 
-def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: type[Instant]) -> None:
+def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: Instant) -> None:
     parts = [
         Part("a", "what?", ("a",), 30, packages=("sys", "not_there", "nor_this")),
         Part("b", "what?", ("b",), 30, files=(tmp_path, tmp_path / "text.idx")),
         Part("c", "what?", ("c",), 30, obstacle="a text must be given for it, but is not."),
         Part("d", "what?", ("d",), 30),
     ]
-    session = Session(tmp_path / "out", quiet(), start=instant)
+    session = Session(tmp_path / "out", quiet(), launch=instant)
     session.do(parts, 100)
     assert [outcome.why for outcome in session.outcomes.values()] == [
         "not_there and nor_this must be installed for it, but are not.",
@@ -155,30 +153,31 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
     )
 
 
-def test_trainings_share_what_time_is_left(tmp_path: Path, instant: type[Instant]) -> None:
+def test_trainings_share_what_time_is_left(tmp_path: Path, instant: Instant) -> None:
     parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
-    Session(tmp_path, quiet(), start=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
+    Session(tmp_path, quiet(), launch=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
     given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
     assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # what came before took no time
 
 
-def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: type[Instant]) -> None:
+def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: Instant) -> None:
     parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
-    Session(tmp_path, quiet(), start=instant).do(parts, 350)
+    Session(tmp_path, quiet(), launch=instant).do(parts, 350)
     assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - START_UP, abs=2)
 
 
-def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Path, instant: type[Instant]) -> None:
+def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Path, monkeypatch) -> None:
     """As when the whole measurement is interrupted."""
-    ended: list[bool] = []
+    started: list[subprocess.Popen[bytes]] = []
 
-    class Interrupted(instant):  # type: ignore[misc, valid-type]
-        def wait(self, seconds: float) -> int:
-            raise KeyboardInterrupt
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if self not in started:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
 
-        def end(self) -> None:
-            ended.append(True)
-
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(Part("a", "what?", ("a",), 30), tmp_path, 1, Interrupted)
-    assert ended == [True]
+        run(part_that(tmp_path, "a", "time.sleep(60)"), tmp_path, 1)
+    assert started[0].returncode == -signal.SIGTERM

@@ -22,20 +22,19 @@ import os
 import pydoc_data.topics
 import re
 import sysconfig
-import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megahead.data.writer import Bar
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -198,32 +197,20 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Split:
-    """One written file of documents."""
-
-    path: Path
-    documents: int
-    characters: int
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """What was written, how long it took, and how much of the held-out text also stands in the training text."""
+    """What was written, and how much of the held-out text also stands in the training text."""
 
-    train: Split
-    held_out: Split
+    documents: int
+    held_out_documents: int
+    characters: int
     repeated_documents: int
     shared_runs: float
-    seconds: float
 
     def summary(self) -> str:
         """One line for the terminal."""
-        total = self.train.characters + self.held_out.characters
-        documents = self.train.documents + self.held_out.documents
-        return (
-            f"{documents:,} documents, {total / 1e6:.1f} MB, {total / documents / 1e3:.1f} KB each; "
-            f"{self.held_out.documents:,} held out ({self.shared_runs:.1%} of their text also in training)"
-        )
+        size = f"{self.characters / 1e6:.1f} MB, {self.characters / self.documents / 1e3:.1f} KB each"
+        held_out = f"{self.held_out_documents:,} held out ({self.shared_runs:.1%} of their text also in training)"
+        return f"{self.documents:,} documents, {size}; {held_out}"
 
 
 def build_corpus(
@@ -234,7 +221,6 @@ def build_corpus(
     held_out: float = 0.04,
     seed: int = 1234,
     workers: int | None = None,
-    console: Console | None = None,
 ) -> Corpus:
     """Writes `folder/train.jsonl` and `folder/held_out.jsonl`, a {"title", "text"} object a line, shuffled.
 
@@ -242,9 +228,9 @@ def build_corpus(
     standard library and site-packages; of the files there, as many are read as make `source_bytes`, or all. Raises
     DataError when either file would hold no document.
     """
-    start = time.monotonic()
-    sources = drawn(find_sources(roots or installed_roots()), source_bytes, seed)
-    fresh, repeated = without_repeats(_read(sources, workers or os.cpu_count() or 1, console or Console()))
+    installed = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+    sources = drawn(find_sources(roots or installed), source_bytes, seed)
+    fresh, repeated = without_repeats(_read(sources, workers or os.cpu_count() or 1))
     fresh.sort(key=lambda item: _draw(seed, item[0].title))
     kept = [item for item in fresh if _draw(seed, item[0].module) >= held_out]
     held = [item for item in fresh if _draw(seed, item[0].module) < held_out]
@@ -254,19 +240,11 @@ def build_corpus(
             f"but {len(fresh)} documents were found."
         )
     folder.mkdir(parents=True, exist_ok=True)
+    for name, pages in (("train", kept), ("held_out", held)):
+        write_jsonl(folder / f"{name}.jsonl", ({"title": item.title, "text": item.text} for item, _ in pages))
+    characters = sum(len(item.text) for item, _ in fresh)
     shared = shared_runs([runs for _, runs in kept], [runs for _, runs in held])
-    return Corpus(
-        train=_write(folder / "train.jsonl", [page for page, _ in kept]),
-        held_out=_write(folder / "held_out.jsonl", [page for page, _ in held]),
-        repeated_documents=repeated,
-        shared_runs=shared,
-        seconds=time.monotonic() - start,
-    )
-
-
-def installed_roots() -> list[Path]:
-    """Folders of this environment's packages and of the standard library."""
-    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")))
+    return Corpus(len(fresh), len(held), characters, repeated, shared)
 
 
 def find_sources(roots: Iterable[Path]) -> Iterator[Source]:
@@ -313,15 +291,14 @@ def shared_runs(train: Iterable[Runs], held_out: Sequence[Runs]) -> float:
     return sum(seen.share_of(runs) * count for runs, count in zip(held_out, counts, strict=True)) / max(1, sum(counts))
 
 
-def _read(sources: Sequence[Source], workers: int, console: Console) -> Iterator[tuple[Page, Runs]]:
+def _read(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, Runs]]:
     """All pages in the order of `sources`, then the language reference's topics."""
-    columns = (BarColumn(), DownloadColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    progress = Progress(TextColumn("{task.description}"), *columns, console=console)
-    with ProcessPoolExecutor(workers, initializer=gc.disable) as pool, progress:  # parsing makes no cycles
-        bar = progress.add_task("reading docstrings", total=sum(source.size for source in sources))
+    pool_of_workers = ProcessPoolExecutor(workers, initializer=gc.disable)  # parsing makes no cycles
+    with pool_of_workers as pool, Bar("Reading docstrings") as bar:
+        bar.begin(sum(source.size for source in sources))
         for source, pages in zip(sources, pool.map(_pages_and_runs, sources, chunksize=8), strict=True):
             yield from pages
-            progress.advance(bar, source.size)
+            bar.advance(source.size, sum(len(page.text) for page, _ in pages))
     for topic, text in sorted(pydoc_data.topics.topics.items()):
         written = page("pydoc_data.topics", f"python.topics.{topic}", text)
         if reads_well(written.text):
@@ -336,11 +313,6 @@ def _draw(seed: int, name: str) -> float:
     """A number in [0, 1) that depends on nothing but its arguments."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-def _write(path: Path, pages: Sequence[Page]) -> Split:
-    write_jsonl(path, ({"title": item.title, "text": item.text} for item in pages))
-    return Split(path, len(pages), sum(len(item.text) for item in pages))
 
 
 WORDS = range(30, 81)  # length of a passage
@@ -364,8 +336,9 @@ def build_cloze(documents: Path, output: Path, *, limit: int = 1000, seed: int =
     """
     with documents.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    drawn = {one for text in texts for one in sorted(passages_of(text), key=_key(seed))[:PER_DOCUMENT]}
-    passages = sorted(drawn, key=_key(seed))[:limit]
+    by_chance = partial(_draw, seed)
+    drawn = {one for text in texts for one in sorted(passages_of(text), key=by_chance)[:PER_DOCUMENT]}
+    passages = sorted(drawn, key=by_chance)[:limit]
     if not passages:
         raise DataError(f"{documents} must hold prose that ends in a repeated word, but gives no cloze passage.")
     write_jsonl(output, ({"text": passage} for passage in passages))
@@ -401,7 +374,3 @@ def _prose(text: str) -> Iterator[str]:
         elif run:
             yield " ".join(run)
             run = []
-
-
-def _key(seed: int) -> Callable[[str], bytes]:
-    return lambda passage: hashlib.blake2b(f"{seed}:{passage}".encode(), digest_size=8).digest()

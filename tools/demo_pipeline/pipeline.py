@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from demo_pipeline.corpus import build_cloze, build_corpus
-from demo_pipeline.stages import FULL, Size, Stages, duration
+from demo_pipeline.stages import Size, Stages, duration
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName
 from megahead.data.preprocess import preprocess
@@ -55,12 +55,7 @@ def environment() -> dict[str, str]:
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_NOTE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\[(INFO|WARNING)\]")
-
-
-def ranks() -> int:
-    """Two where there are two cores or two GPUs, else one."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
-    return min(2, there)
+RANKS = min(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
 
 
 def train(config: str, overrides: Sequence[str], console: Console) -> None:
@@ -68,9 +63,8 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
 
     Raises UserError with the last lines it printed when it fails.
     """
-    command = [sys.executable, *launcher(ranks()), "launch/pretrain.py", "--config", f"configs/{config}.yaml"]
-    for override in overrides:
-        command += ["--set", override]
+    command = [sys.executable, *launcher(RANKS), "launch/pretrain.py", "--config", f"configs/{config}.yaml"]
+    command += [word for override in overrides for word in ("--set", override)]
     lines: list[str] = []
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -110,7 +104,7 @@ class Text:
         reads: dict[str, Any] = {"source_bytes": size.source_bytes, "held_out": size.held_out}
         stages.run(
             "corpus",
-            lambda: build_corpus(self.corpus, roots=self.roots, console=stages.console, **reads).summary(),
+            lambda: build_corpus(self.corpus, roots=self.roots, **reads).summary(),
             settings={"roots": roots, **reads},
             outputs=[train, held_out],
         )
@@ -122,9 +116,10 @@ class Text:
             outputs=[self.tokenizer],
         )
         stages.run("index", self._index, inputs=[train, held_out, self.tokenizer], outputs=[self.data])
-        passages = "passages whose last word is to be guessed"
-        work = lambda: f"{build_cloze(held_out, self.cloze)} {passages}"  # noqa: E731
-        stages.run("cloze", work, inputs=[held_out], outputs=[self.cloze])
+        stages.run("cloze", lambda: self._cloze(held_out), inputs=[held_out], outputs=[self.cloze])
+
+    def _cloze(self, held_out: Path) -> str:
+        return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
 
     def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
         with Bar("Reading") as bar:
@@ -152,13 +147,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        console: Console,
-        *,
-        size: Size = FULL,
-        overrides: Sequence[str] = (),
-        roots: Sequence[Path] = (),
+        self, folder: Path, console: Console, *, size: Size, overrides: Sequence[str] = (), roots: Sequence[Path] = ()
     ) -> None:
         self.folder, self.console, self.size, self.overrides = folder, console, size, overrides
         self.stages = Stages(folder / "stages", console)
@@ -184,22 +173,19 @@ class Pipeline:
         self._train("headless")
         base = self.folder / "runs/headless"
         self._train("head", [f"init.from_checkpoint={base}"], inputs=[base / "checkpoints/latest"])
-        models: list[tuple[str, str, HeadName]] = [
-            ("tied head", "headless", "tied"),
-            ("pmi head", "headless", "pmi"),
-            ("trained head", "head", "trained"),
-        ]
+        models: list[tuple[str, str, HeadName]] = [("tied head", "headless", "tied"), ("pmi head", "headless", "pmi")]
+        models += [("trained head", "head", "trained")]
         if with_vanilla:
             self._train_vanilla()
-            models.append(("vanilla twin", "vanilla", "trained"))
+            models += [("vanilla twin", "vanilla", "trained")]
         rows = [{"model": title, "run": name, **self._evaluate(name, head)} for title, name, head in models]
         _write(self.folder / "results.json", rows)
         return rows
 
     def _train(self, name: str, extra: Sequence[str] = (), inputs: Sequence[Path] = ()) -> None:
-        run = self.folder / "runs" / name
-        overrides = self.settings(name, *extra)
-        settings = load_config(f"configs/demo-{name}.yaml", overrides).model_dump(mode="json")
+        run, overrides = self.folder / "runs" / name, self.settings(name, *extra)
+        config = load_config(f"configs/demo-{name}.yaml", overrides).model_dump(mode="json")
+        settings, checkpoints = {"run": config, "ranks": RANKS}, RunFolder(run).checkpoints
 
         def work() -> str:
             train(f"demo-{name}", overrides, self.console)
@@ -207,13 +193,8 @@ class Pipeline:
             tokens, perplexity = metrics.training[-1]["tokens"], metrics.validation[-1]["perplexity"]
             return f"{tokens:,} tokens, held-out perplexity {perplexity:,.0f}"
 
-        self.stages.run(
-            f"train {name}",
-            work,
-            settings={"run": settings, "ranks": ranks()},
-            inputs=[self.text.data, *inputs],
-            outputs=[RunFolder(run).checkpoints],
-        )
+        read = [self.text.data, *inputs]
+        self.stages.run(f"train {name}", work, settings=settings, inputs=read, outputs=[checkpoints])
 
     def _train_vanilla(self) -> None:
         """As many steps as fit in the time that the headless run took, its schedule fitted to them."""
@@ -241,27 +222,17 @@ class Pipeline:
             return f"logits equal to the run's within {error:.1e}"
 
         self.stages.run(f"export {name} {head}", to_hugging_face, inputs=[latest], outputs=[model])
-        self.stages.run(
-            f"evaluate {name} {head}",
-            lambda: self._score(run, model, head, scores),
-            inputs=[latest, model, self.text.cloze],
-            outputs=[scores],
-        )
+        score, read = lambda: self._score(run, model, head, scores), [latest, model, self.text.cloze]
+        self.stages.run(f"evaluate {name} {head}", score, inputs=read, outputs=[scores])
         last = read_metrics(run).training[-1]
-        cost = {"seconds": last["seconds"], "tokens": last["tokens"]}
-        return {**json.loads(scores.read_text(encoding="utf-8")), **cost}
+        return json.loads(scores.read_text(encoding="utf-8")) | {name: last[name] for name in ("seconds", "tokens")}
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
         (cloze,) = evaluate_harness(model, {"cloze": self.text.cloze}, batch_size=16).tasks
         accuracy = next(score for score in cloze.scores if score.metric == "acc")
-        figures = {
-            "perplexity": held_out.perplexity,
-            "bits_per_byte": held_out.bits_per_byte,
-            "next_token": held_out.accuracy,
-            "last_word": accuracy.value,
-            "last_word_stderr": accuracy.stderr,
-        }
+        figures = {"perplexity": held_out.perplexity, "bits_per_byte": held_out.bits_per_byte}
+        figures |= {"next_token": held_out.accuracy, "last_word": accuracy.value, "last_word_stderr": accuracy.stderr}
         _write(output, figures)
         return f"perplexity {held_out.perplexity:,.1f}, last word {accuracy.value:.1%}"
 
@@ -289,12 +260,8 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: Stages) -> None:
     console.rule("time")
     console.print(stages.table())
     console.rule("what it made")
-    for name, path in (
-        ("curves", "curves.png"),
-        ("table", "results.json"),
-        ("models", "models (Hugging Face folders)"),
-        ("runs", f"runs (tensorboard --logdir {folder}/runs)"),
-    ):
+    made = {"curves": "curves.png", "table": "results.json", "models": "models (Hugging Face folders)"}
+    for name, path in {**made, "runs": f"runs (tensorboard --logdir {folder}/runs)"}.items():
         console.print(f"{name:<8}{folder}/{path}", soft_wrap=True)
 
 

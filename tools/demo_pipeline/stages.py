@@ -57,7 +57,7 @@ class Size:
         mark.write_text(self.name + "\n", encoding="utf-8")
 
 
-_FEW_STEPS = ("training.steps=160", "schedule.warmup_steps=20")
+_FEW_STEPS = ("training.steps=160", "schedule.warmup_steps=20", "training.checkpoint_every=80")
 
 FULL = Size(name="full", folder="demo")
 
@@ -70,8 +70,8 @@ QUICK = Size(
     tokenizer_bytes=5_000_000,
     settings=["training.evaluate_samples=128"],
     settings_of={
-        "headless": [*_FEW_STEPS, "training.evaluate_every=40", "training.checkpoint_every=80"],
-        "vanilla": [*_FEW_STEPS, "training.checkpoint_every=80"],
+        "headless": [*_FEW_STEPS, "training.evaluate_every=40"],
+        "vanilla": _FEW_STEPS,
         "head": ["training.steps=40", "training.evaluate_every=20"],
     },
 )

@@ -48,17 +48,14 @@ class Target(NamedTuple):
 
 def judged(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """A row for each target of the parts that there are."""
-    by_name, rows = {outcome.name: outcome for outcome in outcomes}, []
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    rows: list[dict[str, Any]] = []
     for part, what, wanted, measure, is_limit in TARGETS:
         if outcome := by_name.get(part):
             found = measure(outcome) if outcome.lines else None
             reached = found is not None and (found <= wanted if is_limit else found >= wanted)
             state = "not measured" if found is None else "met" if reached else "missed"
-            row: dict[str, Any] = {
-                "part": part,
-                "what": what,
-                "wanted": f"at {'most' if is_limit else 'least'} {wanted:g}",
-            }
+            row = {"part": part, "what": what, "wanted": f"at {'most' if is_limit else 'least'} {wanted:g}"}
             rows.append(row | {"found": None if found is None else f"{found:.3g}", "": state})
     return rows
 
@@ -147,11 +144,10 @@ def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome],
     """Markdown: what was found at a glance, then every part with its command and what it printed. `folder`: where
     trainings left their logs."""
     parts = [outcome.name for outcome in outcomes if outcome.state == "measured"]
-    columns = ("part", "state", "took", "because")
-    short = [
-        dict(zip(columns, (one.name, one.state, duration(one.seconds), one.why.partition("\n")[0]), strict=True))
-        for one in outcomes
-    ]
+    short: list[dict[str, Any]] = []
+    for one in outcomes:
+        row = {"part": one.name, "state": one.state, "took": duration(one.seconds)}
+        short.append(row | {"because": one.why.partition("\n")[0]})
     tables = {
         "Targets": judged(outcomes),
         "Steps, headless against vanilla": steps_compared(outcomes),

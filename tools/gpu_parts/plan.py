@@ -17,6 +17,24 @@ RESULT, SECONDS = "{result}", "{seconds}"  # in a part's command: the JSON file 
 START_UP = 60.0  # Seconds of a part with `SECONDS` that are not work: imports, compiling, the last evaluation, saving
 
 
+State = Literal["measured", "failed", "too long", "left out"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a part."""
+
+    name: str
+    question: str
+    command: list[str]  # the part's, by which it is known again
+    state: State
+    seconds: float = 0.0
+    called: list[str] = field(default_factory=list)  # the command as it was run
+    why: str = ""  # in a sentence, unless it was measured
+    said: str = ""  # what it printed
+    lines: list[dict[str, Any]] | None = None  # what it wrote, also if it failed afterwards
+
+
 @dataclass(frozen=True)
 class Part:
     """One question, answered by a command of this checkout."""
@@ -28,8 +46,7 @@ class Part:
     packages: tuple[str, ...] = ()  # without these it is left out
     files: tuple[Path, ...] = ()  # likewise
     obstacle: str = ""  # why it cannot be done, as far as that is known beforehand
-    # The part whose missed targets it explains; it is left out where they were met
-    explains: str = ""
+    explains: str = ""  # the part whose missed targets it explains; it is left out where they were met
 
     @property
     def shares(self) -> bool:
@@ -52,29 +69,8 @@ class Part:
         seconds = str(round(max(limit - START_UP, 1)))
         return [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in self.command]
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a part."""
-
-    name: str
-    question: str
-    command: list[str]  # the part's, by which it is known again
-    state: Literal["measured", "failed", "too long", "left out"]
-    seconds: float = 0.0
-    called: list[str] = field(default_factory=list)  # the command as it was run
-    why: str = ""  # in a sentence, unless it was measured
-    said: str = ""  # what it printed
-    lines: list[dict[str, Any]] | None = None  # what it wrote, also if it failed afterwards
-
-    @staticmethod
-    def left_out(part: Part, why: str) -> Outcome:
-        return Outcome(part.name, part.question, list(part.command), "left out", why=why)
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> Outcome:
-        """The inverse of `vars`."""
-        return Outcome(**record)
+    def outcome(self, state: State, **found: Any) -> Outcome:
+        return Outcome(self.name, self.question, list(self.command), state, **found)
 
 
 VOCABULARY = 50277

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from rich.console import Console
 
 from gpu_parts.page import falls_short, page_of
-from gpu_parts.plan import START_UP, Outcome, Part
+from gpu_parts.plan import START_UP, Outcome, Part, State
 from megahead.files import write_atomically
 from megahead.version import __version__
 from megahead.wording import duration
@@ -58,64 +58,50 @@ LAST_LINES = 12
 _PATIENCE = 5.0  # seconds that a process which must end has to do so by itself
 
 
-class Process(Protocol):
-    """A command that has been started; `wait` raises subprocess.TimeoutExpired, `end` ends all that it started."""
-
-    def wait(self, seconds: float) -> int: ...
-
-    def end(self) -> None: ...
+# Runs a script with its arguments; files for what it says and what goes wrong; seconds it may take
+Launch = Callable[[Sequence[str], Path, Path, float], int | None]
 
 
-# From a script with its arguments, and files for what it says and what goes wrong
-Start = Callable[[Sequence[str], Path, Path], Process]
+def launch(command: Sequence[str], said: Path, wrong: Path, limit: float) -> int | None:
+    """Exit code of an interpreter that finds this checkout; None where it had not ended after `limit` seconds.
 
-
-class OwnProcess:
-    """An interpreter that finds this checkout, in a group of processes of its own."""
-
-    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
-        with said.open("wb") as output, wrong.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=errors,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def wait(self, seconds: float) -> int:
-        return self._process.wait(seconds)
-
-    def end(self) -> None:
+    It has a group of processes of its own, all of which are ended with it.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
+    with said.open("wb") as output, wrong.open("wb") as errors:
+        told: Any = {"stdout": output, "stderr": errors, "env": environment, "cwd": ROOT}
+        process = subprocess.Popen([sys.executable, *command], start_new_session=True, **told)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE)
+                process.wait(_PATIENCE)
 
 
-def run(part: Part, folder: Path, limit: float, start: Start = OwnProcess) -> Outcome:
+def run(part: Part, folder: Path, limit: float, launch: Launch = launch) -> Outcome:
     """Runs it for at most `limit` seconds; what it says and writes lies in `folder`."""
     result, said, wrong = (folder / f"{part.name}.{kind}" for kind in ("json", "txt", "errors.txt"))
     result.unlink(missing_ok=True)
-    command = part.filled(result, limit)
-    began = time.monotonic()
-    process = start(command, said, wrong)
-    try:
-        code: int | None = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        process.end()
-    seconds, lines = time.monotonic() - began, None
+    command, began, lines = part.filled(result, limit), time.monotonic(), None
+    code = launch(command, said, wrong, limit)
+    seconds = time.monotonic() - began
     with suppress(OSError, ValueError):  # it wrote none, or was ended while it did
         lines = json.loads(result.read_text(encoding="utf-8"))
-    state, why = ("measured", "") if code == 0 else _what_is_wrong(code, limit, said, wrong)
-    about = {"name": part.name, "question": part.question, "command": list(part.command), "called": command}
+    state: State = "measured"
+    why = ""
+    if code != 0:
+        state, why = _what_is_wrong(code, limit, said, wrong)
     printed = said.read_text(encoding="utf-8", errors="replace")
-    return Outcome.read(about | {"state": state, "seconds": seconds, "why": why, "said": printed, "lines": lines})
+    return part.outcome(state, why=why, seconds=seconds, called=command, said=printed, lines=lines)
 
 
-def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[str, str]:
+def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[State, str]:
     """State and sentence; the sentence of a command that has one, else its last lines."""
     if code is None:
         return "too long", f"it had not ended after {duration(limit)}"
@@ -134,10 +120,10 @@ class Session:
     """Works in `folder`; what was measured there by the same command before is not measured again, unless `again`."""
 
     def __init__(
-        self, folder: Path, console: Console, *, title: str = ON_A_GPU, again: bool = False, start: Start = OwnProcess
+        self, folder: Path, console: Console, *, title: str = ON_A_GPU, again: bool = False, launch: Launch = launch
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.console, self._title, self._start = folder, console, title, start
+        self.folder, self.console, self._title, self._launch = folder, console, title, launch
         self.outcomes = {} if again else _measured_before(folder / "report.json")
         self._machine = described()
 
@@ -147,34 +133,34 @@ class Session:
         there = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
         todo = [part for part in parts if (part.name, *part.command) not in there]
         if len(todo) < len(parts):
-            self.console.print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
+            self._say(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
         for number, part in enumerate(todo, 1):
             left = deadline - time.monotonic()
             takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
             outlook = f"({takes}; {duration(max(left, 0))} left)"
-            doing = f"[{number}/{len(todo)}] {part.name}: {part.question} {outlook}"
-            self.console.print(doing, markup=False, soft_wrap=True)
-            outcome = self._outcome(part, left, todo[number - 1 :])
-            self.outcomes[part.name] = outcome
+            self._say(f"[{number}/{len(todo)}] {part.name}: {part.question} {outlook}")
+            self.outcomes[part.name] = outcome = self._outcome(part, left, todo[number - 1 :])
             self._save()
-            tail = f": {outcome.why}" if outcome.why else ""
-            self.console.print(f"    {outcome.state}, {duration(outcome.seconds)}{tail}", markup=False, soft_wrap=True)
+            self._say(f"    {outcome.state}, {duration(outcome.seconds)}{f': {outcome.why}' if outcome.why else ''}")
         self._save()
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def _outcome(self, part: Part, left: float, to_come: Sequence[Part]) -> Outcome:
         """`to_come`: parts from this one on."""
         if lack := part.lacks():
-            return Outcome.left_out(part, lack)
+            return part.outcome("left out", why=lack)
         if part.explains and not falls_short(part.explains, list(self.outcomes.values())):
-            return Outcome.left_out(part, f"{part.explains} has nothing to explain: its targets were met.")
+            return part.outcome("left out", why=f"{part.explains} has nothing to explain: its targets were met.")
         kept = 2 * part.seconds
         if part.shares:  # what nothing needs is shared by those that take what they are given
             spare = left - sum(other.seconds for other in to_come)
             kept = part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
         limit = min(left, kept)
         if limit < (LEAST + START_UP if part.shares else LEAST):
-            return Outcome.left_out(part, f"no time was left for it; {duration(max(left, 0))} were.")
-        return run(part, self.folder, limit, self._start)
+            return part.outcome("left out", why=f"no time was left for it; {duration(max(left, 0))} were.")
+        return run(part, self.folder, limit, self._launch)
 
     def _save(self) -> None:
         outcomes = list(self.outcomes.values())
@@ -188,5 +174,4 @@ def _measured_before(report: Path) -> dict[str, Outcome]:
         parts = json.loads(report.read_text(encoding="utf-8"))["parts"]
     except (OSError, ValueError, KeyError):
         return {}
-    outcomes = [Outcome.read(part) for part in parts]
-    return {outcome.name: outcome for outcome in outcomes if outcome.state == "measured"}
+    return {part["name"]: Outcome(**part) for part in parts if part["state"] == "measured"}
