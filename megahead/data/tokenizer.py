@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import fastokens
 import numpy as np
@@ -63,10 +63,8 @@ def _place(text: str, near: int, encode: Encode) -> int:
     return len(text)
 
 
-# One tokenizer interface over three libraries, called engines.
-#
 # A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
-# `fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`.
+# `fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`. These libraries are engines.
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 Fingerprint = tuple[int, int, int]
@@ -89,16 +87,10 @@ class Tokenizer:
         """One above the largest id, added tokens included."""
         self.roles = self._reference.roles
         """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
-
-    @property
-    def added(self) -> list[str]:
+        self.added = self._reference.added
         """The spellings of tokens that a tokenizer.json has beside its model's, whose ids engines read differently."""
-        return self._reference.added
-
-    @cached_property
-    def dropout(self) -> float:
+        self.dropout = self._reference.dropout
         """The share of merges that the file wants left out at random, which no encoding here does."""
-        return self._reference.dropout
 
     def content(self) -> str:
         """The tokenizer.json, without dropout; for a `.model` one of the same ids. DataError where none has them."""
@@ -127,11 +119,12 @@ class Tokenizer:
         """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
         if all(len(text) < 2 * PIECE for text in texts):
             return self._encode_whole(texts)
-        parts = [np.concatenate([self._piece(piece) for piece in pieces(text, self.encode_batch)]) for text in texts]
+        dtype = token_dtype(self.vocab_size)
+        parts = [
+            np.concatenate([self._encode_whole([piece])[0].astype(dtype) for piece in pieces(text, self.encode_batch)])
+            for text in texts
+        ]
         return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
-
-    def _piece(self, text: str) -> Array:
-        return self._encode_whole([text])[0].astype(token_dtype(self.vocab_size))
 
     def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:
         if self._fast is not None:
@@ -211,25 +204,6 @@ def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
     return Tokenizer(path, engine)
 
 
-class _Reference(Protocol):
-    vocab_size: int
-    roles: dict[str, int]
-    added: list[str]
-    dropout: float
-
-    def content(self) -> str:
-        """As a tokenizer.json, the same for all files that say the same; DataError where none says it."""
-        ...
-
-    def encode(self, texts: list[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-    def id_of(self, token: str) -> int | None: ...
-
-    def spelling(self, id_: int) -> str | None: ...
-
-
 class _TokenizerJson:
     def __init__(self, path: Path) -> None:
         try:
@@ -249,6 +223,7 @@ class _TokenizerJson:
         self.vocab_size = max(ids) + 1
 
     def content(self) -> str:
+        """The tokenizer.json, the same for all files that say the same; DataError where none does."""
         return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -298,7 +273,7 @@ class _SentencePieceModel:
 
 
 @lru_cache(maxsize=4)
-def _reference(path: Path, fingerprint: Fingerprint) -> _Reference:
+def _reference(path: Path, fingerprint: Fingerprint) -> _TokenizerJson | _SentencePieceModel:
     return _SentencePieceModel(path) if is_sentencepiece(path) else _TokenizerJson(path)
 
 

@@ -185,15 +185,11 @@ def sample_texts(
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     """Lines short enough for SentencePiece, cut at spaces where a line is longer."""
-    for text in texts:
-        for line in text.splitlines():
-            yield from (line,) if len(line.encode()) <= MAX_LINE_BYTES else _pieces(line)
-
-
-def _pieces(line: str) -> Iterator[str]:
-    words = iter(re.findall(r"\s*\S{1,50}", line))
-    while some := "".join(islice(words, 20)):
-        yield some
+    for line in (line for text in texts for line in text.splitlines()):
+        if len(line.encode()) <= MAX_LINE_BYTES:
+            yield line
+        else:
+            yield from re.findall(r"(?:\s*\S{1,50}){1,20}", line)
 
 
 def _check_room(vocab_size: int, min_size: int) -> None:

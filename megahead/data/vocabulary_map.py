@@ -59,6 +59,26 @@ class SpelledVocabulary:
         return SpelledVocabulary(tokenizer, spellings, text)
 
     @cached_property
+    def by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
+        """The ids that stand for text. SentencePiece may have a byte twice: as a character and as a fallback, `<0x41>`."""
+        both = zip(self.text, self.spellings, strict=True)
+        return {(text, spelled): id_ for id_, (text, spelled) in enumerate(both) if text and spelled is not None}
+
+    @cached_property
+    def by_bytes(self) -> dict[bytes, int]:
+        """The same without fallbacks for what has another spelling."""
+        found: dict[bytes, int] = {}
+        for (text, spelled), id_ in self.by_bytes_and_spelling.items():
+            if text not in found or not spelled.startswith("<0x"):
+                found[text] = id_
+        return found
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest of them."""
+        return max(map(len, self.by_bytes), default=0)
+
+    @cached_property
     def special(self) -> dict[str, int]:
         """The ids of special tokens by their spellings."""
         return {name: id_ for id_, name in enumerate(self.spellings) if name is not None and self.text[id_] is None}
@@ -113,8 +133,8 @@ def _kinds(part: Any) -> Iterator[str]:
 
 
 def _of_byte_level(spelled: str) -> bytes:
-    known = _byte_of()
-    return b"".join(bytes([known[char]]) if char in known else char.encode() for char in spelled)
+    bytes_of = _bytes_of_characters()
+    return b"".join(bytes_of.get(char) or char.encode() for char in spelled)
 
 
 def _of_sentencepiece(spelled: str) -> bytes:
@@ -137,21 +157,17 @@ def _stands_alone(spelled: str) -> bool:
 
 
 @cache
-def _byte_of() -> dict[str, int]:
-    """The byte of each of the characters that GPT-2's byte-level BPE spells bytes with."""
+def _bytes_of_characters() -> dict[str, bytes]:
+    """What each of the characters stands for that GPT-2's byte-level BPE spells bytes with."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    spelled = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {char: bytes([byte]) for char, byte in spelled.items()}
 
 
 # Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
 #
-# A token is *spelled* as in its tokenizer.json (` the` as `Ġthe`, say); its *text* is the bytes that it stands for,
-# None for special tokens. Ids without a token, such as padding, have no spelling either. Some special tokens have a
-# *role*: begin, end, padding, mask or unknown. They are the same if they are spelled alike, or else have the same
-# role.
-#
-# V ids of the new vocabulary.
+# Special tokens are the same if they are spelled alike, or else have the same role. V ids of the new vocabulary.
 
 
 @dataclass(frozen=True)
@@ -186,56 +202,30 @@ class Translation:
 def translate(old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> Translation:
     """What each token of `new` is in `old`; `roles`: old ids of special tokens by role (a key of ROLES), where the
     model's config names them."""
-    known = _Known.of(old)
-    kept = [_kept(id_, old, new, known, roles) for id_ in range(len(new.spellings))]
+    kept = [_kept(id_, old, new, roles) for id_ in range(len(new.spellings))]
     wanted = [id_ for id_, text in enumerate(new.text) if text and kept[id_] is None]
-    found = _pieces([new.text[id_] or b"" for id_ in wanted], old, known)
+    found = _pieces([new.text[id_] or b"" for id_ in wanted], old)
     pieces: list[list[int]] = [[] for _ in new.spellings]
     for id_, old_ids in zip(wanted, found, strict=True):
         pieces[id_] = old_ids
     return Translation(len(old.spellings), kept, pieces)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Old tokens that stand for text, by their bytes."""
-
-    by_bytes: dict[bytes, int]
-    by_bytes_and_spelling: dict[tuple[bytes, str], int]
-    """SentencePiece may have a byte twice: as a character and as a fallback, `<0x41>`."""
-
-    longest: int
-    """Bytes of the longest."""
-
-    @staticmethod
-    def of(vocabulary: SpelledVocabulary) -> _Known:
-        by_bytes: dict[bytes, int] = {}
-        by_bytes_and_spelling: dict[tuple[bytes, str], int] = {}
-        for id_, (text, spelled) in enumerate(zip(vocabulary.text, vocabulary.spellings, strict=True)):
-            if text and spelled is not None:
-                by_bytes_and_spelling[text, spelled] = id_
-                if text not in by_bytes or not spelled.startswith("<0x"):
-                    by_bytes[text] = id_
-        return _Known(by_bytes, by_bytes_and_spelling, max(map(len, by_bytes), default=0))
-
-
-def _kept(
-    id_: int, old: SpelledVocabulary, new: SpelledVocabulary, known: _Known, roles: Mapping[str, int]
-) -> int | None:
+def _kept(id_: int, old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> int | None:
     """The old id of a new token: of the same bytes (in the same spelling, if two have them), or the same special
     token."""
     text, spelled = new.text[id_], new.spellings[id_]
     if spelled is None:
         return None
     if text is not None:
-        return known.by_bytes_and_spelling.get((text, spelled), known.by_bytes.get(text))
+        return old.by_bytes_and_spelling.get((text, spelled), old.by_bytes.get(text))
     if spelled in old.special:
         return old.special[spelled]
     role = new.role_of(id_)
     return None if role is None else roles.get(role, old.in_role(role))
 
 
-def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary, known: _Known) -> list[list[int]]:
+def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary) -> list[list[int]]:
     """The old ids that make up each token. They are what the old tokenizer encodes it as, if that is just its bytes;
     else the longest old tokens that match from left to right; else what the old tokenizer encodes it as after all
     (because it lower-cases, say), without unknown tokens."""
@@ -243,7 +233,7 @@ def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary, known: _Known) -> l
     for token, ids in zip(tokens, old.tokenizer.encode_batch([_readable(token) for token in tokens]), strict=True):
         exact = b"".join(old.text[id_] or b"" for id_ in ids) == token
         own = [id_ for id_ in ids if old.text[id_] is not None]
-        found.append(own if exact else _longest(token, known) or own)
+        found.append(own if exact else _longest(token, old) or own)
     return found
 
 
@@ -255,14 +245,14 @@ def _readable(token: bytes) -> str:
         return ""
 
 
-def _longest(token: bytes, known: _Known) -> list[int]:
+def _longest(token: bytes, old: SpelledVocabulary) -> list[int]:
     """The longest old token at each position, from left to right; empty where one matches nowhere."""
     ids, at = [], 0
     while at < len(token):
-        ends = range(min(len(token), at + known.longest), at, -1)
-        end = next((end for end in ends if token[at:end] in known.by_bytes), None)
+        ends = range(min(len(token), at + old.longest), at, -1)
+        end = next((end for end in ends if token[at:end] in old.by_bytes), None)
         if end is None:
             return []
-        ids.append(known.by_bytes[token[at:end]])
+        ids.append(old.by_bytes[token[at:end]])
         at = end
     return ids
