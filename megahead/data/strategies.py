@@ -19,20 +19,37 @@ from megahead.data.whole_words import WholeWords
 from megahead.errors import ConfigError
 from megahead.remote_files import local_file
 
-# Neighbours that belong together are masked together (after Levine et al. 2021, arXiv 2010.01825).
-
 
 @dataclass(frozen=True)
-class Collocations:
-    """A set of ordered pairs (a, b) that are neighbours far more often than by chance."""
+class Pmi(AllAlike):
+    """Collocations together (after Levine et al. 2021, arXiv 2010.01825), other tokens alone.
+
+    Collocations are ordered pairs (a, b) that are neighbours far more often than by chance. A unit is extended as long
+    as its last token and the next are one, up to `max_tokens` tokens.
+    """
 
     codes: Array
     """int64, increasing: a * vocab_size + b."""
 
     vocab_size: int
+    max_tokens: int
+
+    @staticmethod
+    def made(masking: MaskingConfig, text: TrainingText) -> Pmi:
+        """Counts neighbours in the text."""
+        pairs, longest = text.pair_counts(), masking.longest_unit(text.config.data.sequence_length)
+        return Pmi.of(pairs, masking.least_pmi, masking.least_count, longest, text.special_ids())
+
+    @staticmethod
+    def of(pairs: PairCounts, min_pmi: float, min_count: int, max_tokens: int, excluded: Sequence[int] = ()) -> Pmi:
+        """With the pairs of at least so much PMI (nats) and so many occurrences, without `excluded` ids."""
+        a, b = pairs.pairs()
+        kept = (pairs.pmi() >= min_pmi) & (pairs.counts >= min_count)
+        kept &= ~np.isin(a, excluded) & ~np.isin(b, excluded)
+        return Pmi(pairs.codes[kept], len(pairs.count_V), max_tokens)
 
     def contain(self, a: Array, b: Array) -> Array:
-        """bool, of the shape of both: whether (a, b) is in the set."""
+        """bool, of the shape of both: whether (a, b) is a collocation."""
         wanted = a.astype(np.int64) * self.vocab_size + b
         if not len(self.codes):
             return np.zeros(wanted.shape, bool)
@@ -40,43 +57,14 @@ class Collocations:
         found: Array = self.codes[places] == wanted
         return found
 
-    @staticmethod
-    def of(pairs: PairCounts, *, min_pmi: float, min_count: int, excluded: Sequence[int] = ()) -> Collocations:
-        """Those of at least so much PMI (nats) and so many occurrences, without `excluded` ids."""
-        a, b = pairs.pairs()
-        kept = (pairs.pmi() >= min_pmi) & (pairs.counts >= min_count)
-        kept &= ~np.isin(a, excluded) & ~np.isin(b, excluded)
-        return Collocations(pairs.codes[kept], len(pairs.count_V))
-
-
-@dataclass(frozen=True)
-class Pmi(AllAlike):
-    """Collocations together, other tokens alone.
-
-    A unit is extended as long as its last token and the next are a collocation, up to `max_tokens` tokens.
-    """
-
-    collocations: Collocations
-    max_tokens: int
-
-    @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Pmi:
-        """Counts neighbours in the text."""
-        pairs, excluded = text.pair_counts(), text.special_ids()
-        found = Collocations.of(pairs, min_pmi=masking.least_pmi, min_count=masking.least_count, excluded=excluded)
-        return Pmi(found, masking.longest_unit(text.config.data.sequence_length))
-
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT = np.ones(tokens_BT.shape, bool)
-        starts_BT[:, 1:] = ~self.collocations.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        starts_BT[:, 1:] = ~self.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
         return no_longer_than(self.max_tokens, starts_BT)
 
 
-# Single tokens, rare ones more often.
-
-
 class Frequency(WeighedIds):
-    """Tokens in proportion to (count + 1)^-power (after Zhang et al. 2023)."""
+    """Rare tokens more often, in proportion to (count + 1)^-power (after Zhang et al. 2023)."""
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> Frequency:
@@ -89,11 +77,6 @@ class Frequency(WeighedIds):
         return Frequency((np.asarray(token_counts, np.float64) + 1) ** -power)
 
 
-# Single tokens, more often those that the model misses: what it reads changes with what it has learned.
-#
-# After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475, "Mask and You
-# Shall Receive").
-
 FLOOR = 0.1
 """Added to all shares of misses, so that an id that is always predicted is asked for at times."""
 
@@ -103,7 +86,11 @@ PRIOR = 2
 
 @dataclass(frozen=True)
 class Hardest(WeighedIds):
-    """Ids in proportion to FLOOR plus the share of times that they were missed; all alike until that is known."""
+    """Ids in proportion to FLOOR plus the share of times that they were missed; all alike until that is known.
+
+    After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475, "Mask and You
+    Shall Receive").
+    """
 
     difficulty: Difficulty
     _latest: list[tuple[Tensor, Hardest]] = field(default_factory=list)
@@ -130,16 +117,14 @@ class Hardest(WeighedIds):
         return Hardest(weight_V[: len(self.weight_V)], self.difficulty)
 
 
-# Single tokens, more often those that say much about what stands beside them.
-#
-# After InforMask (Sadeq, Xu, McAuley 2022, arXiv 2210.11771), which prefers tokens with a high pointwise mutual
-# information (PMI) with the rest of their row. Here an id has one weight, its mean PMI with its neighbours in the
-# training text: so that how often an id is selected depends on the id alone, and the training-free head remains exact.
-
-
 class Informative(WeighedIds):
     """Tokens in proportion to FLOOR plus the positive PMI with a neighbour, on average over both neighbours of all
-    their occurrences; pairs that occur less than `least_count` times count as 0."""
+    their occurrences; pairs that occur less than `least_count` times count as 0.
+
+    After InforMask (Sadeq, Xu, McAuley 2022, arXiv 2210.11771), which prefers tokens with a high PMI with the rest of
+    their row. Here an id has one weight, so that how often it is selected depends on the id alone, and the
+    training-free head remains exact.
+    """
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> Informative:
@@ -158,13 +143,11 @@ class Informative(WeighedIds):
         return Informative(FLOOR + sums_V / np.maximum(2 * pairs.count_V, 1))
 
 
-# Spans of random lengths (SpanBERT, Joshi et al. 2020, arXiv 1907.10529).
-
-
 @dataclass(frozen=True)
 class Spans(AllAlike):
-    """Spans whose lengths follow the paper's distribution, geometric of what is at most `max_tokens`: P(l) is in
-    proportion to stop (1 - stop)^(l - 1), mean 3.8 for 0.2 and 10. Lengths are in tokens; the paper's are in words.
+    """Spans whose lengths follow SpanBERT's distribution (Joshi et al. 2020, arXiv 1907.10529), geometric of what is at
+    most `max_tokens`: P(l) is in proportion to stop (1 - stop)^(l - 1), mean 3.8 for 0.2 and 10. Lengths are in tokens;
+    the paper's are in words.
 
     The whole row is divided into such spans, so that those that are chosen have these lengths and never overlap.
     """
@@ -192,24 +175,13 @@ class Spans(AllAlike):
         return starts_BT
 
 
-# Single tokens, all with the same chance (BERT).
-
-
 class Uniform(AllAlike):
-    """Every token is a unit."""
+    """Single tokens, all with the same chance (BERT)."""
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> Uniform:
         """Needs neither."""
         return Uniform()
-
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        return np.ones(tokens_BT.shape, bool)
-
-
-# Single tokens by weights of their ids that a file gives: those of parts of speech, say, or any other of one's own.
-#
-# A `.npy` of numpy, a number above 0 for each id. It is read once and stays what it is over a run.
 
 
 def open_array(field: str, rule: str, path: str) -> Array:
@@ -225,7 +197,8 @@ def open_array(field: str, rule: str, path: str) -> Array:
 
 
 class Weights(WeighedIds):
-    """Tokens in proportion to the given weights."""
+    """Tokens in proportion to weights of their ids that a file gives: those of parts of speech, say, or any of one's
+    own. A `.npy` of numpy, a number above 0 for each id."""
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> Weights:
@@ -242,13 +215,11 @@ class Weights(WeighedIds):
             rule = f"hold a number for each of at most model.vocab_size ({vocab_size}) ids"
             raise ConfigError("data.id_weights", rule, got=f"{weight_V.dtype} {weight_V.shape}")
         weight_V = weight_V.astype(np.float64)
-        if not (np.isfinite(weight_V) & (weight_V > 0)).all():
-            id_ = int(np.flatnonzero(~(np.isfinite(weight_V) & (weight_V > 0)))[0])
+        if len(wrong := np.flatnonzero(~(np.isfinite(weight_V) & (weight_V > 0)))):
+            id_ = int(wrong[0])
             raise ConfigError("data.id_weights", "hold numbers above 0", got=f"{weight_V[id_]:g} for id {id_}")
         return Weights(np.pad(weight_V, (0, vocab_size - len(weight_V)), constant_values=1.0))
 
-
-# Masking strategies: how a row is cut into units, and how likely each is selected; each a file, and a line here.
 
 STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
     "uniform": Uniform.made,

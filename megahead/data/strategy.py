@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -18,9 +17,8 @@ from megahead.data.vocabulary_map import bytes_of_ids
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 
-# How often tokens are neighbours in a text, and how much more often than by chance.
-#
-# Measured by pointwise mutual information, PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats. V vocabulary, P pairs.
+# How often tokens are neighbours in a text, and how much more often than by chance, by their pointwise mutual
+# information: PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats. V vocabulary, P pairs.
 
 _CHUNK = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26
@@ -78,50 +76,37 @@ def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
             yield dataset.read(first, min(_CHUNK, end - first))
 
 
-# What a masking strategy is: how a row is cut into units, and how likely each is selected.
+# What a masking strategy is. A unit is a span of tokens that are masked together, all or none.
 #
-# A unit is a span of tokens that are masked together, all or none. B rows, T tokens per row, V vocabulary.
+# B rows, T tokens per row, V vocabulary.
 
 
-class Strategy(Protocol):
-    """One way to cut rows into units."""
+class Strategy:
+    """One way to cut rows into units; by itself the same at every step, of single tokens that are all alike."""
 
     def at(self, step: int) -> Strategy:
         """As it is for the rows of an optimizer step, counted by what was read."""
-        ...
+        return self
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         """bool [B, T]: where a unit begins. Special tokens always end a unit."""
-        ...
+        return np.ones(tokens_BT.shape, bool)
 
     def weights(self, tokens_BT: Array) -> Array | None:
         """float64 [B, T], above 0: how likely each token is selected, relative to the others; None: all alike."""
-        ...
-
-
-class Constant:
-    """The same at every step."""
-
-    def at(self, step: int) -> Self:
-        return self
-
-
-class AllAlike(Constant):
-    """Units with the same chance, however they are cut."""
-
-    def weights(self, tokens_BT: Array) -> Array | None:
         return None
 
 
+class AllAlike(Strategy):
+    """Units with the same chance, however they are cut."""
+
+
 @dataclass(frozen=True)
-class WeighedIds(Constant):
+class WeighedIds(Strategy):
     """Single tokens, each with the weight of its id."""
 
     weight_V: Array
     """float64 [V], above 0."""
-
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        return np.ones(tokens_BT.shape, bool)
 
     def weights(self, tokens_BT: Array) -> Array | None:
         weights_BT: Array = self.weight_V[tokens_BT]

@@ -60,7 +60,7 @@ class SpelledVocabulary:
 
     @cached_property
     def by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
-        """The ids that stand for text. SentencePiece may have a byte twice: as a character and as a fallback, `<0x41>`."""
+        """The ids that stand for text. SentencePiece may have a byte twice: as `A` and as a fallback, `<0x41>`."""
         both = zip(self.text, self.spellings, strict=True)
         return {(text, spelled): id_ for id_, (text, spelled) in enumerate(both) if text and spelled is not None}
 

@@ -24,7 +24,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_masker
 from megahead.data.masking import Masker
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import FLOOR, STRATEGIES, Collocations, Frequency, Informative, Pmi, Spans, Weights
+from megahead.data.strategies import FLOOR, STRATEGIES, Frequency, Informative, Pmi, Spans, Weights
 from megahead.data.strategy import Difficulty, PairCounts, Strategy
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
@@ -281,15 +281,15 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
     places = np.arange(0, 19_000, 40)
     run[places], run[places + 1] = 5, 6  # always together
     run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
-    pairs = Collocations.of(PairCounts.of([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10)
+    pairs = Pmi.of(PairCounts.of([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10, max_tokens=9)
     assert pairs.contain(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [True, False, False, False]
     assert len(pairs.codes) == 1
 
 
 def test_excluded_ids_are_in_no_pair() -> None:
     run = np.tile([5, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18], 100)
-    every = Collocations.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5)
-    some = Collocations.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, excluded=[6])
+    every = Pmi.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, max_tokens=9)
+    some = Pmi.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, max_tokens=9, excluded=[6])
     a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
     assert every.contain(a, b).tolist() == [True, True, True]
     assert some.contain(a, b).tolist() == [False, False, True]
@@ -299,7 +299,7 @@ def test_collocations_are_selected_whole_and_never_longer_than_asked() -> None:
     codes = np.sort(np.array([a * VOCABULARY + b for a, b in [(10, 11), (11, 12), (12, 13), (13, 14)]]))
     text = texts(2000) + 0
     text[:, 40:45] = [10, 11, 12, 13, 14]
-    selected = chosen(Pmi(Collocations(codes, VOCABULARY), max_tokens=3), text)
+    selected = chosen(Pmi(codes, VOCABULARY, max_tokens=3), text)
     first, second = selected[:, 40:43], selected[:, 43:45]
     assert (first.all(1) | ~first.any(1)).all()
     assert (second.all(1) | ~second.any(1)).all()
