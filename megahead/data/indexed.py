@@ -378,10 +378,13 @@ class IndexedDataset:
         """First sequence of each document, then L; int64 [D]."""
         return _aligned(self._documents_D)
 
+    def sequence_boundaries(self) -> Array:
+        """First token of each sequence, then the number of all tokens; int64 [L + 1]. Reads the whole index."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
+
     def document_boundaries(self) -> Array:
-        """First token of each document, then the number of all tokens; int64 [D]. Reads the whole index."""
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
-        boundaries: Array = ends[self.document_index]
+        """The same of each document; int64 [D]."""
+        boundaries: Array = self.sequence_boundaries()[self.document_index]
         return boundaries
 
     @cached_property

@@ -23,8 +23,6 @@ from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
-# What an indexed dataset contains, and whether its files are still as they were written.
-
 BLOCK_TOKENS = 1 << 22
 CLOSINGS_READ = 1000
 
@@ -103,13 +101,13 @@ class Inspection:
 
     def facts(self, end_token: int) -> list[tuple[str, str]]:
         """(name, value) rows to print."""
-        dataset, info = self.dataset, self.dataset.info
+        dataset, info, used = self.dataset, self.dataset.info, self.used_ids
         rows = [
             ("sequences", f"{len(dataset):,}"),
             ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not listed (preshuffled rows)"),
             ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
             ("lengths", _lengths(dataset.sizes)),
-            ("ids used", _id_range(self.used_ids)),
+            ("ids used", f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"),
             ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
             ("documents end in", self.closings()),
             ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
@@ -141,8 +139,7 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
 
 def check_back_to_back(dataset: IndexedDataset) -> None:
     """DataError when the sequences do not follow each other in the `.bin` file without gaps. Reads the index."""
-    starts = np.cumsum(dataset.sizes, dtype=np.int64)[:-1] * dataset.dtype.itemsize
-    (wrong,) = np.nonzero(dataset.offsets != np.concatenate([np.zeros(1, np.int64), starts])[: len(dataset)])
+    (wrong,) = np.nonzero(dataset.offsets != dataset.sequence_boundaries()[:-1] * dataset.dtype.itemsize)
     if len(wrong):
         raise DataError(
             f"the sequences in `{dataset.idx_path}` must lie back to back in the `.bin` file, but sequence {wrong[0]} "
@@ -175,10 +172,6 @@ def _lengths(sizes: Array) -> str:
     )
 
 
-def _id_range(used: Array) -> str:
-    return f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"
-
-
 # Concatenates several indexed datasets into one, with their document boundaries.
 
 
@@ -198,7 +191,9 @@ def merge_datasets(
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(datasets, output)
-    _check_new(output, overwrite)
+    there = next((path for path in dataset_paths(output) if path.exists()), None)
+    if there is not None and not overwrite:
+        raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
     progress = progress or ByteProgress()
     progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
@@ -210,7 +205,8 @@ def merge_datasets(
             for tokens, lengths, documents in _blocks(dataset):
                 writer.add_documents(tokens, lengths, sequences=documents)
                 progress.advance(tokens.nbytes, tokens.nbytes)
-        writer.text_bytes = _text_bytes(datasets)
+        sizes = [0 if each.info is None else each.info.text_bytes for each in datasets if each.num_tokens]
+        writer.text_bytes = sum(sizes) if all(sizes) else 0  # unknown if that of one is
     return IndexedDataset(output)
 
 
@@ -236,12 +232,6 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
                 )
 
 
-def _check_new(output: str | Path, overwrite: bool) -> None:
-    there = next((path for path in dataset_paths(output) if path.exists()), None)
-    if there is not None and not overwrite:
-        raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
-
-
 def _vocabulary(dataset: IndexedDataset) -> int:
     """The vocabulary size in `PREFIX.json`, or else the least that covers the ids and gives the same token type."""
     if dataset.info is not None:
@@ -250,18 +240,12 @@ def _vocabulary(dataset: IndexedDataset) -> int:
     return max(min_size, len(count_tokens(dataset)))
 
 
-def _text_bytes(datasets: Sequence[IndexedDataset]) -> int:
-    """The text bytes of all datasets; 0 (unknown) if they are unknown for one of them."""
-    sizes = [0 if dataset.info is None else dataset.info.text_bytes for dataset in datasets if dataset.num_tokens]
-    return sum(sizes) if all(sizes) else 0
-
-
 def _blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
     """(tokens, length of each sequence, sequences of each document) of about four million tokens each, whole documents.
 
     Preshuffled rows belong to no document: their third array is empty.
     """
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.sizes, dtype=np.int64)])
+    ends = dataset.sequence_boundaries()
     boundaries = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
     first, starts = 0, ends[boundaries]
     while first < len(boundaries) - 1:

@@ -21,14 +21,13 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import orjson
 
 from megahead.data.indexed import Array, IndexedDataset
-from megahead.data.samples import FOR_ORDER, FeistelOrder, Samples, derive_seed
+from megahead.data.samples import Samples, epoch_orders
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -60,8 +59,8 @@ class PackedSamples(Samples):
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, table: PackTable) -> None:
         super().__init__(dataset, sequence_length, len(table), min_tokens=2)
-        self.table, self.seed = table, seed
-        self._order = lru_cache(maxsize=4)(self._epoch_order)
+        self.table = table
+        self._order = epoch_orders(len(table), seed)
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
         """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
@@ -73,9 +72,6 @@ class PackedSamples(Samples):
             document_starts[slot, np.cumsum(lengths) - lengths] = True
         return document_starts
 
-    def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, FOR_ORDER))
-
     def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
         rows[slots] = PADDING
         table = self.table
@@ -85,11 +81,6 @@ class PackedSamples(Samples):
                 length = int(table.lengths_P[piece])
                 rows[slot, at : at + length] = self.dataset.read(int(table.firsts_P[piece]), length)
                 at += length
-
-    def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """The index in the dataset of the first token of each row's first piece."""
-        first: Array = self.table.firsts_P[self.table.starts_R1[self._order(epoch).take(places)]]
-        return first
 
 
 def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:
@@ -176,11 +167,10 @@ def read_table(path: Path) -> PackTable:
 
 
 def _content(table: PackTable) -> list[bytes]:
-    """The parts of a table's file."""
     columns = ((table.starts_R1, "<i8"), (table.firsts_P, "<i8"), (table.lengths_P, "<i4"))
     body = [column.astype(dtype).tobytes() for column, dtype in columns]
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    numbers = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
-    return [orjson.dumps({"format": FORMAT, **numbers}).ljust(HEADER_BYTES - 1) + b"\n", *body]
+    header = {"format": FORMAT, "rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
+    return [orjson.dumps(header).ljust(HEADER_BYTES - 1) + b"\n", *body]

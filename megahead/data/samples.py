@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, unique
 from functools import lru_cache
 
@@ -14,12 +13,11 @@ from megahead.data.indexed import Array, IndexedDataset
 from megahead.errors import DataError
 from megahead.wording import counted
 
-# A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory.
-#
-# A Feistel network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that
-# are n or more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the
-# constants below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the
-# order of every run: another shuffle needs a new class beside this one.
+# A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory. A Feistel
+# network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that are n or
+# more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the constants
+# below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the order of
+# every run: another shuffle needs a new class beside this one.
 
 ROUNDS = 8
 SMALLEST_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
@@ -93,14 +91,18 @@ def scramble(numbers: Array) -> Array:
     return numbers
 
 
-# Which span of a dataset's tokens sample k is: a pure function of (dataset, row length, seed, k).
-#
-# It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
-# Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
+def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
+    """The order of the items in each epoch."""
+    return lru_cache(maxsize=4)(lambda epoch: FeistelOrder(items, derive_seed(seed, epoch, FOR_ORDER)))
 
 
-class Samples(ABC):
-    """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end."""
+# Which span of a dataset's tokens sample k is. It does not depend on ranks, batches or progress, so a run resumes at
+# any sample and on any mesh with the same order. Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
+
+
+class Samples:
+    """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end; in file order,
+    unless a subclass says otherwise."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, min_tokens: int) -> None:
         if per_epoch < 1:
@@ -140,9 +142,9 @@ class Samples(ABC):
         for row, first in zip(slots.tolist(), firsts, strict=True):
             rows[row] = self.dataset.read(first, length)
 
-    @abstractmethod
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         """For the samples at `places` of this epoch: the index of their first token in the dataset."""
+        return places * self.sequence_length
 
 
 class StreamSamples(Samples):
@@ -155,14 +157,11 @@ class StreamSamples(Samples):
         per_epoch = (dataset.num_tokens - sequence_length) // sequence_length
         super().__init__(dataset, sequence_length, per_epoch, min_tokens=2 * sequence_length)
         self.seed = seed
-        self._order = lru_cache(maxsize=4)(self._epoch_order)
+        self._order = epoch_orders(per_epoch, seed)
 
     def offset(self, epoch: int) -> int:
         """Tokens skipped at the start of the text in this epoch, in [0, T)."""
         return derive_seed(self.seed, epoch, FOR_OFFSET) % self.sequence_length
-
-    def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, FOR_ORDER))
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return self.offset(epoch) + self._order(epoch).take(places) * self.sequence_length
@@ -174,9 +173,6 @@ class SequentialSamples(Samples):
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
         per_epoch = (dataset.num_tokens - 1) // sequence_length
         super().__init__(dataset, sequence_length, per_epoch, min_tokens=sequence_length + 1)
-
-    def _first_tokens(self, epoch: int, places: Array) -> Array:
-        return places * self.sequence_length
 
 
 class StoredSamples(Samples):
@@ -193,9 +189,6 @@ class StoredSamples(Samples):
     def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
             rows[slot] = self._check(self.dataset, place, self.sequence_length)
-
-    def _first_tokens(self, epoch: int, places: Array) -> Array:
-        return places * (self.sequence_length + 1)
 
     @staticmethod
     def _check(dataset: IndexedDataset, i: int, sequence_length: int) -> Array:
@@ -234,10 +227,8 @@ class EvenlySpread:
         return places
 
 
-# Uniform random numbers as a pure function of (seed, sample, purpose, place): the same on any mesh and machine.
-#
-# A counter-based generator: SplitMix64 (Steele et al. 2014) of counters, for all B samples of a batch at once, W
-# numbers each. It has no state that draws would advance.
+# Uniform random numbers as a pure function of (seed, sample, purpose, place): SplitMix64 (Steele et al. 2014) of
+# counters, for all B samples of a batch at once, W numbers each. It has no state that draws would advance.
 
 _LEFT_OUT = np.uint64(11)  # of 64 bits, so that 53 are left, as many as a float64 has
 

@@ -195,7 +195,7 @@ class PhraseMasker(RowMasker):
 
 
 @dataclass(frozen=True)
-class _WithPhrases:
+class _WithPhrases(Strategy):
     """Phrases as units, whose tokens have `share` of each row's weight; the rest is `strategy`'s."""
 
     strategy: Strategy
