@@ -224,8 +224,8 @@ class Pipeline:
         self.stages.run(f"export {name} {head}", to_hugging_face, inputs=[latest], outputs=[model])
         score, read = lambda: self._score(run, model, head, scores), [latest, model, self.text.cloze]
         self.stages.run(f"evaluate {name} {head}", score, inputs=read, outputs=[scores])
-        last = read_metrics(run).training[-1]
-        return json.loads(scores.read_text(encoding="utf-8")) | {name: last[name] for name in ("seconds", "tokens")}
+        last, found = read_metrics(run).training[-1], json.loads(scores.read_text(encoding="utf-8"))
+        return {**found, "seconds": last["seconds"], "tokens": last["tokens"]}
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
