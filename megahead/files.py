@@ -27,12 +27,6 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small text file, whose bytes are on disk on return (its name only after `fsync` of the folder)."""
-    path.write_text(text, encoding="utf-8")
-    fsync(path)
-
-
 def sha256_of(path: Path) -> str:
     """Checksum of a file's content; reads all of it, about 1 GB a second."""
     with path.open("rb") as file:

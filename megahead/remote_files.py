@@ -187,6 +187,8 @@ def _install(scheme: str) -> str:
 
 T = TypeVar("T")
 
+_print = partial(print, flush=True)
+
 PATIENCE = 60.0
 """Seconds that a store may take for one block, or one small request, its package's own retries included."""
 
@@ -195,6 +197,9 @@ BLOCK = 1 << 24
 
 MOST_PARTS = 9_000
 """In which a file is sent; S3 takes 10,000."""
+
+TELL_SECONDS = 10.0
+"""Between two lines on how far a download is."""
 
 LANES = 4
 """Requests for parts of one file that are under way at once."""
@@ -391,6 +396,18 @@ def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes]
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
 
+def download_to(
+    write: Callable[[bytes], object], store: Store, name: str, expected: Expected, say: Callable[[str], None] = _print
+) -> Iterator[None]:
+    """As `receive`; every TELL_SECONDS a line says how much there is."""
+    reported = time.monotonic()
+    for received in receive(store, name, expected, write):
+        if time.monotonic() - reported > TELL_SECONDS:
+            reported = time.monotonic()
+            say(f"fetching {store.url}/{name}: {gib(received)} of {gib(expected.bytes)}")
+        yield
+
+
 def _check_length(store: Store, name: str, length: int) -> None:
     try:
         size = store.size(name)
@@ -405,9 +422,6 @@ def _check_length(store: Store, name: str, length: int) -> None:
 # They lie in `~/.cache/megahead` (`$XDG_CACHE_HOME/megahead`), in a folder for each version of what they are copies
 # of: what is replaced in the store is fetched anew, and the old one stays until somebody removes it.
 
-
-TELL_SECONDS = 10.0
-"""Between two lines on how far it is."""
 
 _LOOK_SECONDS = 0.1
 """Between two looks at what another process fetches."""
@@ -435,7 +449,7 @@ def local_file(name: str) -> str:
 
 
 def fetch_into(
-    folder: Path, store: Store, files: Mapping[str, Expected], say: Callable[[str], None] = print
+    folder: Path, store: Store, files: Mapping[str, Expected], say: Callable[[str], None] = _print
 ) -> Iterator[None]:
     """Fetches what is not in `folder` yet, and yields at least once a second meanwhile.
 
@@ -451,13 +465,8 @@ def _fetch(target: Path, store: Store, name: str, expected: Expected, say: Calla
     staged = yield from _turn(target)
     if staged is None:
         return
-    told = time.monotonic()
     try:
-        for received in receive(store, name, expected, staged.write):
-            if time.monotonic() - told > TELL_SECONDS:
-                told = time.monotonic()
-                say(f"fetching {store.url}/{name}: {gib(received)} of {gib(expected.bytes)}")
-            yield
+        yield from download_to(staged.write, store, name, expected, say)
         staged.sync()
         staged.publish()
     finally:

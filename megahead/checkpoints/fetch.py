@@ -27,15 +27,10 @@ from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import fsync, write_atomically
-from megahead.remote_files import DamagedError, Expected, Store, folder_for, joined, receive
+from megahead.remote_files import DamagedError, Expected, Store, download_to, folder_for
 from megahead.run_folder import RunFolder
-from megahead.wording import gib
 
 # One checkpoint from a store to a disk: beside, verified, named by one rename, as a save does.
-
-
-TELL_SECONDS = 10.0
-"""Between two lines on how far it is."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +90,11 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
 
 
 def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
-    total, before, told = sum(entry.bytes for entry in manifest.files.values()), 0, time.monotonic()
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
             expected = Expected(entry.bytes, entry.sha256)
-            for received in receive(remote.store, remote.place(name, file), expected, target.write):
-                if time.monotonic() - told > TELL_SECONDS:
-                    told = time.monotonic()
-                    place = joined(remote.url, remote.place(name))
-                    print(f"fetching {place}: {gib(before + received)} of {gib(total)}", flush=True)
-                yield
+            yield from download_to(target.write, remote.store, remote.place(name, file), expected)
         fsync(partial / file)
-        before += entry.bytes
 
 
 def _is_sound(folder: Path, manifest: Manifest) -> Generator[None, None, bool]:
@@ -195,48 +183,34 @@ def fetch_named(url: str, into: RunFolder, group: Group = _ALONE, terms: Terms =
 def _fetch_first(
     find: Callable[[], tuple[Remote, list[str]]], disk: Disk, group: Group, terms: Terms
 ) -> tuple[Path | None, list[str]]:
-    """The folder of the first sound one of those that rank 0 finds, and a sentence for each before it. It looks again
-    after each of these: a session that still sends may have removed it for a newer one."""
-    problems, tried = list[str](), set[str]()
-    while True:
-        found = list[tuple[Remote, str]]()
-
-        def look(found: list[tuple[Remote, str]] = found) -> bool:
-            remote, names = find() if group.rank == 0 else (None, [])
-            found.extend((remote, name) for name in names if remote is not None and name not in tried)
-            return bool(found)
-
-        if not any(run_on_all_ranks(group, look)):
-            return None, problems
-        name, problem = _fetch_together(found[:1], disk, group, terms)
-        tried.update(name for _, name in found[:1])
-        if name is not None:
-            return disk.root / name, problems
-        problems.append(str(problem))
-
-
-def _fetch_together(
-    found: list[tuple[Remote, str]], disk: Disk, group: Group, terms: Terms
-) -> tuple[str | None, str | None]:
-    """Rank 0 fetches what it found, and all meet meanwhile. Returns the name on disk, or what is wrong with the
-    checkpoint; any other error is raised on all."""
-    outcome: list[tuple[str | None, str | None]] = []
+    """The folder of the first sound one of those that rank 0 finds and fetches, and a sentence for each before it. It
+    looks again after each of these: a session that still sends may have removed it for a newer one."""
+    fetched, problems = list[str](), list[str]()
 
     def fetch() -> Iterator[None]:
-        for remote, name in found:
+        tried = set[str]()
+        while not fetched:
+            remote, names = find()
+            yield
+            name = next((name for name in names if name not in tried), None)
+            if name is None:
+                return
+            tried.add(name)
             try:
-                outcome.append(((yield from download(remote, name, disk, terms)), None))
+                fetched.append((yield from download(remote, name, disk, terms)))
             except DamagedError as error:
-                outcome.append((None, str(error)))
+                problems.append(str(error))
 
-    run_long_on_all_ranks(group, fetch(), lambda error: _sentence(error, disk.root))
-    return group.broadcast_object(outcome[0] if outcome else (None, None))
+    def describe_error(error: Exception) -> str:
+        return (
+            str(error)
+            if isinstance(error, UserError)
+            else f"`{disk.root}` must take a checkpoint, but cannot ({error})."
+        )
 
-
-def _sentence(error: Exception, root: Path) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"`{root}` must take a checkpoint, but cannot ({error})."
+    run_long_on_all_ranks(group, fetch() if group.rank == 0 else iter(()), describe_error)
+    folder, sentences = group.broadcast_object((disk.root / fetched[0] if fetched else None, problems))
+    return folder, sentences
 
 
 # Remote checkpoints in this machine's cache, for commands.

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.files import fsync, sha256_of, write_durably
+from megahead.files import fsync, sha256_of
 
 # `checkpoint.json`: what a step folder holds, under a checksum of its own.
 #
@@ -87,7 +88,9 @@ class Manifest(BaseModel):
     def write(self, folder: Path) -> None:
         """Writes the manifest to `folder` and waits until it is on disk."""
         content = json.loads(json.dumps({"format": FORMAT, **self.model_dump()}))
-        write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+        text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
+        (folder / MANIFEST).write_text(text, encoding="utf-8")
+        fsync(folder / MANIFEST)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -136,23 +139,9 @@ class Header:
     parents: tuple[str, ...] = ()
     orphaned: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(name: str, manifest: Manifest) -> Header:
-        """That of the checkpoint `name`."""
-        kept = manifest.step, manifest.state, manifest.config, manifest.parents, manifest.orphaned
-        return Header(name, *kept)
-
     def manifest(self, tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> Manifest:
         """The whole manifest."""
-        return Manifest(
-            step=self.step,
-            state=self.state,
-            config=self.config,
-            tensors=tensors,
-            files=files,
-            parents=self.parents,
-            orphaned=self.orphaned,
-        )
+        return Manifest(**{**vars(self), "tensors": tensors, "files": files})
 
 
 def _parse_json(text: bytes, path: str) -> dict[str, Any]:
@@ -301,11 +290,6 @@ MEETING_SECONDS = 5.0
 """How long ranks work before they synchronize again."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    sentence: str
-
-
 def run_on_all_ranks(
     group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str
 ) -> list[T]:
@@ -316,23 +300,19 @@ def run_on_all_ranks(
     rank's action is over.
     """
     cause: Exception | None = None
-    result: T | _Failure
+    results: list[T] = []
+    sentence: str | None = None
     try:
-        result = action()
+        results = [action()]
     except Exception as error:
-        cause, result = error, _Failure(_described(error, describe_error))
-    results = group.all_gather_objects(result)
-    failures = [each for each in results if isinstance(each, _Failure)]
-    if failures:
-        raise CheckpointError(failures[0].sentence) from cause
-    return [each for each in results if not isinstance(each, _Failure)]
-
-
-def _described(error: Exception, describe_error: Callable[[Exception], str]) -> str:
-    try:
-        return describe_error(error)
-    except Exception:
-        return str(error)
+        cause, sentence = error, str(error)
+        with suppress(Exception):
+            sentence = describe_error(error)
+    everywhere = group.all_gather_objects((results, sentence))
+    for _, failure in everywhere:
+        if failure is not None:
+            raise CheckpointError(failure) from cause
+    return [result for of_rank, _ in everywhere for result in of_rank]
 
 
 def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
@@ -342,11 +322,10 @@ def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Ca
     time out; for that `work` must yield often.
     """
     seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
-    while any(run_on_all_ranks(group, lambda: _has_more(work, seconds), describe_error)):
+
+    def has_more() -> bool:
+        deadline = time.monotonic() + seconds
+        return any(time.monotonic() >= deadline for _ in work)
+
+    while any(run_on_all_ranks(group, has_more, describe_error)):
         pass
-
-
-def _has_more(work: Iterator[None], seconds: float) -> bool:
-    """Whether there is more to do after `seconds`."""
-    deadline = time.monotonic() + seconds
-    return any(time.monotonic() >= deadline for _ in work)

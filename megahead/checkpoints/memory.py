@@ -412,9 +412,9 @@ def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rul
     problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
     for copy in highest_first({copy for rank in offers for copy in rank}):
         try:
-            manifest = _manifest(copy, found, group)
+            manifest = next(filter(None, group.all_gather_objects(found.manifests.get(copy))))
             mine = _share(copy, manifest, offers, found, group.rank)
-            written = _write(Header.of(copy, manifest), manifest, mine, folder.checkpoints, group, rules)
+            written = _write(copy, manifest, mine, folder.checkpoints, group, rules)
             checkpoint = open_together(written, group)
         except CheckpointError as error:
             problems.append(str(error))
@@ -425,13 +425,6 @@ def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rul
             sentence = f"{newer}: saved as {written.name} in {seconds:.1f} s"
             return Resumed("memory", checkpoint, problems, sentence, details)
     return Resumed("memory", None, problems) if problems else None
-
-
-def _manifest(copy: str, found: Found, group: Group) -> Manifest:
-    """The copy's, on all ranks."""
-    first = group.all_gather_objects(copy in found.manifests).index(True)
-    sent = found.manifests[copy] if group.rank == first else None
-    return next(each for each in group.all_gather_objects(sent) if each is not None)
 
 
 def _share(
@@ -451,14 +444,13 @@ def _share(
     return {name: found.sound[copy][name] for name, writer in writers.items() if writer == rank}
 
 
-def _write(
-    header: Header, manifest: Manifest, mine: Mapping[str, Path], root: Path, group: Group, rules: KeepRules
-) -> Path:
+def _write(name: str, manifest: Manifest, mine: Mapping[str, Path], root: Path, group: Group, rules: KeepRules) -> Path:
     def write(partial: Path) -> dict[str, FileEntry]:
-        for name, path in mine.items():
-            _copy(path, partial / name, manifest.files[name])
-        return {name: manifest.files[name] for name in mine}
+        for file, path in mine.items():
+            _copy(path, partial / file, manifest.files[file])
+        return {file: manifest.files[file] for file in mine}
 
+    header = Header(name, manifest.step, manifest.state, manifest.config, manifest.parents, manifest.orphaned)
     total = sum(entry.bytes for entry in manifest.files.values())
     return write_together(root, header, manifest.tensors, total, write, group, rules)
 

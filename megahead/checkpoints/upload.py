@@ -1,4 +1,4 @@
-"""Sends a run's checkpoints to an object store in a thread, so that no step waits for the store."""
+"""Uploads a run's checkpoints to a remote store in a thread, so that no step waits for the store."""
 
 from __future__ import annotations
 
@@ -16,24 +16,6 @@ from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError
 from megahead.checkpoints.store import Event, KeepRules, Latest, Lineage, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
-
-# What becomes of the checkpoints that are to be sent: for the log a checkpoint's `step`; `seconds` and `bytes` if it
-# arrived, else why it `failed`, or that it was `skipped`.
-
-
-def failed(folder: Path, reason: str) -> Event:
-    """It is not there, for that reason."""
-    step = step_of(folder)
-    sentence = f"step {step:,} is not in the mirror, only in {folder}: {reason}"
-    return Event({"step": step, "failed": reason}, sentence)
-
-
-def skipped(folder: Path, url: str) -> Event:
-    """A newer one is sent in its place."""
-    step = step_of(folder)
-    sentence = f"step {step:,} is not copied to the mirror, since an older one is still on its way to {url}"
-    return Event({"step": step, "skipped": True}, sentence)
-
 
 # Sends a checkpoint: files, its manifest, `latest`. What need not be kept there goes afterwards.
 
@@ -59,7 +41,14 @@ def settle(remote: Remote, name: str, rules: KeepRules) -> None:
         retain(remote, rules)
 
 
-# What waits to be sent: one checkpoint on its way, the newest of the others, and the run's small files.
+# The thread that sends: one checkpoint on its way, the newest of the others waiting, and the run's small files.
+
+
+PAUSES = (0.0, 1.0, 10.0)
+"""Seconds before each attempt."""
+
+TELL_SECONDS = 10.0
+"""Between two lines while the run waits for its last upload."""
 
 
 @dataclass(frozen=True)
@@ -72,89 +61,7 @@ class Upload:
     """Whether the session has saved it; else it began with it, and may yet go on from what is newer there."""
 
 
-class UploadQueue:
-    """One thread puts in, another takes out; nothing but taking and `pause` waits."""
-
-    def __init__(self) -> None:
-        self.in_hand: set[str] = set()
-        """Names of checkpoints that must not be removed from the disk yet."""
-        self._change = threading.Condition()
-        self._waiting: Upload | None = None
-        self._on_its_way: Upload | None = None
-        self._files = True
-        self._busy = self._closed = False
-
-    def put(self, upload: Upload) -> Upload | None:
-        """Returns the one that it takes the place of, if that is never sent now, and was saved by the session."""
-        with self._change:
-            passed_over, self._waiting = self._waiting, upload
-            self._note()
-            if passed_over is None or passed_over.folder.name in self.in_hand or not passed_over.is_new:
-                return None
-            return passed_over
-
-    def put_files(self) -> None:
-        """The small files are sent once more."""
-        with self._change:
-            self._files = True
-            self._change.notify_all()
-
-    def close(self) -> None:
-        """Taking ends once nothing is left."""
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
-
-    def __iter__(self) -> Iterator[Upload | None]:
-        """Waits for the next checkpoint, or for files alone (None); ends once it is closed and nothing is left.
-
-        The one before is no longer on its way.
-        """
-        while True:
-            with self._change:
-                self._on_its_way, self._busy = None, False
-                self._note()
-                self._change.wait_for(lambda: self._waiting is not None or self._files or self._closed)
-                self._on_its_way, self._waiting = self._waiting, None
-                self._busy = self._on_its_way is not None or self._files
-                if not self._busy:
-                    return
-                upload = self._on_its_way
-            yield upload
-
-    def files_taken(self) -> None:
-        """Files that change from now on have to be put in once more."""
-        with self._change:
-            self._files = False
-
-    def pause(self, seconds: float) -> bool:
-        """Waits; ends at once, and is True, when a newer checkpoint has been put in."""
-        with self._change:
-            return self._change.wait_for(lambda: self._waiting is not None, seconds)
-
-    def is_empty(self) -> bool:
-        """Whether nothing waits, and nothing is on its way."""
-        with self._change:
-            return not (self._busy or self._waiting is not None or self._files)
-
-    def _note(self) -> None:
-        now = {upload.folder.name for upload in (self._on_its_way, self._waiting) if upload is not None}
-        self.in_hand |= now  # never without one of them: another thread looks
-        self.in_hand &= now
-        self._change.notify_all()
-
-
-# The thread that sends.
-
-
-PAUSES = (0.0, 1.0, 10.0)
-"""Seconds before each attempt."""
-
-TELL_SECONDS = 10.0
-"""Between two lines while the run waits for its last upload."""
-
-
-class Mirror:
+class Uploads:
     """Rank 0's uploads of its run to a store. Its methods return at once.
 
     One checkpoint is on its way at a time; of those that are saved meanwhile only the newest is sent next. What goes
@@ -163,37 +70,42 @@ class Mirror:
 
     def __init__(self, remote: Remote, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
         """`lease`: the session's; `rules`: which checkpoints stay in the store."""
+        self.in_hand: set[str] = set()
+        """Names of checkpoints that must not be removed from the disk yet: they wait, or are being read."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
-        self._begun = False
-        self._taken: UserError | None = None
-        self._queue, self._events = UploadQueue(), SimpleQueue[Event]()
-        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._change = threading.Condition()
+        self._waiting: Upload | None = None
+        self._on_its_way: Upload | None = None
+        self._files = True
+        self._busy = self._closed = self._begun = False
+        self._taken: TakenOverError | None = None
+        self._events = SimpleQueue[Event]()
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Where it is."""
-        return self._remote.url
-
-    @property
-    def in_hand(self) -> set[str]:
-        """Names of checkpoints that must not be removed yet, because they are being read."""
-        return self._queue.in_hand
 
     def offer(self, folder: Path, *, is_new: bool = True) -> None:
         """Sends a finished checkpoint when its turn comes, as far as it is not there; `is_new`: the session has saved
         it, so that from then on it is the newest one there."""
-        passed_over = self._queue.put(Upload(folder, is_new))
-        if passed_over is not None:
-            self._events.put(skipped(passed_over.folder, self.url))
+        with self._change:
+            before, self._waiting = self._waiting, Upload(folder, is_new)
+            self._note()
+            skipped = before is not None and before.is_new and before.folder.name not in self.in_hand
+        if before is not None and skipped:
+            step, reason = step_of(before.folder), "since an older one is still on its way to"
+            sentence = f"step {step:,} is not copied to the mirror, {reason} {self._remote.url}"
+            self._events.put(Event({"step": step, "skipped": True}, sentence))
 
     def offer_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
-        self._queue.put_files()
+        with self._change:
+            self._files = True
+            self._change.notify_all()
 
     def close(self) -> None:
         """Ends the thread once nothing is left to be sent."""
-        self._queue.close()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
 
     def check(self) -> None:
         """UserError if another session was seen to have taken the lease."""
@@ -201,44 +113,68 @@ class Mirror:
             raise self._taken
 
     def events(self) -> list[Event]:
-        """What happened since the last call."""
+        """What became of checkpoints since the last call: for the log its `step`; `seconds` and `bytes` if it arrived,
+        else why it `failed`, or that it was `skipped`."""
         return [self._events.get() for _ in range(self._events.qsize())]  # only this thread takes some
 
     def finishing(self, deadline: float = math.inf) -> Iterator[None]:
         """Ends when nothing is left to be sent, or all attempts have failed, or the monotonic clock is there; yields
         often."""
         told = time.monotonic()
-        while self._thread.is_alive() and not self._queue.is_empty() and time.monotonic() < deadline:
+        while self._thread.is_alive() and self._has_work() and time.monotonic() < deadline:
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
-                print(f"waiting until the last checkpoint is in {self.url}", flush=True)
+                print(f"waiting until the last checkpoint is in {self._remote.url}", flush=True)
             time.sleep(0.02)
             yield
 
+    def _has_work(self) -> bool:
+        with self._change:
+            return self._busy or self._waiting is not None or self._files
+
     def _work(self) -> None:
         """The thread: a checkpoint, then the small files, whenever there are some."""
-        for upload in self._queue:
+        while self._take():
+            upload = self._on_its_way
             if upload is None or self._send(upload):
                 self._send_files(upload)
 
+    def _take(self) -> bool:
+        """Waits for the next checkpoint, or for files alone; the one before is no longer on its way. False once it is
+        closed and nothing is left."""
+        with self._change:
+            self._on_its_way, self._busy = None, False
+            self._note()
+            self._change.wait_for(lambda: self._waiting is not None or self._files or self._closed)
+            self._on_its_way, self._waiting = self._waiting, None
+            self._busy = self._on_its_way is not None or self._files
+            return self._busy
+
+    def _note(self) -> None:
+        now = {upload.folder.name for upload in (self._on_its_way, self._waiting) if upload is not None}
+        self.in_hand |= now  # never without one of them: another thread looks
+        self.in_hand &= now
+        self._change.notify_all()
+
     def _send(self, upload: Upload) -> bool:
         """Whether it is there then; else that is reported."""
-        began, folder = time.monotonic(), upload.folder
+        began, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
         def attempt() -> None:
             self._begin()
             sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
-            seconds = round(time.monotonic() - began, 3)
-            self._events.put(Event({"step": step_of(folder), "seconds": seconds, "bytes": sent}))
+            self._events.put(Event({"step": step, "seconds": round(time.monotonic() - began, 3), "bytes": sent}))
 
         reason = self._failure_of(attempt, lambda: _is_gone(folder))
         if reason is not None and not _is_gone(folder):
-            self._events.put(failed(folder, reason))
+            sentence = f"step {step:,} is not in the mirror, only in {folder}: {reason}"
+            self._events.put(Event({"step": step, "failed": reason}, sentence))
         return reason is None
 
     def _send_files(self, sent: Upload | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
-        self._queue.files_taken()
+        with self._change:
+            self._files = False  # those that change from now on are offered once more
 
         def attempt() -> None:
             self._begin()
@@ -254,15 +190,20 @@ class Mirror:
         """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""
         reason = None
         for pause in PAUSES:
-            if self._queue.pause(pause) and reason is not None:
+            with self._change:
+                is_passed_over = self._change.wait_for(lambda: self._waiting is not None, pause)
+            if is_passed_over and reason is not None:
                 break
             try:
                 attempt()
+            except TakenOverError as error:
+                self._taken = error
+                return str(error)
             except Exception as error:
-                reason = self._reason(error)
+                reason = str(error) if isinstance(error, UserError) else repr(error)
             else:
                 return None
-            if self._taken is not None or is_in_vain():
+            if is_in_vain():
                 break
         return reason
 
@@ -277,11 +218,6 @@ class Mirror:
             tokenizers = self._folder.tokenizer_json, self._folder.tokenizer_model
             self._put(self._folder.config, *tokenizers, self._folder.published)
             self._begun = True
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, TakenOverError):
-            self._taken = error
-        return str(error) if isinstance(error, UserError) else repr(error)
 
     def _put(self, *paths: Path) -> None:
         """Sends small files, as far as they are there."""

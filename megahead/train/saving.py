@@ -19,7 +19,7 @@ from megahead.checkpoints.memory import Replicas
 from megahead.checkpoints.reading import Checkpoint, Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen, look_at, patience_with
 from megahead.checkpoints.store import Event, KeepRules
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
@@ -91,7 +91,7 @@ class Checkpointer:
         progress: Progress,
         rules: KeepRules,
         lease: Lease | None,
-        mirror: Mirror | None,
+        mirror: Uploads | None,
         replicas: Replicas | None,
     ) -> None:
         """`rules`: of the run; `lease`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
@@ -246,14 +246,14 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
     return accept
 
 
-def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, rules: KeepRules) -> Mirror | None:
+def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, rules: KeepRules) -> Uploads | None:
     """The mirror of a session that has the `lease` on its run's folder: rank 0's. `seen`: what was in it before."""
     training, folder = config.training, config.folder()
     if training.mirror is None or lease is None:
         return None
     remote = Remote.of(training.mirror)
     remote_lease = RemoteLease(remote.store, folder, lease.mark, seen)
-    return Mirror(remote, folder, remote_lease, rules)
+    return Uploads(remote, folder, remote_lease, rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
@@ -264,7 +264,7 @@ def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
     return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
 
 
-def finish_mirror(mirror: Mirror | None, deadline: float, world_group: Group) -> list[Event]:
+def finish_mirror(mirror: Uploads | None, deadline: float, world_group: Group) -> list[Event]:
     """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
     run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(deadline), str)
     return [] if mirror is None else mirror.events()

@@ -21,7 +21,7 @@ from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
 from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Seen
 from megahead.checkpoints.store import Event, KeepRules
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -74,7 +74,7 @@ class Session:
     data_group: Group
     """Data-parallel ranks, for CPU tensors."""
 
-    mirror: Mirror | None = field(default=None, init=False)
+    mirror: Uploads | None = field(default=None, init=False)
     """Rank 0's, if the run has one, once the first phase is ready to train."""
 
     mark: str = field(default_factory=session_mark, init=False)
@@ -173,13 +173,13 @@ class Session:
         """The checkpoints that led to what the session, or its next phase, goes on from."""
         return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._seen.names)
 
-    def mirror_from(self, start: Start, history: RunHistory) -> Mirror | None:
+    def mirror_from(self, start: Start, history: RunHistory) -> Uploads | None:
         """The mirror. The newest checkpoint of the run's own goes there first, if the session begins with it."""
         if self.mirror is None:
             self.mirror = self._opened_mirror(start, history)
         return self.mirror
 
-    def _opened_mirror(self, start: Start, history: RunHistory) -> Mirror | None:
+    def _opened_mirror(self, start: Start, history: RunHistory) -> Uploads | None:
         checkpoint = start.checkpoint
         mirror = open_mirror(self.plan.config, self._seen, self.lease, self.keep_rules)
         if mirror is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.checkpoints.remote import Remote, RemoteLease, look_at
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.errors import CheckpointError, UserError
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -58,7 +58,7 @@ def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".tried-*"))
 
 
-def only_the_later_goes_on(first: Mirror, second: Mirror) -> None:
+def only_the_later_goes_on(first: Uploads, second: Uploads) -> None:
     with pytest.raises(UserError, match="another has begun on node-b"):
         first.check()
     second.check()

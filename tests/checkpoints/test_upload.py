@@ -16,7 +16,7 @@ from megahead.checkpoints.fetch import fetch_named
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen
 from megahead.checkpoints.store import KeepRules
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -329,7 +329,7 @@ def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run.mkdir()
     remote, folder = Remote.of(url), RunFolder(run)
     lease = RemoteLease(remote.store, folder, "this session\n", Seen())
-    sending = Mirror(remote, folder, lease, KeepRules())
+    sending = Uploads(remote, folder, lease, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

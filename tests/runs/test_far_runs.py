@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -49,14 +49,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _none_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checkpoint is in the mirror before the next step: on a busy machine some would be left out."""
-    offer = Mirror.offer
+    offer = Uploads.offer
 
-    def offer_and_wait(mirror: Mirror, folder: Path, *, is_new: bool = True) -> None:
+    def offer_and_wait(mirror: Uploads, folder: Path, *, is_new: bool = True) -> None:
         offer(mirror, folder, is_new=is_new)
         for _ in mirror.finishing(time.monotonic() + 60):
             pass
 
-    monkeypatch.setattr(Mirror, "offer", offer_and_wait)
+    monkeypatch.setattr(Uploads, "offer", offer_and_wait)
 
 
 def mirrored(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:

@@ -16,7 +16,7 @@ from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen
 from megahead.checkpoints.store import KeepRules, step_of
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.upload import Uploads
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ def steps_in_mirror(url: str) -> list[int]:
 @contextmanager
 def mirror(
     url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None
-) -> Iterator[Mirror]:
+) -> Iterator[Uploads]:
     """A session's, without pauses between attempts; left when all is sent."""
     pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
     try:
@@ -55,7 +55,7 @@ def mirror(
         remote, folder = Remote.of(url, patience=5), RunFolder(run)
         plain = Remote.of(url.replace("faulty:", "file:")).store
         seen = Seen(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
-        sending = Mirror(
+        sending = Uploads(
             remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
         )
         yield sending
@@ -65,7 +65,7 @@ def mirror(
         upload.PAUSES = pauses
 
 
-def finish(sending: Mirror) -> None:
+def finish(sending: Uploads) -> None:
     """Waits until all is sent."""
     for _ in sending.finishing(time.monotonic() + 20):
         pass
