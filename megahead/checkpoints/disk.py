@@ -34,7 +34,6 @@ from megahead.checkpoints.format import (
 from megahead.checkpoints.store import (
     KeepRules,
     Latest,
-    Lineage,
     history,
     is_name,
     new_name,
@@ -43,7 +42,6 @@ from megahead.checkpoints.store import (
     step_of,
 )
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.files import fsync, is_full, write_atomically
 from megahead.run_folder import RunFolder
@@ -162,40 +160,19 @@ def is_complete(folder: Path) -> bool:
 # Saving, by all ranks of a group together.
 
 
-def save_checkpoint(
-    root: Path,
-    step: int,
-    tensors: Iterable[tuple[str, Tensor | RoundRobinShard]],
-    *,
-    state: dict[str, Any],
-    config: dict[str, Any],
-    group: Group,
-    rules: KeepRules = KeepRules(),  # noqa: B008 - frozen
-    parent_step: int | None = None,
-) -> Path:
-    """Saves full named tensors as `root`/step-NNNNNNNN-XXXXXX and keeps what `rules` keep beside it. Collective.
-
-    Every rank iterates over the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. `parent_step`: the step of the checkpoint in `root` that this one continues, -1 for
-    none, None for `step`; all others are orphaned. If a rank fails, all raise the same CheckpointError; old checkpoints
-    stay intact and nothing half-written is left.
-    """
-    snapshot = Snapshot.take(tensors, group)
-    lineage = lineage_in(root, step if parent_step is None else parent_step) if group.rank == 0 else Lineage()
-    header = Header(new_name(step), step, state, config, lineage.parents, lineage.orphaned)
-    return write_snapshot(root, group.broadcast_object(header), snapshot, group, rules)
-
-
-def lineage_in(root: Path, step: int) -> Lineage:
-    """That of a run that goes on from the newest checkpoint in `root` with at most this step."""
-    disk = Disk(root)
-    tip = next((name for name in history(disk) if step_of(name) <= step), None)
-    return Lineage.after(tip, None if tip is None else disk.manifest(tip), disk.names())
+def save_untrained(root: Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
+    """Saves full named tensors as a checkpoint of step 0, the first in `root`, by this process alone."""
+    header = Header(new_name(0), 0, {"step": 0, "tokens": 0}, config)
+    return write_snapshot(root, header, Snapshot.take(tensors, Group()), Group(), KeepRules())
 
 
 def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group, rules: KeepRules) -> Path:
-    """The second half of `save_checkpoint`. It uses nothing but the snapshot, so it may run in another thread with a
-    `group` of its own. `header`: the same on all ranks."""
+    """Saves a snapshot as `root`/step-NNNNNNNN-XXXXXX and keeps what `rules` keep beside it. Collective.
+
+    It uses nothing but the snapshot, so it may run in another thread with a `group` of its own. `header`: the same on
+    all ranks. If a rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing half-written
+    is left.
+    """
     tensors, total = snapshot.entries, snapshot.total_bytes
     return write_together(root, header, tensors, total, lambda to: {snapshot.file: snapshot.write(to)}, group, rules)
 

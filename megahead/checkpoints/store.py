@@ -108,6 +108,13 @@ def leads_to(name: str, parents: Sequence[str]) -> bool:
     )
 
 
+def led_to(parents: Sequence[str], there: Iterable[str]) -> list[str]:
+    """Those of some checkpoints that are `parents`, or lead to these, the newest first."""
+    nearest = {name: place for place, name in enumerate(parents)}
+    found = [name for name in highest_first(there) if leads_to(name, parents)]
+    return sorted(found, key=lambda name: nearest.get(name, len(nearest)))
+
+
 def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
     """What led to the checkpoint `name`; of one of an earlier version, itself stands for all of them."""
     return (name,) if _is_old(name) else manifest.parents
@@ -127,9 +134,7 @@ def history(place: Place) -> list[str]:
         except CheckpointError:
             damaged.append(name)
             continue
-        before = [each for each in there if each != name and leads_to(each, parents)]
-        listed = {each: place for place, each in enumerate(parents)}
-        return [*damaged, name, *sorted(before, key=lambda each: listed.get(each, len(listed)))]
+        return [*damaged, name, *(each for each in led_to(parents, there) if each != name)]
     return damaged
 
 

@@ -27,12 +27,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from megahead.checkpoints.disk import find_checkpoint, save_checkpoint
+from megahead.checkpoints.disk import find_checkpoint, save_untrained
 from megahead.config.loading import config_from_dict
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
-from megahead.distributed.group import Group
 from megahead.distributed.tensors import all_finite, block_ranges, joined, require_finite
 from megahead.errors import CheckpointError, ConfigError
 from megahead.files import staged_folder
@@ -218,14 +217,8 @@ def from_hf(
     config = _config(published, kept, tokenizer, special_ids or {})
     with staged_folder(output_dir) as staged:
         run = RunFolder(staged)
-        save_checkpoint(
-            run.checkpoints,
-            0,
-            _tensors(published, config, target_counts_V),
-            state={"step": 0, "tokens": 0},
-            config=config.model_dump(mode="json"),
-            group=Group(),
-        )
+        tensors = _tensors(published, config, target_counts_V)
+        save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
         kept.keep(run)
         if tokenizer is not None:
             keep_tokenizer(tokenizer, run)

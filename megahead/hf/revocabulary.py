@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megahead.checkpoints.disk import find_checkpoint, save_checkpoint
+from megahead.checkpoints.disk import find_checkpoint, save_untrained
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
 from megahead.data.vocabulary_map import ROLES, SpelledVocabulary, Translation, translate
-from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import staged_folder
 from megahead.hf.published import from_hf
@@ -126,14 +125,8 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)
         run = RunFolder(staged)
-        save_checkpoint(
-            run.checkpoints,
-            0,
-            _tensors(model, config, translation, method),
-            state={"step": 0, "tokens": 0},
-            config=config.model_dump(mode="json"),
-            group=Group(),
-        )
+        tensors = _tensors(model, config, translation, method)
+        save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
         keep_tokenizer(tokenizer, run)
     kept, pieced, fresh = translation.counts()
     pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megahead.checkpoints.disk import Disk
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
-from megahead.checkpoints.store import Lineage, highest_first, history, is_name, leads_to, new_name, step_of
+from megahead.checkpoints.store import Lineage, history, is_name, leads_to, led_to, new_name, step_of
 from megahead.config.plan import Phase, learn_alike
 from megahead.data.batch import Batch
 from megahead.data.strategy import Difficulty
@@ -249,8 +249,7 @@ class RunHistory:
 
     def folders(self) -> list[Path]:
         """What led to the run's weights and is there, the newest first."""
-        there = highest_first(Disk(self.root).names())
-        return [self.root / name for name in there if leads_to(name, self.lineage.parents)]
+        return [self.root / name for name in led_to(self.lineage.parents, Disk(self.root).names())]
 
 
 # How far a run has come: all that a checkpoint holds of it, taken at one step and put back.

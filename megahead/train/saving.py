@@ -13,11 +13,11 @@ from math import inf
 from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import Terms, fetch_named, fetch_newer, small_files
-from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoints.fetch import Terms, fetch_named, small_files
+from megahead.checkpoints.format import run_on_all_ranks
 from megahead.checkpoints.memory import Replicas
-from megahead.checkpoints.reading import Checkpoint, Resumed
-from megahead.checkpoints.remote import Remote, RemoteLease, Seen, look_at, patience_with
+from megahead.checkpoints.reading import Checkpoint
+from megahead.checkpoints.remote import Remote, Seen, look_at, patience_with
 from megahead.checkpoints.store import Event, KeepRules
 from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
@@ -184,7 +184,7 @@ class Checkpointer:
             self._replicas.forget()
 
 
-# A run and its mirror in a store: what a session fetches from there, and how it waits for what it sends.
+# A run and its remote checkpoints: what a session finds and fetches there, and how long it waits for what it sends.
 
 
 SECONDS_AFTER_SIGNAL = 20.0
@@ -213,7 +213,7 @@ def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gr
     """
     if not is_remote(resume):
         return resume
-    url, folder, accept = config.training.mirror, config.folder(), _accepting(resume, config, datasets)
+    url, folder, accept = config.training.mirror, config.folder(), accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):
         return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
 
@@ -224,17 +224,8 @@ def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gr
     return str(fetch_named(resume, folder, world_group, Terms(accept, files)))
 
 
-def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Resumed | None:
-    """The mirror's newest checkpoint, if that is newer than step `than`: it is in the run's folder then. Collective;
-    CheckpointError if it is of a run that may not be resumed."""
-    url = config.training.mirror
-    if url is None:
-        return None
-    return fetch_newer(than, url, config.folder(), world_group, _accepting(url, config, datasets))
-
-
-def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
-    """Refuses a checkpoint at `url` that the run may not go on from."""
+def accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
+    """What raises CheckpointError for a checkpoint at `url` that the run may not go on from."""
     fingerprints = data_fingerprints(config, datasets)
 
     def accept(found: Checkpoint) -> None:
@@ -246,25 +237,9 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
     return accept
 
 
-def open_mirror(config: RunConfig, seen: Seen, lease: Lease | None, rules: KeepRules) -> Uploads | None:
-    """The mirror of a session that has the `lease` on its run's folder: rank 0's. `seen`: what was in it before."""
-    training, folder = config.training, config.folder()
-    if training.mirror is None or lease is None:
-        return None
-    remote = Remote.of(training.mirror)
-    remote_lease = RemoteLease(remote.store, folder, lease.mark, seen)
-    return Uploads(remote, folder, remote_lease, rules)
-
-
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
     """Until when on the monotonic clock a session that ends may wait for its mirror. `restarts`: whether the launcher
     starts ranks again, and will not wait for long if it has asked them to stop."""
     if ending != "stopped" or not restarts:
         return inf
     return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
-
-
-def finish_mirror(mirror: Uploads | None, deadline: float, world_group: Group) -> list[Event]:
-    """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
-    run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(deadline), str)
-    return [] if mirror is None else mirror.events()

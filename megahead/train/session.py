@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoints.format import run_on_all_ranks
+from megahead.checkpoints.fetch import fetch_newer
+from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
 from megahead.checkpoints.reading import Resumed
-from megahead.checkpoints.remote import Seen
+from megahead.checkpoints.remote import Remote, RemoteLease, Seen
 from megahead.checkpoints.store import Event, KeepRules
 from megahead.checkpoints.upload import Uploads
 from megahead.config.plan import RunPlan, phases_of
@@ -39,12 +40,10 @@ from megahead.train.log import Meters
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import (
     Lease,
-    fetch_from_mirror,
-    finish_mirror,
+    accepting,
     last_moment,
     local_resume,
     look_at_mirror,
-    open_mirror,
     session_mark,
 )
 from megahead.train.start import Start, find_resume
@@ -106,8 +105,11 @@ class Session:
         return rescue_newer(than, folder, self.launch, self.world_group, self.keep_rules)
 
     def _fetch(self, than: int) -> Resumed | None:
-        """The mirror's newest checkpoint, if that is newer than step `than`."""
-        return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
+        """The remote store's newest checkpoint, if that is newer than step `than`."""
+        config, url = self.plan.config, self.plan.config.training.mirror
+        if url is None:
+            return None
+        return fetch_newer(than, url, config.folder(), self.world_group, accepting(url, config, self.datasets))
 
     def _remove_fetched(self) -> None:
         if self.world_group.rank == 0:
@@ -174,26 +176,26 @@ class Session:
         return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._seen.names)
 
     def mirror_from(self, start: Start, history: RunHistory) -> Uploads | None:
-        """The mirror. The newest checkpoint of the run's own goes there first, if the session begins with it."""
-        if self.mirror is None:
-            self.mirror = self._opened_mirror(start, history)
+        """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
+        url, checkpoint = self.plan.config.training.mirror, start.checkpoint
+        if self.mirror is None and url is not None and self.lease is not None:
+            remote, folder = Remote.of(url), self.plan.config.folder()
+            remote_lease = RemoteLease(remote.store, folder, self.lease.mark, self._seen)
+            self.mirror = Uploads(remote, folder, remote_lease, self.keep_rules)
+            self._after_an_error.callback(self.mirror.close)
+            own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
+            if checkpoint is not None and own and not start.came_from("mirror"):
+                self.mirror.offer(checkpoint.folder, is_new=False)
         return self.mirror
 
-    def _opened_mirror(self, start: Start, history: RunHistory) -> Uploads | None:
-        checkpoint = start.checkpoint
-        mirror = open_mirror(self.plan.config, self._seen, self.lease, self.keep_rules)
-        if mirror is None:
-            return None
-        self._after_an_error.callback(mirror.close)
-        own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
-        if checkpoint is not None and own and not start.came_from("mirror"):
-            mirror.offer(checkpoint.folder, is_new=False)
-        return mirror
-
     def _finish_mirror(self, deadline: float) -> list[Event]:
+        """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
         if self.plan.config.training.mirror is None:
             return []
-        return finish_mirror(self.mirror, deadline, self.world_group)
+        run_long_on_all_ranks(
+            self.world_group, iter(()) if self.mirror is None else self.mirror.finishing(deadline), str
+        )
+        return [] if self.mirror is None else self.mirror.events()
 
     def abandon(self) -> None:
         """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and

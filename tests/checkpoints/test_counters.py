@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint, target_samples
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
+from support.saved import save_checkpoint
 
 
 def counted(root: Path, state: dict[str, Any], config: dict[str, Any]) -> int:

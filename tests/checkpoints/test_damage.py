@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoints.disk import find_checkpoint, is_complete, save_checkpoint
+from megahead.checkpoints.disk import find_checkpoint, is_complete
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.dying import die_at
 from support.named import without_digits
+from support.saved import save_checkpoint
 
 
 def save(root: Path, step: int) -> Path:

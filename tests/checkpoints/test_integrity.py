@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megahead.checkpoints import format as integrity
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import FileEntry, share_of
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
 from megahead.checkpoints.store import KeepRules
@@ -19,6 +18,7 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 
 def save(group: Group, root: str, step: int = 1) -> None:

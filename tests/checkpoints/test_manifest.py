@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
+from support.saved import save_checkpoint
 
 
 def sealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.store import KeepRules
 from megahead.distributed.group import Group
 from support.named import steps_of_history
+from support.saved import save_checkpoint
 
 
 def save(root: Path, step: int, validation: Any, rules: KeepRules, keep: int = 1) -> Path:

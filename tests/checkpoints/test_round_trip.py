@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megahead.checkpoints.disk import Disk, find_checkpoint, save_checkpoint
+from megahead.checkpoints.disk import Disk, find_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, highest_first
 from megahead.distributed.group import Group
@@ -22,6 +22,7 @@ from megahead.errors import CheckpointError
 from support.forked import run_script
 from support.named import folder_of, orphaned_steps, steps_of_history, without_digits
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 DTYPES = [
     torch.float32,

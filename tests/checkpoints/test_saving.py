@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from megahead.checkpoints import disk as saving
 from megahead.checkpoints import format as snapshots
-from megahead.checkpoints.disk import save_checkpoint, write_snapshot
+from megahead.checkpoints.disk import write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, new_name
@@ -22,6 +22,7 @@ from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from support.named import without_digits
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 
 def save(root: Path, step: int, group: Group | None = None) -> Path:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.training import OptimizerConfig
 from megahead.distributed import tensors as blocks
@@ -18,6 +17,7 @@ from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import build_row_rule
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 ROWS, WIDTH, NAME = 37, 3, "embedding.weight"
 CONFIG = OptimizerConfig(learning_rate=0.1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import Snapshot
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
@@ -18,6 +17,7 @@ from megahead.engine.engine import Engine
 from megahead.errors import CheckpointError
 from support.forked import forked
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 from support.small_engine import differing, small_batches, small_engine, whole
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -21,6 +20,7 @@ from megahead.integrations.transformers import Headless
 from megahead.objectives.pretraining import weight_shapes
 from megahead.train.start import starting_weights
 from support.headless_models import made
+from support.saved import save_checkpoint
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 TABLE = "backbone.embedding.weight"

@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.commands.convert import summary
 from megahead.config.loading import config_from_checkpoint
@@ -36,6 +35,7 @@ from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
 from support.forked import forked, run_script
+from support.saved import save_checkpoint
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text
 

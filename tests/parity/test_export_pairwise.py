@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
@@ -27,6 +26,7 @@ from megahead.objectives.pretraining import Pretraining, assemble
 from support.initialized import initialized
 from support.long import long
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 from support.small_checkpoint import small_config
 from support.small_engine import CPU, small_optimizer
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
@@ -23,6 +22,7 @@ from megahead.train.progress import TrainingState
 from support.bad_rows import BAD, run_with
 from support.long import long
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 from support.small_run import VOCABULARY, small_config, write_text
 
 CPU = torch.device("cpu")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
@@ -22,6 +21,7 @@ from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 from support.small_run import same_tensors, small_config, stage, write_text
 
 ROWS = {"engine.embedding": "rows", "optimizer.eps": 1e-4, "data.sequence_length": 6}

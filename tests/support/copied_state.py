@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
 from megahead.checkpoints.reading import open_checkpoint
@@ -19,6 +18,7 @@ from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.node_memories import files_in, give_memory
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 MARK = "a session"
 ALONE = Group()

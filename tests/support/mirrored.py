@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megahead.checkpoints import upload
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen
@@ -19,6 +18,7 @@ from megahead.checkpoints.store import KeepRules, step_of
 from megahead.checkpoints.upload import Uploads
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
+from support.saved import save_checkpoint
 
 Places = tuple[Path, str]
 """A run's folder, and where its mirror is."""

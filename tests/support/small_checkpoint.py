@@ -12,12 +12,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.store import KeepRules
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.objectives.pretraining import weight_shapes
+from support.saved import save_checkpoint
 
 MODEL = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "vocab_size": 61, "vocab_multiple": 16}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.train.start import WithNewHead
+from support.saved import save_checkpoint
 
 EMBEDDING = torch.arange(12.0).reshape(4, 3)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.data.batch import Batch
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.train.progress import TrainingState
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 READ = {"samples": 40, "tokens": 960, "skipped_steps": 2, "spikes": 3, "rollbacks": 1, "seconds": 2.5}
 LEARNED = {"step": 4, "targets": 300, "recent_losses": [5.0, 4.5], "validation": {"step": 4, "loss": 4.0}}
