@@ -14,8 +14,6 @@ from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
 
-# How many rows of the vocabulary the softmax of a run scores.
-
 
 def expected_candidates(targets: int, vocab_size: int) -> int:
     """Unique ids among `targets` tokens of text: 4,300 x (targets / 16,384)^0.62, fitted to English Wikipedia with a
@@ -117,6 +115,12 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
     return replace(counts, generator=body, head=counts.head + _auxiliary_head(config))
 
 
+def _encoders(config: RunConfig) -> list[ModelConfig]:
+    """The shape of what is trained, and that of a generator beside it."""
+    generator = config.generator()
+    return [config.trained_model(), *([] if generator is None else [generator])]
+
+
 def _auxiliary_head(config: RunConfig) -> int:
     auxiliary = config.objective.auxiliary()
     return 0 if auxiliary is None else auxiliary.head_parameters(config.model)
@@ -149,16 +153,11 @@ HALF_PRECISION_PEAKS = {
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Operations a second that the device can reach; None for one that is not listed, and for fp32."""
-    names = [name for name in HALF_PRECISION_PEAKS if _fits(name, device_name)]
+    words = set(device_name.replace("-", " ").split())  # "H100 PCIe" fits "NVIDIA H100 PCIe", "A10" not "A100"
+    names = [name for name in HALF_PRECISION_PEAKS if words.issuperset(name.split())]
     if precision == "fp32" or not names:
         return None
     return HALF_PRECISION_PEAKS[max(names, key=len)]
-
-
-def _fits(name: str, device_name: str) -> bool:
-    """Whether the device's name has all words of `name`: "H100 PCIe" fits "NVIDIA H100 PCIe", "A10" not "A100"."""
-    words = device_name.replace("-", " ").split()
-    return all(word in words for word in name.split())
 
 
 def activation_bytes(config: RunConfig, compute: int) -> float:
@@ -184,9 +183,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
-    generator = config.generator()
-    layers = model.num_layers - sum(part.saved() for part in subset_layers(config))
-    layers += generator.num_layers if generator else 0
+    layers = sum(shape.num_layers for shape in _encoders(config)) - sum(part.saved() for part in subset_layers(config))
     return compute * tokens * (layers * kept + working)
 
 
@@ -369,9 +366,7 @@ def _muon_parameters(config: RunConfig) -> float:
     if config.optimizer.name != "muon":
         return 0
     in_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    generator = config.generator()
-    layers = config.trained_model().num_layers + (generator.num_layers if generator else 0)
-    return layers * in_block / config.parallel.tensor
+    return sum(shape.num_layers for shape in _encoders(config)) * in_block / config.parallel.tensor
 
 
 def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
@@ -385,12 +380,7 @@ def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, fl
     bucket_bytes = (4 if stage == 1 else width) * bucket * buckets if zero.get("contiguous_gradients", True) else 0
     send_copy = 4 * min(parameters, bucket)  # of gradients that are sent together
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
-        return (
-            4 * parameters,
-            4 * parameters,
-            8 * parameters,
-            send_copy + (0 if precision == "fp32" else 2 * parameters),
-        )
+        return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if width == 2 else 0)
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
     if stage == 1 and separate_fp32_sum:  # gradients (unless freed as they come), their fp32 sum, a bf16 copy to send
         freed = plan.deepspeed.get("bf16", {}).get("immediate_grad_update", False)
@@ -399,12 +389,8 @@ def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, fl
         copy = 4 * share if width == 2 else max(0, 8 * share - 4 * parameters)
         return width * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
     if stage == 2:  # a micro-batch's gradients beside their sum; later the gathered weights
-        return (
-            width * parameters,
-            4 * share,
-            12 * share,
-            max(width * share, width * parameters - 4 * share) + bucket_bytes,
-        )
+        largest = max(width * share, width * parameters - 4 * share)
+        return width * parameters, 4 * share, 12 * share, largest + bucket_bytes
     live = min(parameters, _size(zero, "stage3_max_live_parameters"))
     ahead = min(parameters, _size(zero, "stage3_prefetch_bucket_size"))  # held twice while received
     return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bucket_bytes
@@ -442,7 +428,7 @@ def rank_parameters(config: RunConfig) -> int:
     in_block += 2 * model.head_size() if model.qk_norm else 0
     in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     counts, last = run_parameters(config), phases_of(config)[-1].config.objective
-    shapes = [model, *([generator] if (generator := config.generator()) else [])]
+    shapes = _encoders(config)
     held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
     held_by_each += model.padded_vocab_size() if last.output_bias else 0
     held_by_each += _auxiliary_head(config)

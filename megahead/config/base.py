@@ -40,10 +40,15 @@ class Settings(BaseModel):
         return value
 
 
+def require(holds: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:
+    """ConfigError, which says that `field` must RULE, unless that `holds`."""
+    if not holds:
+        raise ConfigError(field, rule, got=got, hint=hint)
+
+
 def refuse(field: str, value: Any, why: str) -> None:
     """ConfigError if `field` has a value, which must be left out for this reason."""
-    if value:
-        raise ConfigError(field, f"be left out {why}", got=value)
+    require(not value, field, f"be left out {why}", got=value)
 
 
 def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str:

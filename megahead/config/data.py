@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megahead.config.base import Settings
-from megahead.errors import ConfigError
+from megahead.config.base import Settings, refuse, require
 
 
 class BlendPart(Settings):
@@ -83,14 +82,13 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> DataConfig:
         parts = self.parts()
-        if not parts:
-            raise ConfigError("train", "name at least one dataset", got="an empty list")
-        if len({part.weight is None for part in parts}) > 1:
-            raise ConfigError("train", "give every dataset a weight, or none", got="a mixture of both")
-        if self.order == "stored" and self.pack == "best_fit":
-            raise ConfigError("pack", "be `stream` with order: stored, whose rows are ready", got="`best_fit`")
-        if self.documents_a_row is not None and self.pack != "best_fit":
-            raise ConfigError("documents_a_row", "be left out unless pack is `best_fit`", got=self.documents_a_row)
+        require(parts, "train", "name at least one dataset", got="an empty list")
+        alike = len({part.weight is None for part in parts}) == 1
+        require(alike, "train", "give every dataset a weight, or none", got="a mixture of both")
+        ready, rule = self.order == "stored", "be `stream` with order: stored, whose rows are ready"
+        require(not (ready and self.pack == "best_fit"), "pack", rule, got="`best_fit`")
+        if self.pack != "best_fit":
+            refuse("documents_a_row", self.documents_a_row, "unless pack is `best_fit`")
         return self
 
 
@@ -107,14 +105,10 @@ class BatchConfig(Settings):
         """Forward-backward passes per optimizer step on each of `data_ranks` ranks."""
         per_pass = self.micro_size * data_ranks
         steps, remainder = divmod(self.global_size, per_pass)
-        if steps == 0 or remainder:
-            below, above = steps * per_pass, (steps + 1) * per_pass
-            raise ConfigError(
-                "batch.global_size",
-                f"be a multiple of micro_size x data ranks ({self.micro_size} x {data_ranks})",
-                got=self.global_size,
-                hint=f"try {above}" if below == 0 else f"try {below} or {above}",
-            )
+        below, above = steps * per_pass, (steps + 1) * per_pass
+        rule = f"be a multiple of micro_size x data ranks ({self.micro_size} x {data_ranks})"
+        hint = f"try {below} or {above}" if below else f"try {above}"
+        require(steps and not remainder, "batch.global_size", rule, got=self.global_size, hint=hint)
         return steps
 
     def most_data_ranks(self, there: int) -> int:

@@ -8,11 +8,10 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from megahead.config.base import Settings, require_named
+from megahead.config.base import Settings, refuse, require, require_named
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
-from megahead.errors import ConfigError
 
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
@@ -130,77 +129,67 @@ class MaskingConfig(Settings):
     @field_validator("strategy")
     @classmethod
     def _known_strategy(cls, value: str) -> str:
-        if value in STRATEGIES:
-            return value
-        if ":" in value:
-            return require_named("strategy", value)
-        raise ConfigError("strategy", f"be one of {', '.join(STRATEGIES)}, or name a class", got=repr(value))
+        rule = f"be one of {', '.join(STRATEGIES)}, or name a class"
+        require(value in STRATEGIES or ":" in value, "strategy", rule, got=repr(value))
+        return require_named("strategy", value) if ":" in value else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
-        if self.strategy_settings and not self.strategy_is_custom():
-            rule = "be left out unless strategy names a class of your own"
-            raise ConfigError("strategy_settings", rule, got=self.strategy_settings)
+        if not self.strategy_is_custom():
+            refuse("strategy_settings", self.strategy_settings, "unless strategy names a class of your own")
         ids = {"mask_token": self.mask_token, "cls_token": self.cls_token, "sep_token": self.sep_token}
         for name, value in ids.items():
-            if list(ids.values()).count(value) > 1:
-                raise ConfigError(name, "differ from the row's other special tokens", got=value)
-        if self.mask_share + self.random_share > 1:
-            raise ConfigError(
-                "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
-            )
-        if self.mask_share + self.random_share == 0:
-            rule = "be above 0, or random_share, for targets that are not all read as they are"
-            raise ConfigError("mask_share", rule, got=0)
-        if self.final_rate == self.rate:
-            raise ConfigError("final_rate", "be left out where it is the rate that it begins with", got=self.final_rate)
-        if self.rate_course != "linear" and self.final_rate is None:
-            raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
+            alone = list(ids.values()).count(value) == 1
+            require(alone, name, "differ from the row's other special tokens", got=value)
+        read_otherwise = self.mask_share + self.random_share
+        rule = f"leave the sum with mask_share ({self.mask_share}) at most 1"
+        require(read_otherwise <= 1, "random_share", rule, got=self.random_share)
+        rule = "be above 0, or random_share, for targets that are not all read as they are"
+        require(read_otherwise, "mask_share", rule, got=0)
+        rule = "be left out where it is the rate that it begins with"
+        require(self.final_rate != self.rate, "final_rate", rule, got=self.final_rate)
+        if self.final_rate is None:
+            refuse("rate_course", self.rate_course != "linear" and self.rate_course, "without final_rate")
         if self.diffusion:
             self._refuse_beside_diffusion()
         return self
 
     def _refuse_beside_diffusion(self) -> None:
+        rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
         for field in _OF_OTHER_MASKS:
-            default, value = type(self).model_fields[field].default, getattr(self, field)
-            if value != default:
-                rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-                raise ConfigError(field, rule, got="given" if isinstance(value, Settings) else value)
-        if self.strategy not in _DIFFUSED:
-            raise ConfigError("strategy", f"be one of {', '.join(_DIFFUSED)} with diffusion", got=self.strategy)
+            value = getattr(self, field)
+            got = "given" if isinstance(value, Settings) else value
+            require(value == type(self).model_fields[field].default, field, rule, got=got)
+        rule = f"be one of {', '.join(_DIFFUSED)} with diffusion"
+        require(self.strategy in _DIFFUSED, "strategy", rule, got=self.strategy)
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """ConfigError unless an encoder can read `data` so."""
-        ids = (self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
-        if max(ids) >= model.vocab_size:
-            raise ConfigError("masking", f"name ids below model.vocab_size ({model.vocab_size})", got=max(ids))
-        if data.end_token == self.mask_token:
-            raise ConfigError("masking.mask_token", "differ from data.end_token", got=self.mask_token)
-        if data.order == "stored":
-            raise ConfigError("data.order", "be `shuffled` for an encoder", got="`stored`")
-        if data.sequence_length < 4:
-            raise ConfigError(
-                "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
-            )
-        if self.adapts() and self.adapt_every < data.prefetch:
-            rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
-            raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
-        masks_at_a_rate = not self.diffusion and not model.is_causal
-        if self.count == "fixed" and masks_at_a_rate:
-            self._leaves_targets(data.sequence_length)
-        if data.validation is not None and masks_at_a_rate and data.sequence_length < 6:
-            rule = "leave a held-out row, 15 % of whose text are targets, one"
-            raise ConfigError("data.sequence_length", rule, got=data.sequence_length, hint="set at least 6")
-        if self.strategy == "whole_word" and data.tokenizer is None:
-            raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+        largest = max(self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
+        rule = f"name ids below model.vocab_size ({model.vocab_size})"
+        require(largest < model.vocab_size, "masking", rule, got=largest)
+        differ, length = data.end_token != self.mask_token, data.sequence_length
+        require(differ, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
+        require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")
+        require(length >= 4, "data.sequence_length", "have room for text between [CLS] and [SEP]", got=length)
+        rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
+        late = self.adapts() and self.adapt_every < data.prefetch
+        require(not late, "masking.adapt_every", rule, got=self.adapt_every)
+        if not self.diffusion and not model.is_causal:
+            self._leaves_targets(data)
+        spelled = self.strategy != "whole_word" or data.tokenizer is not None
+        require(spelled, "data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
-    def _leaves_targets(self, length: int) -> None:
+    def _leaves_targets(self, data: DataConfig) -> None:
         """ConfigError where a whole row has none."""
-        for field in ("rate", "final_rate"):
-            share = getattr(self, field)
-            if share is not None and round(share * (length - 2)) == 0:
-                rule = f"leave a row of data.sequence_length ({length}) a target"
-                raise ConfigError(f"masking.{field}", rule, got=share, hint=f"set at least {1 / (length - 2):.2g}")
+        length = data.sequence_length
+        for field in ("rate", "final_rate") if self.count == "fixed" else ():
+            share, rule = getattr(self, field), f"leave a row of data.sequence_length ({length}) a target"
+            there, hint = share is None or round(share * (length - 2)), f"set at least {1 / (length - 2):.2g}"
+            require(there, f"masking.{field}", rule, got=share, hint=hint)
+        rule = "leave a held-out row, 15 % of whose text are targets, one"
+        there = data.validation is None or length >= 6
+        require(there, "data.sequence_length", rule, got=length, hint="set at least 6")
 
     def longest_unit(self, length: int) -> int:
         """Most tokens that are masked together in rows of `length`: of more than a row has targets none would be."""
@@ -269,15 +258,13 @@ class MaskedInputsConfig(Settings):
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """ConfigError unless it is a decoder that reads so, and the mask token one that it has."""
-        if model.is_encoder():
-            raise ConfigError("masked_inputs", "be left out of an encoder", got="given", hint="it has `masking`")
-        if self.mask_token >= model.vocab_size:
-            rule = f"be below model.vocab_size ({model.vocab_size})"
-            hint = f"for an id beyond the tokenizer's set model.vocab_size={self.mask_token + 1}"
-            raise ConfigError("masked_inputs.mask_token", rule, got=self.mask_token, hint=hint)
-        if round(self.share * data.sequence_length) == 0:
-            rule = f"mask a token of a row of data.sequence_length ({data.sequence_length})"
-            hint = f"set at least {1 / data.sequence_length:.2g}, or leave masked_inputs out"
-            raise ConfigError("masked_inputs.share", rule, got=self.share, hint=hint)
-        if self.mask_token == data.end_token:
-            raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=self.mask_token)
+        hint = "it has `masking`"
+        require(not model.is_encoder(), "masked_inputs", "be left out of an encoder", got="given", hint=hint)
+        token, length = self.mask_token, data.sequence_length
+        rule = f"be below model.vocab_size ({model.vocab_size})"
+        hint = f"for an id beyond the tokenizer's set model.vocab_size={token + 1}"
+        require(token < model.vocab_size, "masked_inputs.mask_token", rule, got=token, hint=hint)
+        rule = f"mask a token of a row of data.sequence_length ({length})"
+        hint = f"set at least {1 / length:.2g}, or leave masked_inputs out"
+        require(round(self.share * length), "masked_inputs.share", rule, got=self.share, hint=hint)
+        require(token != data.end_token, "masked_inputs.mask_token", "differ from data.end_token", got=token)

@@ -2,77 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megahead.config.base import Settings
-from megahead.errors import ConfigError
+from megahead.config.base import Settings, require
 
 # Families of models: named sizes, where a family's defaults differ from Pythia's, and settings that it cannot have.
 
 
-def _size(num_layers: int, hidden_size: int, num_heads: int, **settings: Any) -> dict[str, Any]:
-    return {**settings, "num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
+def _sizes(shapes: Mapping[str, tuple[int, ...]], **shared: Any) -> dict[str, dict[str, Any]]:
+    """Settings by name: layers, width, heads, and width of the MLP where it is no default, with those of all."""
+    names = ("num_layers", "hidden_size", "num_heads", "intermediate_size")
+    return {name: shared | dict(zip(names, shape, strict=False)) for name, shape in shapes.items()}
 
 
-def _bert(num_layers: int, hidden_size: int, num_heads: int, token_types: int = 2) -> dict[str, Any]:
-    return _size(num_layers, hidden_size, num_heads, family="bert", token_types=token_types)
+_LLAMA3 = {"family": "llama", "num_key_heads": 8, "rotary_base": 500_000.0, "max_positions": 8192}
+_QWEN = {"family": "llama", "rotary_base": 1_000_000.0, "norm_eps": 1e-6}
+_QWEN2 = {**_QWEN, "max_positions": 32_768, "num_key_heads": 2, "attention_bias": "qkv"}
+_QWEN3 = {**_QWEN, "max_positions": 40_960, "num_key_heads": 8, "head_dim": 128, "qk_norm": True}
 
-
-def _llama(num_layers: int, hidden_size: int, num_heads: int, mlp: int, **settings: Any) -> dict[str, Any]:
-    return _size(num_layers, hidden_size, num_heads, family="llama", intermediate_size=mlp, **settings)
-
-
-def _llama3(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"num_key_heads": 8, "rotary_base": 500_000.0, "max_positions": 8192}
-    return _llama(num_layers, hidden_size, num_heads, mlp, **settings)
-
-
-def _qwen(max_positions: int) -> dict[str, Any]:
-    return {"rotary_base": 1_000_000.0, "max_positions": max_positions, "norm_eps": 1e-6}
-
-
-def _qwen3(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
-    heads: dict[str, Any] = {"num_key_heads": 8, "head_dim": 128, "qk_norm": True}
-    return _llama(num_layers, hidden_size, num_heads, mlp, **heads, **_qwen(40_960))
-
-
-def _modernbert(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
-    return _size(num_layers, hidden_size, num_heads, family="modernbert", intermediate_size=mlp)
-
+_PYTHIAS = {
+    "pythia-14m": (6, 128, 4),
+    "pythia-31m": (6, 256, 8),
+    "pythia-70m": (6, 512, 8),
+    "pythia-160m": (12, 768, 12),
+    "pythia-410m": (24, 1024, 16),
+    "pythia-1b": (16, 2048, 8),
+    "pythia-1.4b": (24, 2048, 16),
+    "pythia-2.8b": (32, 2560, 32),
+    "pythia-6.9b": (32, 4096, 32),
+    "pythia-12b": (36, 5120, 40),
+}
+_LLAMAS = {"llama-15m": (6, 288, 6, 768), "llama-60m": (8, 512, 8, 1376)}
+_LLAMAS |= {"llama-130m": (12, 768, 12, 2048), "llama-350m": (24, 1024, 16, 2736)}
+_LLAMAS3 = {"llama-1b": (16, 2048, 32, 8192), "llama-3b": (28, 3072, 24, 8192), "llama-8b": (32, 4096, 32, 14336)}
+_QWENS3 = {"qwen3-0.6b": (28, 1024, 16, 3072), "qwen3-1.7b": (28, 2048, 16, 6144)}
+_QWENS3 |= {"qwen3-4b": (36, 2560, 32, 9728), "qwen3-8b": (36, 4096, 32, 12288)}
+_BERTS = {"bert-base": (12, 768, 12), "bert-small": (4, 512, 8), "bert-mini": (4, 256, 4), "bert-tiny": (2, 128, 2)}
+_MODERNBERTS = {"modernbert-15m": (7, 288, 6, 576), "modernbert-base": (22, 768, 12, 1152)}
+_MODERNBERTS |= {"modernbert-large": (28, 1024, 16, 2624)}
 
 NAMED_SIZES: dict[str, dict[str, Any]] = {
-    "pythia-14m": _size(6, 128, 4),
-    "pythia-31m": _size(6, 256, 8),
-    "pythia-70m": _size(6, 512, 8),
-    "pythia-160m": _size(12, 768, 12),
-    "pythia-410m": _size(24, 1024, 16),
-    "pythia-1b": _size(16, 2048, 8),
-    "pythia-1.4b": _size(24, 2048, 16),
-    "pythia-2.8b": _size(32, 2560, 32),
-    "pythia-6.9b": _size(32, 4096, 32),
-    "pythia-12b": _size(36, 5120, 40),
-    "llama-15m": _llama(6, 288, 6, 768),
-    "llama-60m": _llama(8, 512, 8, 1376),
-    "llama-130m": _llama(12, 768, 12, 2048),
-    "llama-350m": _llama(24, 1024, 16, 2736),
-    "llama-1b": _llama3(16, 2048, 32, 8192),
-    "llama-3b": _llama3(28, 3072, 24, 8192),
-    "llama-8b": _llama3(32, 4096, 32, 14336),
-    "qwen2-0.5b": _llama(24, 896, 14, 4864, num_key_heads=2, attention_bias="qkv", **_qwen(32_768)),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "bert-base": _bert(12, 768, 12),
-    "bert-small": _bert(4, 512, 8),
-    "bert-mini": _bert(4, 256, 4),
-    "bert-tiny": _bert(2, 128, 2),
-    "distilbert-multilingual": _bert(6, 768, 12, token_types=0),
-    "modernbert-15m": _modernbert(7, 288, 6, 576),
-    "modernbert-base": _modernbert(22, 768, 12, 1152),
-    "modernbert-large": _modernbert(28, 1024, 16, 2624),
+    **_sizes(_PYTHIAS),
+    **_sizes(_LLAMAS, family="llama"),
+    **_sizes(_LLAMAS3, **_LLAMA3),
+    **_sizes({"qwen2-0.5b": (24, 896, 14, 4864)}, **_QWEN2),
+    **_sizes(_QWENS3, **_QWEN3),
+    **_sizes(_BERTS, family="bert", token_types=2),
+    **_sizes({"distilbert-multilingual": (6, 768, 12)}, family="bert", token_types=0),
+    **_sizes(_MODERNBERTS, family="modernbert"),
 }
 
 ENCODERS = ("bert", "modernbert")
@@ -143,13 +123,12 @@ class RotaryScalingConfig(Settings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> RotaryScalingConfig:
-        given = self.model_fields_set - {"kind", "factor"}
-        foreign = [field for field in given if getattr(self, field) != type(self).model_fields[field].default]
-        if self.kind == "linear" and foreign:
-            raise ConfigError(foreign[0], "be left out of `linear` scaling", got=getattr(self, foreign[0]))
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            rule = f"be above low_frequency_factor ({self.low_frequency_factor:g})"
-            raise ConfigError("high_frequency_factor", rule, got=f"{self.high_frequency_factor:g}")
+        for field in self.model_fields_set - {"kind", "factor"} if self.kind == "linear" else ():
+            value = getattr(self, field)
+            default = value == type(self).model_fields[field].default
+            require(default, field, "be left out of `linear` scaling", got=value)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        require(high > low, "high_frequency_factor", f"be above low_frequency_factor ({low:g})", got=f"{high:g}")
         return self
 
 
@@ -260,45 +239,43 @@ class ModelConfig(Settings):
         if not isinstance(given, dict):
             return given
         size = given.get("size")
-        if size is not None and (not isinstance(size, str) or size not in NAMED_SIZES):
-            raise ConfigError(
-                "size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint="or leave it out and give the shape"
-            )
+        known, hint = (
+            size is None or (isinstance(size, str) and size in NAMED_SIZES),
+            "or leave it out and give the shape",
+        )
+        require(known, "size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")
         return {**(DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
-        if self.hidden_size % self.num_heads:
-            raise ConfigError("hidden_size", f"be a multiple of num_heads ({self.num_heads})", got=self.hidden_size)
-        if self.num_heads % self.key_heads():
-            raise ConfigError("num_key_heads", f"divide num_heads ({self.num_heads})", got=self.key_heads())
-        if self.rotary_dims() % 2:
-            raise ConfigError(
-                "rotary_pct",
-                f"rotate an even number of each head's {self.head_size()} dimensions",
-                got=f"{self.rotary_pct} ({self.rotary_dims()} dimensions)",
-            )
+        hidden, heads, keys, rotated = self.hidden_size, self.num_heads, self.key_heads(), self.rotary_dims()
+        require(hidden % heads == 0, "hidden_size", f"be a multiple of num_heads ({heads})", got=hidden)
+        require(heads % keys == 0, "num_key_heads", f"divide num_heads ({heads})", got=keys)
+        rule = f"rotate an even number of each head's {self.head_size()} dimensions"
+        require(rotated % 2 == 0, "rotary_pct", rule, got=f"{self.rotary_pct} ({rotated} dimensions)")
         return self
 
     @model_validator(mode="after")
     def _is_of_its_family(self) -> ModelConfig:
         for field, value in FIXED[self.family].items():
-            if getattr(self, field) != value:
-                raise ConfigError(field, f"be left out of a {self.family}", got=getattr(self, field))
-        if self.activation == "silu" and self.family != "llama":
-            raise ConfigError("activation", f"be gelu or gelu_tanh in a {self.family}", got="silu")
+            given = getattr(self, field)
+            require(given == value, field, f"be left out of a {self.family}", got=given)
+        if self.family != "llama":
+            rule = f"be gelu or gelu_tanh in a {self.family}"
+            require(self.activation != "silu", "activation", rule, got="silu")
         return self
 
     @model_validator(mode="after")
     def _is_a_known_kind_of_llama(self) -> ModelConfig:
         """Others would train, but nobody else could read them."""
-        if self.family == "llama" and self.qk_norm and (self.attention_bias == "qkv" or self.mlp_bias):
-            has = "attention_bias: qkv" if self.attention_bias == "qkv" else "mlp_bias: true"
-            raise ConfigError("qk_norm", f"be false with {has}, which no published model has together", got="true")
-        if self.family == "llama" and self.mlp_bias and self.attention_bias == "qkv":
-            raise ConfigError("mlp_bias", "be false with attention_bias: qkv, as in Qwen 2", got="true")
+        if self.family == "llama":
+            qwen2, rule = self.attention_bias == "qkv", "be false with attention_bias: qkv, as in Qwen 2"
+            has = "attention_bias: qkv" if qwen2 else "mlp_bias: true"
+            known = not (self.qk_norm and (qwen2 or self.mlp_bias))
+            require(known, "qk_norm", f"be false with {has}, which no published model has together", got="true")
+            require(not (self.mlp_bias and qwen2), "mlp_bias", rule, got="true")
         return self
 
     def is_encoder(self) -> bool:

@@ -9,11 +9,10 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from megahead.config.auxiliary import AuxiliarySettings, Curve, CustomConfig
-from megahead.config.base import Settings
+from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
-from megahead.errors import ConfigError
 
 
 class ObjectiveScheduleConfig(Settings):
@@ -31,8 +30,8 @@ class ObjectiveScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _has_a_switch(self) -> ObjectiveScheduleConfig:
-        if self.causal_share is None and self.vanilla_share is None:
-            raise ConfigError("causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
+        given = self.causal_share or self.vanilla_share
+        require(given, "causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
         return self
 
     def causal_until(self, steps: int) -> int:
@@ -45,12 +44,11 @@ class ObjectiveScheduleConfig(Settings):
 
     def check(self, steps: int) -> None:
         """ConfigError unless each objective has a step."""
+        rule = f"leave both objectives a step of training.steps ({steps})"
         switches = {"causal_share": self.causal_until(steps), "vanilla_share": self.vanilla_from(steps)}
         for name, switch in switches.items():
             share = getattr(self, name)
-            if share is not None and not 0 < switch < steps:
-                rule = f"leave both objectives a step of training.steps ({steps})"
-                raise ConfigError(f"objective.schedule.{name}", rule, got=share)
+            require(share is None or 0 < switch < steps, f"objective.schedule.{name}", rule, got=share)
 
 
 # How many outputs' scores the softmax holds at once; `objectives` computes and `estimate` predicts memory with it.
@@ -172,40 +170,33 @@ class ObjectiveConfig(Settings):
     @field_validator("group_samples")
     @classmethod
     def _known_group(cls, value: int | str) -> int | str:
-        if value not in GROUP_SHORTHANDS and (isinstance(value, str) or value < 1):
-            raise ConfigError(
-                "group_samples", f"be a positive number of samples or {', '.join(GROUP_SHORTHANDS)}", got=value
-            )
+        known = value in GROUP_SHORTHANDS or (not isinstance(value, str) and value > 0)
+        rule = f"be a positive number of samples or {', '.join(GROUP_SHORTHANDS)}"
+        require(known, "group_samples", rule, got=value)
         return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
+            rule, hint = "be left out of a vanilla objective", "use name: headless"
             for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight"):
-                default, value = type(self).model_fields[field].default, getattr(self, field)
-                if value != default:
-                    raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
-            if self.ends_vanilla():
-                hint = "use name: headless"
-                raise ConfigError(
-                    "schedule.vanilla_share", "be left out of a vanilla objective", got="given", hint=hint
-                )
-        elif self.tied and self.vanilla_weight == 0 and not self.ends_vanilla():
-            raise ConfigError("tied", "be left out of a headless objective without vanilla_weight", got=True)
-        elif self.output_bias:
-            raise ConfigError("output_bias", "be left out of a headless objective", got=True)
-        if self.score == "harmonic" and self.learned_temperature:
-            raise ConfigError("learned_temperature", "be left out with score: harmonic", got=True)
-        if self.ends_vanilla() and self.vanilla_weight:
-            rule = "be left out with vanilla_weight, whose head is trained from the beginning"
-            raise ConfigError("schedule.vanilla_share", rule, got="given")
-        if self.negatives_from != "unigram" and self.negatives == 0:
-            raise ConfigError(
-                "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"
-            )
-        if len(given := self._auxiliary()) > 1:
-            rule = f"be left out with {given[0]}: a run has one auxiliary objective"
-            raise ConfigError(given[1], rule, got="given")
+                value = getattr(self, field)
+                require(value == type(self).model_fields[field].default, field, rule, got=value, hint=hint)
+            require(not self.ends_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
+        else:
+            if self.vanilla_weight == 0 and not self.ends_vanilla():
+                refuse("tied", self.tied, "of a headless objective without vanilla_weight")
+            refuse("output_bias", self.output_bias, "of a headless objective")
+        if self.score == "harmonic":
+            refuse("learned_temperature", self.learned_temperature, "with score: harmonic")
+        if self.vanilla_weight:
+            why = "with vanilla_weight, whose head is trained from the beginning"
+            refuse("schedule.vanilla_share", self.ends_vanilla() and "given", why)
+        drawn = self.negatives_from == "unigram" or self.negatives
+        rule = "be left out without negatives"
+        require(drawn, "negatives_from", rule, got=self.negatives_from, hint="set negatives")
+        for field in (given := self._auxiliary())[1:]:
+            refuse(field, "given", f"with {given[0]}: a run has one auxiliary objective")
         return self
 
     def _auxiliary(self) -> list[str]:
@@ -278,12 +269,10 @@ def resolve_candidate_group_samples(
         zip(GROUP_SHORTHANDS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True)
     )
     samples = asked if isinstance(asked, int) else shorthands[asked] if stored is None else stored
-    if stored is not None and samples != stored:
-        raise ConfigError("objective.group_samples", f"stay what the run began with ({stored})", got=samples)
-    if samples % batch.micro_size and batch.micro_size % samples:
-        raise ConfigError(
-            "objective.group_samples", f"divide batch.micro_size ({batch.micro_size}) or be a multiple", got=samples
-        )
-    if batch.global_size % samples:
-        raise ConfigError("objective.group_samples", f"divide batch.global_size ({batch.global_size})", got=samples)
+    field, micro_size = "objective.group_samples", batch.micro_size
+    require(stored in (None, samples), field, f"stay what the run began with ({stored})", got=samples)
+    fits = samples % micro_size == 0 or micro_size % samples == 0
+    require(fits, field, f"divide batch.micro_size ({micro_size}) or be a multiple", got=samples)
+    whole = batch.global_size % samples == 0
+    require(whole, field, f"divide batch.global_size ({batch.global_size})", got=samples)
     return samples

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, model_validator
 
 from megahead.config.auxiliary import AuxiliarySettings, Curve
-from megahead.errors import ConfigError
+from megahead.config.base import refuse, require
 from megahead.wording import counted
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class PhrasesConfig(AuxiliarySettings):
 
     @model_validator(mode="after")
     def _some_length(self) -> PhrasesConfig:
-        if self.longest < self.shortest:
-            raise ConfigError("longest", f"be at least shortest ({self.shortest})", got=self.longest)
+        rule = f"be at least shortest ({self.shortest})"
+        require(self.longest >= self.shortest, "longest", rule, got=self.longest)
         return self
 
     metric: ClassVar = "phrase"
@@ -59,17 +59,15 @@ class PhrasesConfig(AuxiliarySettings):
     def check(self, config: RunConfig) -> None:
         """ConfigError unless whole phrases can be masked, and each rank has whole groups."""
         masking, micro_size, where = config.masking, config.batch.micro_size, "objective.phrases"
-        if config.objective.schedule is not None:
-            rule = "be left out with phrases, which the model itself learns from the first step to the last"
-            raise ConfigError("objective.schedule", rule, got="given")
-        if masking is None or config.model.is_causal:
-            rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
-            raise ConfigError(where, rule, got="given")
-        if masking.diffusion:
-            raise ConfigError("masking.diffusion", f"be left out with {where}, which are masked whole", got=True)
-        if micro_size % self.group_samples:
-            rule = f"divide batch.micro_size ({micro_size})"
-            raise ConfigError(f"{where}.group_samples", rule, got=self.group_samples)
+        why = "with phrases, which the model itself learns from the first step to the last"
+        refuse("objective.schedule", config.objective.schedule and "given", why)
+        masks = masking is not None and not config.model.is_causal
+        rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
+        require(masks, where, rule, got="given")
+        diffusion = masking is not None and masking.diffusion
+        refuse("masking.diffusion", diffusion, f"with {where}, which are masked whole")
+        whole = micro_size % self.group_samples == 0
+        require(whole, f"{where}.group_samples", f"divide batch.micro_size ({micro_size})", got=self.group_samples)
 
     def describe(self) -> str:
         """Which are masked, and what finding them costs and counts."""

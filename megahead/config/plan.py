@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megahead.config.base import find_named, not_a_setting
+from megahead.config.base import find_named, not_a_setting, require
 from megahead.config.checks import without_unused
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError, UserError
+from megahead.errors import UserError
 
 # The phases of a run whose objective changes on the way: each is an ordinary run, which the next one goes on from.
 
@@ -214,12 +214,9 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     given = read_deepspeed(given) if isinstance(given, str) else given
     _check_keys(given, KNOWN)
     stage = zero_stage(given)
-    if stage == 3 and run.engine.activation_checkpointing == "selective":
-        raise ConfigError(
-            "engine.activation_checkpointing",
-            "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept",
-            got="`selective`",
-        )
+    kept = stage < 3 or run.engine.activation_checkpointing != "selective"
+    rule = "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept"
+    require(kept, "engine.activation_checkpointing", rule, got="`selective`")
     zero = _section(given, "zero_optimization")
     given = _completed(given, tuned_settings(zero, device, run.engine.precision, data_ranks))
     derived: dict[str, Any] = {
@@ -267,15 +264,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def zero_stage(content: dict[str, Any]) -> int:
     """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
     stage = _section(content, "zero_optimization").get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ConfigError("engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
+    known = not isinstance(stage, bool) and stage in (0, 1, 2, 3)
+    require(known, "engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
     return int(stage)
 
 
 def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
-    section = content.get(name, {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
+    section: dict[str, Any] = content.get(name, {})
+    require(isinstance(section, dict), f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
     return section
 
 
@@ -297,14 +293,14 @@ def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None
         off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
         if off and (".".join(path) in REFUSED or key in known):
             continue
-        if reason := REFUSED.get(".".join(path)):
-            raise ConfigError(f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
+        reason = REFUSED.get(".".join(path))
+        require(not reason, f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
         if key not in known:
             raise UserError(_unknown(["engine.deepspeed", *parents], key, known))
         section = known[key]
         if section is not None and value is not None:
-            if not isinstance(value, dict):
-                raise ConfigError(f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
+            is_section = isinstance(value, dict)
+            require(is_section, f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
             _check_keys(value, section, *path)
 
 
@@ -324,13 +320,8 @@ def _paths(keys: _Keys, above: str) -> Iterator[str]:
 
 def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:
     for key, value in wanted.items():
-        if given.get(key, value) != value:
-            raise ConfigError(
-                f"engine.deepspeed{section}[{key!r}]",
-                f"be left out or agree with {with_what} ({value})",
-                got=given[key],
-                hint="remove it there",
-            )
+        found, rule = given.get(key, value), f"be left out or agree with {with_what} ({value})"
+        require(found == value, f"engine.deepspeed{section}[{key!r}]", rule, got=found, hint="remove it there")
 
 
 def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
@@ -340,8 +331,8 @@ def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
     At stage 0 DeepSpeed's own 16-bit wrappers take an optimizer step with zero gradients when they are made, so bf16
     uses autocast there.
     """
-    if stage == 0 and precision == "fp16":
-        raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
+    scaled = stage or precision != "fp16"
+    require(scaled, "engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
     formats: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
     if precision == "bf16" and stage == 0:
         formats["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
@@ -388,8 +379,7 @@ class RunPlan:
     @property
     def zero(self) -> Mapping[str, Any]:
         """DeepSpeed's section on ZeRO."""
-        section: Mapping[str, Any] = self.deepspeed.get("zero_optimization", {})
-        return section
+        return _section(self.deepspeed, "zero_optimization")
 
     @property
     def accumulation_steps(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megahead.config.auxiliary import AuxiliarySettings, Curve
-from megahead.config.base import refuse
+from megahead.config.base import refuse, require
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import given_subsets
 from megahead.errors import ConfigError
@@ -59,12 +59,11 @@ class ReplacedTokensConfig(AuxiliarySettings):
         if masking is None or model.is_causal:
             rule = "be left out where next tokens are learned: those that are replaced are an encoder's masked tokens"
             raise ConfigError(_WHERE, rule, got="given")
-        if self.generator_layers > model.num_layers:
-            rule = f"be at most model.num_layers ({model.num_layers})"
-            raise ConfigError(f"{_WHERE}.generator_layers", rule, got=self.generator_layers)
-        if objective.name == "vanilla" and self.draws != "group":
+        fits, rule = self.generator_layers <= model.num_layers, f"be at most model.num_layers ({model.num_layers})"
+        require(fits, f"{_WHERE}.generator_layers", rule, got=self.generator_layers)
+        if objective.name == "vanilla":
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
-            raise ConfigError(f"{_WHERE}.draws", rule, got=self.draws)
+            require(self.draws == "group", f"{_WHERE}.draws", rule, got=self.draws)
         _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
         for field, value in given_subsets(masking):
             _refuse(f"masking.{field}", value, "whose model reads all tokens, and no mask tokens")

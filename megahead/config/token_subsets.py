@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
-from megahead.config.base import Settings, refuse
+from megahead.config.base import Settings, refuse, require
 from megahead.config.model import ModelConfig
-from megahead.errors import ConfigError
 from megahead.wording import counted, span
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
 """Fields of `masking` that ask for such layers."""
-
-_LAST = "masking.dropping.to_layer"
 
 
 class DroppingConfig(Settings):
@@ -53,23 +50,15 @@ class DroppingConfig(Settings):
     def check(self, model: ModelConfig, targets: float, late: int, *, splits_rows: bool) -> None:
         """ConfigError unless `model` can drop tokens so. targets: largest share of a row's tokens that may be read as
         mask tokens; late: layers before the one where these enter; `splits_rows`: sequence parallelism does."""
-        if splits_rows:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError("masking.dropping", rule, got="given")
-        layers = self.layers(model)
-        if layers.stop > model.num_layers - 1:
-            rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
-            raise ConfigError(_LAST, rule, got=layers.stop)
-        if not layers:
-            raise ConfigError("masking.dropping.from_layer", f"be below to_layer ({layers.stop})", got=self.from_layer)
-        if self.from_layer < late:
-            rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
-            raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
-        if self.keep_share < targets:
-            rule = (
-                f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
-            )
-            raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)
+        where, first, layers = "masking.dropping", self.from_layer, self.layers(model)
+        refuse(where, splits_rows and "given", "with parallel.sequence, which splits whole rows")
+        rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
+        require(layers.stop < model.num_layers, f"{where}.to_layer", rule, got=layers.stop)
+        require(layers, f"{where}.from_layer", f"be below to_layer ({layers.stop})", got=first)
+        rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
+        require(first >= late, f"{where}.from_layer", rule, got=first)
+        rule = f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
+        require(self.keep_share >= targets, f"{where}.keep_share", rule, got=self.keep_share)
 
 
 def given_subsets(masking: MaskingConfig) -> Iterator[tuple[str, object]]:
@@ -83,9 +72,8 @@ def check_token_subsets(
     masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, *, splits_rows: bool
 ) -> None:
     """ConfigError unless `model` has such layers, and all else fits; `splits_rows`: sequence parallelism does."""
-    if masking.masks_from_layer >= model.num_layers:
-        rule = f"be below model.num_layers ({model.num_layers})"
-        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+    late, rule = masking.masks_from_layer, f"be below model.num_layers ({model.num_layers})"
+    require(late < model.num_layers, "masking.masks_from_layer", rule, got=late)
     for field in ("masks_from_layer", "mask_decoder_layers"):
         value = getattr(masking, field)
         if splits_rows:

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megahead.config.base import Settings
+from megahead.config.base import Settings, require
 from megahead.config.model import ModelConfig
-from megahead.errors import ConfigError
 from megahead.remote_files import is_remote
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -64,8 +63,8 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _muon_is_used(self) -> OptimizerConfig:
-        if self.name != "muon" and self.muon != MuonConfig():
-            raise ConfigError("muon", f"be left out with name: {self.name}", got="given", hint="set name: muon")
+        used = self.name == "muon" or self.muon == MuonConfig()
+        require(used, "muon", f"be left out with name: {self.name}", got="given", hint="set name: muon")
         return self
 
 
@@ -86,12 +85,12 @@ class ScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> ScheduleConfig:
-        if self.name == "wsd" and self.decay_steps is None:
-            raise ConfigError(
-                "decay_steps", "be given for the wsd schedule", got="missing", hint="try a tenth of all steps"
-            )
-        if self.name != "wsd" and self.decay_steps is not None:
-            raise ConfigError("decay_steps", f"be left out for the {self.name} schedule", got=self.decay_steps)
+        steps, rule = self.decay_steps, f"be left out for the {self.name} schedule"
+        if self.name == "wsd":
+            hint = "try a tenth of all steps"
+            require(steps, "decay_steps", "be given for the wsd schedule", got="missing", hint=hint)
+        else:
+            require(not steps, "decay_steps", rule, got=steps)
         return self
 
 
@@ -189,16 +188,16 @@ class TrainingConfig(Settings):
 
     @model_validator(mode="after")
     def _mirror_is_an_address(self) -> TrainingConfig:
-        if self.mirror is not None and not is_remote(self.mirror):
-            raise ConfigError("mirror", "be an address such as s3://BUCKET/FOLDER", got=repr(self.mirror))
+        address = self.mirror is None or is_remote(self.mirror)
+        require(address, "mirror", "be an address such as s3://BUCKET/FOLDER", got=repr(self.mirror))
         return self
 
     @model_validator(mode="after")
     def _copies_are_newer_than_checkpoints(self) -> TrainingConfig:
-        if self.copy_every is not None and self.copy_every >= self.checkpoint_every:
-            rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
-            hint = "a copy in memory is of use where it is newer than the disk's"
-            raise ConfigError("copy_every", rule, got=self.copy_every, hint=hint)
+        newer = self.copy_every is None or self.copy_every < self.checkpoint_every
+        rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
+        hint = "a copy in memory is of use where it is newer than the disk's"
+        require(newer, "copy_every", rule, got=self.copy_every, hint=hint)
         return self
 
 
@@ -266,9 +265,9 @@ class InitConfig(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> InitConfig:
-        if (self.from_checkpoint is None) == (self.from_hf is None):
-            given = "missing" if self.from_hf is None else "given beside it"
-            raise ConfigError("from_checkpoint", "be given, or else from_hf", got=given)
+        one = (self.from_checkpoint is None) != (self.from_hf is None)
+        got = "missing" if self.from_hf is None else "given beside it"
+        require(one, "from_checkpoint", "be given, or else from_hf", got=got)
         return self
 
     def copies_embedding(self) -> bool:
@@ -322,22 +321,18 @@ class ParallelConfig(Settings):
             "padded vocabulary": model.padded_vocab_size(),
         }
         for name, width in widths.items():
-            if width % self.tensor:
-                raise ConfigError("parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
+            fits = width % self.tensor == 0
+            require(fits, "parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
         keys = model.key_heads()
-        if keys % self.tensor and self.tensor % keys:
-            rule = f"divide the model's num_key_heads ({keys}), or be a multiple of it"
-            raise ConfigError("parallel.tensor", rule, got=self.tensor)
-        if self.sequence and sequence_length % self.tensor:
-            raise ConfigError(
-                "data.sequence_length",
-                f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence",
-                got=sequence_length,
-            )
+        fits, rule = keys % self.tensor == 0 or self.tensor % keys == 0, f"divide the model's num_key_heads ({keys})"
+        require(fits, "parallel.tensor", f"{rule}, or be a multiple of it", got=self.tensor)
+        fits = not self.sequence or sequence_length % self.tensor == 0
+        rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"
+        require(fits, "data.sequence_length", rule, got=sequence_length)
 
     def data_ranks(self, world_size: int) -> int:
         """Data-parallel ranks among `world_size` ranks."""
         ranks, remainder = divmod(world_size, self.tensor)
-        if remainder or ranks < 1:
-            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
+        fits = ranks > 0 and not remainder
+        require(fits, "parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
         return ranks
