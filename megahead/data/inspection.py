@@ -176,11 +176,7 @@ def _lengths(sizes: Array) -> str:
 
 
 def merge_datasets(
-    prefixes: Sequence[str | Path],
-    output: str | Path,
-    *,
-    overwrite: bool = False,
-    progress: ByteProgress | None = None,
+    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress | None = None
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
 

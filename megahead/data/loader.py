@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from megahead.config.data import DataConfig
-from megahead.config.masking import MaskingConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, CausalRows, RowMasker
 from megahead.data.blending import RowSource
@@ -20,9 +19,6 @@ from megahead.data.strategies import Uniform, strategy_of
 from megahead.data.strategy import Difficulty, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError
-
-# Reads samples, given by their numbers, as a batch: next-token prediction for a decoder (of masked inputs, where asked
-# for), framed rows for an encoder, masked or (where it is causal) as they are.
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,7 @@ class BatchReader:
 
 
 def training_masker(
-    config: RunConfig,
-    datasets: Sequence[IndexedDataset],
-    difficulty: Difficulty | None = None,
-    masked_from: int = 0,
+    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
 ) -> RowMasker:
     """How a run, or a phase of it, frames and masks its training samples. `masked_from`: how many of the run's steps
     come before the first one that masks.
@@ -56,34 +49,36 @@ def training_masker(
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
+    return _masker(config, TrainingText(config, datasets, "masking.strategy", difficulty), masked_from)
+
+
+def held_out_masker(config: RunConfig) -> RowMasker:
+    """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
+    whose rows are masked as in training."""
+    return _masker(config)
+
+
+def _masker(config: RunConfig, text: TrainingText | None = None, masked_from: int = 0) -> RowMasker:
+    """`text`: that of a run; None for held-out rows, of which single tokens are masked by the same seed everywhere."""
     if config.masking is None:
         return CausalRows(config.data)
+    masking = config.masking.held_out() if text is None else config.masking
+    framing = Framing(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
-        return _next_tokens(config.masking, config.data)
-    text = TrainingText(config, datasets, "masking.strategy", difficulty)
-    if config.masking.diffusion:
-        strategy = strategy_of(config.masking, text)
-        return Diffusion(_framing(config.masking, config.data), config.seed, strategy)
-    return _masker(config, config.masking, text, masked_from)
-
-
-def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, masked_from: int) -> Masker:
-    """Of an encoder whose rows are masked at the rate that is asked for."""
-    framing = _framing(masking, config.data)
+        return NextTokens(framing, config.data.boundary_targets)
+    strategy, seed = (Uniform(), 0) if text is None else (strategy_of(masking, text), config.seed)
+    if masking.diffusion:
+        return Diffusion(framing, seed, strategy)
     return Masker(
         framing,
-        strategy_of(masking, text),
+        strategy,
         config.model.vocab_size,
-        config.seed,
+        seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
         masked_from=masked_from,
         subsets=TokenSubsets.of(framing, config.model, text),
     )
-
-
-def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
-    return NextTokens(_framing(masking, data), data.boundary_targets)
 
 
 def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
@@ -113,27 +108,8 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     return counts_V
 
 
-def held_out_masker(config: RunConfig) -> RowMasker:
-    """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
-    whose rows are masked as in training."""
-    if config.masking is None:
-        return CausalRows(config.data)
-    if config.model.is_causal:
-        return _next_tokens(config.masking, config.data)
-    framing = _framing(config.masking.held_out(), config.data)
-    if config.masking.diffusion:
-        return Diffusion(framing, seed=0)
-    subsets = TokenSubsets.of(framing, config.model)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
-
-
-def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:
-    return Framing(masking, data.end_token, data.isolate_documents)
-
-
-# Checks that the config's end token is the one that closes the documents.
-#
-# With a wrong id nothing would fail, but documents in one row would attend to each other.
+# Checks that the config's end token is the one that closes the documents. With a wrong id nothing would fail, but
+# documents in one row would attend to each other.
 
 NUM_CHECKED = 64
 """How many documents or rows are checked, evenly spread over the dataset."""

@@ -79,12 +79,7 @@ class Masker(RowMasker):
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
     def _select(
-        self,
-        strategy: Strategy,
-        tokens_BT: Array,
-        allowed_BT: Array,
-        budget: tuple[Array, Array],
-        noise: CounterRng,
+        self, strategy: Strategy, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng
     ) -> Array:
         """bool [B, T]: the targets.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,27 +46,31 @@ def preprocess_shards(
     lock = StagedFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
-        progress = progress or ByteProgress()
+        progress, total = progress or ByteProgress(), PreprocessReport()
         progress.begin(total_bytes(shards))
         with EncodingPool(workers) as pool:
             for shard in shards:
                 report = manifest.report(shard)
                 if report is None:
                     chunks = shard.chunks(recipe.selection)
-                    manifest.note(shard, write_dataset(chunks, recipe, folder / shard.name, pool, progress))
+                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
+                    manifest.note(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe.holdout)
                     progress.advance(shard.bytes, report.text_bytes)
+                total.add(report)
     finally:
         lock.discard()
-    return manifest.total(shards)
+    return total
 
 
+@dataclass(frozen=True)
 class ShardManifest:
     """Which shards were finished in a folder so far, and by which recipe."""
 
-    def __init__(self, folder: Path, recipe: dict[str, Any], shards: dict[str, Any]) -> None:
-        self._folder, self._recipe, self._shards = folder, recipe, shards
+    folder: Path
+    recipe: dict[str, Any]
+    shards: dict[str, Any]
 
     @staticmethod
     def open(folder: Path, recipe: Recipe) -> ShardManifest:
@@ -92,12 +96,12 @@ class ShardManifest:
     def report(self, shard: Input) -> PreprocessReport | None:
         """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
         its files are incomplete."""
-        noted = self._shards.get(shard.name)
+        noted = self.shards.get(shard.name)
         if noted is None or noted["input"] != _fingerprint(shard):
             return None
         try:
-            for name in _names(shard, held_out=self._recipe["holdout"] is not None):
-                if IndexedDataset(self._folder / name).info is None:  # PREFIX.json is missing: it is incomplete
+            for name in _names(shard, held_out=self.recipe["holdout"] is not None):
+                if IndexedDataset(self.folder / name).info is None:  # PREFIX.json is missing: it is incomplete
                     return None
         except DataError:
             return None
@@ -105,16 +109,9 @@ class ShardManifest:
 
     def note(self, shard: Input, report: PreprocessReport) -> None:
         """Lists a shard as finished; on disk when this returns."""
-        self._shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
-        content = {"format": FORMAT, "recipe": self._recipe, "shards": self._shards}
-        write_atomically(self._folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
-
-    def total(self, shards: Sequence[Input]) -> PreprocessReport:
-        """The reports of these shards added up."""
-        total = PreprocessReport()
-        for shard in shards:
-            total.add(PreprocessReport(**self._shards[shard.name]["report"]))
-        return total
+        self.shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
+        content = {"format": FORMAT, "recipe": self.recipe, "shards": self.shards}
+        write_atomically(self.folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
 def _names(shard: Input, *, held_out: bool) -> list[str]:

@@ -184,18 +184,6 @@ class Uniform(AllAlike):
         return Uniform()
 
 
-def open_array(field: str, rule: str, path: str) -> Array:
-    """The array in the `.npy` file that the setting `field` names; a URL's is fetched first. ConfigError with this rule
-    for any other file."""
-    try:
-        found = np.load(local_file(path), allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise ConfigError(field, rule, got=f"{path} ({error})") from None
-    if not isinstance(found, np.ndarray):
-        raise ConfigError(field, rule, got=f"{path}, which has several arrays")
-    return found
-
-
 class Weights(WeighedIds):
     """Tokens in proportion to weights of their ids that a file gives: those of parts of speech, say, or any of one's
     own. A `.npy` of numpy, a number above 0 for each id."""
@@ -210,7 +198,12 @@ class Weights(WeighedIds):
     def read(path: str, vocab_size: int) -> Weights:
         """ConfigError unless the file has weights of so many ids; 1 of ids behind them, which only the model has. A
         URL's is fetched first."""
-        weight_V = open_array("data.id_weights", "name a file of numpy", path)
+        try:
+            weight_V = np.load(local_file(path), allow_pickle=False)
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise ConfigError("data.id_weights", "name a file of numpy", got=f"{path} ({error})") from None
+        if not isinstance(weight_V, np.ndarray):
+            raise ConfigError("data.id_weights", "name a file of numpy", got=f"{path}, which has several arrays")
         if weight_V.ndim != 1 or weight_V.dtype.kind not in "fiu" or not 0 < len(weight_V) <= vocab_size:
             rule = f"hold a number for each of at most model.vocab_size ({vocab_size}) ids"
             raise ConfigError("data.id_weights", rule, got=f"{weight_V.dtype} {weight_V.shape}")

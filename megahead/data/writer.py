@@ -91,12 +91,7 @@ class IndexedDatasetWriter:
         self.add_documents(tokens_N, np.array([len(tokens_N)]), text_bytes)
 
     def add_documents(
-        self,
-        tokens: Array,
-        lengths: Array,
-        text_bytes: int = 0,
-        *,
-        sequences: Array | None = None,
+        self, tokens: Array, lengths: Array, text_bytes: int = 0, *, sequences: Array | None = None
     ) -> None:
         """Appends many sequences at once: their tokens concatenated, and the length of each.
 
