@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from megahead.config.data import DataConfig
 
 
-# Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is.
-#
-# Proportions are rounded to whole samples of a period of P samples, and every period has the same schedule. If a
-# dataset has n samples in it, its j-th sample may not come before place floor(j P / n) and must come before place
-# ceil((j + 1) P / n). Each place takes, among the samples that may come, the one with the earliest deadline
-# (Tijdeman's chairman assignment). So among any first k samples each dataset has its share k n / P, to within one
-# sample.
+# Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
+# are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
+# samples in it, its j-th sample may not come before place floor(j P / n) and must come before place ceil((j + 1) P /
+# n). Each place takes, among the samples that may come, the one with the earliest deadline (Tijdeman's chairman
+# assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
 
 PERIOD = 65_536
 
@@ -149,9 +147,6 @@ def schedule(quotas: Array) -> tuple[Array, Array]:
         if ordinal + 1 < sizes[part]:
             heapq.heappush(released, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
     return part_P, ordinal_P
-
-
-# The samples that a run trains on, as its config asks: of one dataset or a blend, cut into rows and ordered.
 
 
 class RowSource(Protocol):

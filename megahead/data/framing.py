@@ -15,11 +15,9 @@ from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 
 # An encoder's rows: [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end
-# token), [SEP].
-#
-# RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
-# nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its
-# last. B rows, T tokens per row, N targets of the batch.
+# token), [SEP]. These are RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So
+# every row is full, and nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first
+# document, [SEP] to its last. B rows, T tokens per row, N targets of the batch.
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,10 @@ class Framing:
         return tokens_BT, ends_BT, last_B
 
 
-# From an encoder's rows to next tokens: what it reads and predicts while it learns as a decoder does.
-#
-# A row is cut and framed as where tokens are masked, so that a sample is the same text whichever of the two is
-# learned. B rows, T tokens per row, N targets of the batch.
-
-
 @dataclass(frozen=True)
 class NextTokens(RowMasker):
-    """Reads rows as they are; the target of each token is the next one of the text, that of [CLS] the first."""
+    """Reads an encoder's rows as they are, while it learns as a decoder does: the target of each token is the next one
+    of the text, that of [CLS] the first. A sample is the same text as where tokens are masked."""
 
     framing: Framing
 
@@ -122,16 +115,11 @@ class NextTokens(RowMasker):
         )
 
 
-# Mask-enhanced autoregressive prediction (MEAP): a decoder that reads some mask tokens, and predicts the text.
-#
-# Zhuang et al. 2025, arXiv 2502.07490: with a share of its inputs missing a decoder must use the others better.
-# Targets are those of the text; nothing else of training changes, and nothing at all at inference. B rows, T inputs
-# per row.
-
-
 @dataclass(frozen=True)
 class MaskedInputs(RowMasker):
-    """Makes next-token batches with masked inputs. What is masked depends on the sample's number alone."""
+    """Next-token batches of a decoder that reads some mask tokens and predicts the text: mask-enhanced autoregressive
+    prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Nothing else of training changes, and nothing at inference.
+    """
 
     config: MaskedInputsConfig
     data: DataConfig

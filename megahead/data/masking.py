@@ -18,11 +18,8 @@ from megahead.data.strategies import Uniform
 from megahead.data.strategy import Strategy
 from megahead.data.token_subsets import TokenSubsets
 
-# From rows of text to masked rows: what an encoder reads, and what it must predict.
-#
-# A row is text in its frame (`framing`). Targets are the tokens of the text, never their replacements. A unit is a
-# span of tokens masked together (`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the
-# batch.
+# Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together. B rows, T
+# tokens per row, M = B T tokens, U units, N targets of the batch.
 
 
 @dataclass(frozen=True)
@@ -163,8 +160,6 @@ def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
     return chosen_U
 
 
-# Masked diffusion: of each row another share is masked, from one token to all, and rows of any share count the same.
-#
 # Masked diffusion language models (MDLM: Sahoo et al. 2024, arXiv 2406.07524) mask each token of a row with the chance
 # t, t uniform in (0, 1), and bound the row's negative log-likelihood by the mean of 1/t times the loss over its masked
 # tokens (their simplified bound, by the log-linear schedule; other schedules have the same). Which t it was says
@@ -173,13 +168,11 @@ def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
 # LLaDA evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, no row without a target, and a row's
 # weights add up to n. So it is where all tokens are masked alike, as held-out rows are; training may mask rare ones
 # before others (Kosmopoulou et al. 2025, arXiv 2509.05056).
-#
-# B rows, T tokens per row, N targets of the batch.
 
 
 @dataclass(frozen=True)
 class Diffusion(RowMasker):
-    """Masks rows by shares of their own. What is masked depends on the sample's number alone."""
+    """Masks of each row another share, from one token to all; rows of any share count the same."""
 
     upper_bound: ClassVar = True
 

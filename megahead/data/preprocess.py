@@ -26,8 +26,6 @@ from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
-# Turns chunks of text into chunks of ids, in this process or in worker processes, always in input order.
-
 CHUNKS_PER_WORKER = 3
 BYTES_PER_WORKER = 32 << 20
 OnError = Literal["fail", "skip"]
@@ -145,8 +143,6 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-
-# Turns text into one indexed dataset, or two if every k-th document is held out for validation.
 
 END_TOKEN = "<|endoftext|>"
 EndInside = Literal["report", "fail"]

@@ -22,14 +22,13 @@ from megahead.errors import DataError, FieldError
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where tables are read: it takes longer than to read a small file of JSON lines
 
-# The decompressed bytes of a plain, .gz or .zst file (or of standard input), block by block.
-
 BLOCK_BYTES = 4 << 20
 STANDARD_INPUT = Path("-")
 
 
 def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Blocks of about 4 MB, each with the number of bytes of the file on disk that were read so far.
+    """The decompressed bytes of a file or of standard input, in blocks of about 4 MB, each with the number of bytes on
+    disk that were read so far.
 
     DataError for a file that cannot be read to its end.
     """
@@ -47,10 +46,6 @@ def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 def _plain_blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
     while data := file.read(BLOCK_BYTES):
         yield data
-
-
-def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    return _plain_blocks(gzip.GzipFile(fileobj=file))
 
 
 def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
@@ -74,10 +69,11 @@ def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
     yield b"".join(parts)
 
 
-UNPACKERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {".gz": _gzip_blocks, ".zst": _zstd_blocks}
+UNPACKERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    ".gz": lambda file: _plain_blocks(gzip.GzipFile(fileobj=file)),
+    ".zst": _zstd_blocks,
+}
 
-
-# Which records of the input become documents, and which of their fields is the text.
 
 Condition = tuple[str, str]
 
@@ -125,11 +121,8 @@ class Selection:
         return list(dict.fromkeys(found.values()))
 
     def _wanted(self, record: Any) -> bool:
-        asked: dict[str, set[str]] = {}
-        for key, value in self.keep:
-            asked.setdefault(key, set()).add(value)
-        kept = all(_value(record, key) in values for key, values in asked.items())
-        return kept and not any(_value(record, key) == value for key, value in self.drop)
+        kept = all((key, _value(record, key)) in self.keep for key, _ in self.keep)
+        return kept and not any((key, _value(record, key)) in self.drop for key, _ in self.drop)
 
 
 def conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
@@ -158,10 +151,6 @@ def _at(record: Any, key: str) -> Any:
     if not dot or head not in record:
         raise KeyError(key)
     return _at(record[head], rest)
-
-
-# Pieces of an input: cut cheaply in the main process, parsed in any process. Each is picklable and knows its position
-# in the input, for error messages.
 
 
 @dataclass
@@ -198,7 +187,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Chunk(ABC):
-    """A piece of an input that becomes documents."""
+    """A piece of an input that becomes documents: cut cheaply in the main process, parsed in any process."""
 
     path: str
     first: int
@@ -389,8 +378,6 @@ def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
             )
     yield TextFile(str(path), 1, bytes(data), selection, path.stat().st_size)
 
-
-# Parquet files and saved Hugging Face datasets (folders of Arrow streams) cut into chunks of rows.
 
 ROWS_AT_ONCE = 64
 STATE = "state.json"

@@ -130,12 +130,11 @@ def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -
     return cut_BT
 
 
-# How often a model misses each id, by which a masking strategy chooses what to mask next.
-#
-# Counts are whole numbers, so that sums over ranks are exact, and weights that follow from them are the same on any
-# mesh unless rounding turns a prediction over. Rows are masked ahead of the steps that learn from them: the rows of a
-# period (`every` steps of reading) are masked by what was counted up to the beginning of the period before, which is
-# there in time however far ahead they are prepared. V vocabulary.
+# How often a model misses each id, by which a masking strategy chooses what to mask next. Counts are whole numbers, so
+# that sums over ranks are exact, and weights that follow from them are the same on any mesh unless rounding turns a
+# prediction over. Rows are masked ahead of the steps that learn from them: the rows of a period (`every` steps of
+# reading) are masked by what was counted up to the beginning of the period before, which is there in time however far
+# ahead they are prepared. V vocabulary.
 
 
 class Difficulty:
@@ -194,12 +193,9 @@ class Difficulty:
         self._noted = []
 
 
-# What a masking strategy may know of the text that a run trains on; each is read when it is asked for.
-
-
 @dataclass(frozen=True)
 class TrainingText:
-    """The datasets of a run."""
+    """What a masking strategy may know of the text that a run trains on; each is read when it is asked for."""
 
     config: RunConfig
     datasets: Sequence[IndexedDataset]

@@ -16,13 +16,10 @@ from megahead.data.strategies import STRATEGIES
 from megahead.data.strategy import Strategy, TrainingText
 
 # Token dropping: which tokens of masked rows an encoder's middle layers compute (Hou et al. 2022, arXiv 2203.13240).
-#
 # The paper keeps a running mean of the masked-LM loss of each id, and the tokens of a row whose ids have the highest;
 # special tokens, mask tokens among them, are always kept. What counts is the id that is read: whether a token is a
 # target shows in nothing but its mask. Here importance is the weight of a masking strategy, by default the share of
-# times that an id was missed (`difficulty`): whole numbers, which are the same on any mesh.
-#
-# B rows, T tokens per row.
+# times that an id was missed (`difficulty`): whole numbers, which are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # in the order in which tokens are kept
 

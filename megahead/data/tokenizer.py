@@ -22,8 +22,6 @@ from megahead.files import write_atomically
 from megahead.remote_files import local_file
 from megahead.run_folder import RunFolder
 
-# Cuts a very long text into pieces that are tokenized one by one, to save memory; only where that changes no id.
-
 PIECE = 1 << 20
 """About how many characters a piece has."""
 

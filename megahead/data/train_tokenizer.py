@@ -21,9 +21,6 @@ from megahead.data.writer import ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
 
-# Trains a tokenizer on text: byte-level BPE (also for many scripts), WordPiece or SentencePiece, each written as a
-# `tokenizer.json`.
-#
 # Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1, in a multilingual BPE
 # `[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few
 # distinct pieces, the vocabulary is smaller than asked for.
@@ -197,10 +194,9 @@ def _check_room(vocab_size: int, min_size: int) -> None:
         raise FieldError("vocab_size", f"be at least {min_size} for this type of tokenizer", got=vocab_size)
 
 
-# Gives a byte-level BPE tokenizer more tokens, for languages that it cuts into too many pieces.
-#
-# Training goes on where it ended: words of the new text are cut by the tokenizer, and pairs of its own tokens are
-# merged. Each token is written as one character for that, its *letter*, since a trainer merges characters.
+# Gives a byte-level BPE tokenizer more tokens, for languages that it cuts into too many pieces. Training goes on where
+# it ended: words of the new text are cut by the tokenizer, and pairs of its own tokens are merged. Each token is
+# written as one character for that, its *letter*, since a trainer merges characters.
 
 LEAST = 2
 """How often a pair must occur: of a token that occurs once nothing is learned."""

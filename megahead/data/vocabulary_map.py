@@ -14,10 +14,9 @@ from typing import Any
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.errors import DataError
 
-# What tokens stand for, in bytes, however their tokenizer spells them, and which of them are special.
-#
-# A space in front belongs to a token's bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and
-# WordPiece as `the`, where what continues a word is `##the`.
+# What tokens stand for, in bytes, however their tokenizer spells them, and which of them are special. A space in front
+# belongs to a token's bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and WordPiece as `the`,
+# where what continues a word is `##the`.
 
 ROLES = {
     "begin": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"),
@@ -117,7 +116,8 @@ def _speller(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
     if "WordPiece" in kinds or model.get("type") == "WordPiece":
         return _of_wordpiece(model.get("continuing_subword_prefix") or "##")
     if "ByteLevel" in kinds:
-        return _of_byte_level
+        bytes_of = _bytes_of_characters()
+        return lambda spelled: b"".join(bytes_of.get(char) or char.encode() for char in spelled)
     if _SPACE in json.dumps(ways, ensure_ascii=False):
         return _of_sentencepiece
     raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
@@ -130,11 +130,6 @@ def _kinds(part: Any) -> Iterator[str]:
         for key in ("normalizers", "pretokenizers", "decoders"):
             for inner in part.get(key, ()):
                 yield from _kinds(inner)
-
-
-def _of_byte_level(spelled: str) -> bytes:
-    bytes_of = _bytes_of_characters()
-    return b"".join(bytes_of.get(char) or char.encode() for char in spelled)
 
 
 def _of_sentencepiece(spelled: str) -> bytes:
@@ -165,9 +160,8 @@ def _bytes_of_characters() -> dict[str, bytes]:
     return {char: bytes([byte]) for char, byte in spelled.items()}
 
 
-# Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
-#
-# Special tokens are the same if they are spelled alike, or else have the same role. V ids of the new vocabulary.
+# Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others. Special
+# tokens are the same if they are spelled alike, or else have the same role. V ids of the new vocabulary.
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,11 @@ from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import AllAlike, TrainingText, no_longer_than
 
-# All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers.
-#
-# A word is a run of letters of one script and of digits, with the marks on them, whatever spaces or signs its
-# tokenizer puts in front. All else (punctuation, symbols, spaces) is a unit token by token. So are scripts that are
-# written without spaces, in which a tokenizer's tokens are the nearest to words. A character, with the marks that
-# follow it, is never cut: byte-level tokens that are parts of one are masked together.
-#
-# M tokens of all rows, K bytes of these, C characters, V vocabulary.
+# All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers. A word is a run of
+# letters of one script and of digits, with the marks on them, whatever spaces or signs its tokenizer puts in front. All
+# else (punctuation, symbols, spaces) is a unit token by token. So are scripts that are written without spaces, in which
+# a tokenizer's tokens are the nearest to words. A character, with the marks that follow it, is never cut: byte-level
+# tokens that are parts of one are masked together. M tokens of all rows, K bytes of these, C characters, V vocabulary.
 
 _APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
 """Kinds of characters; letters of each script have a number of their own, from the last one on."""

@@ -25,14 +25,13 @@ from megahead.errors import ArgumentError, DataError
 from megahead.files import StagedFile
 from megahead.remote_files import is_remote
 
-# Writes `PREFIX.bin`, `PREFIX.json` and `PREFIX.idx`, which appear together at the end or not at all.
-
 FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 class IndexedDatasetWriter:
-    """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`.
+    """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`: the files appear together at the
+    end or not at all.
 
     Holds in memory about a million tokens, 4 bytes per sequence and, once a document has several sequences, 8 bytes per
     document. An old dataset of this name is replaced on a clean exit and untouched after an error; a dataset without a
@@ -201,9 +200,6 @@ class IndexedDatasetWriter:
             self._idx.write(data)
             digest.update(data)
         return digest.hexdigest()
-
-
-# Progress of a long reading job; `Bar` draws it in a terminal.
 
 
 class ByteProgress:
