@@ -35,29 +35,23 @@ GPT-2's has no marks, and so cuts each word of Hindi, Bengali, Telugu or Thai at
 MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE as GPT-2 has it, lossless on any text: no normalization, and all 256 bytes are tokens."""
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return _byte_level(texts, vocab_size, words, TEXT_TOKENS, 0, show_progress)
+    return _byte_level(texts, vocab_size, pre_tokenizers.ByteLevel(add_prefix_space=False), TEXT_TOKENS, 0)
 
 
-def train_multilingual(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+def train_multilingual(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """The same for many scripts and large vocabularies: words are cut as WORDS says, and no token is made of what
     occurs only once, of which nothing could be learned. Encoders' tokens are 2 to 4, however many ids the text gives.
     """
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    both, special = pre_tokenizers.Sequence([words, spelled]), (*TEXT_TOKENS, *ENCODER_TOKENS)
-    return _byte_level(texts, vocab_size, both, special, 2, show_progress)
+    both = pre_tokenizers.Sequence([words, spelled])
+    return _byte_level(texts, vocab_size, both, (*TEXT_TOKENS, *ENCODER_TOKENS), 2)
 
 
 def _byte_level(
-    texts: Iterable[str],
-    vocab_size: int,
-    words: pre_tokenizers.PreTokenizer,
-    special: Sequence[str],
-    least: int,
-    show_progress: bool,
+    texts: Iterable[str], vocab_size: int, words: pre_tokenizers.PreTokenizer, special: Sequence[str], least: int
 ) -> Tokenizer:
     _check_room(vocab_size, BYTES + len(special))
     tokenizer = Tokenizer(models.BPE())
@@ -68,15 +62,13 @@ def _byte_level(
         min_frequency=least,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def train_wordpiece(
-    texts: Iterable[str], vocab_size: int, *, lowercase: bool = False, show_progress: bool = False
-) -> Tokenizer:
+def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = False) -> Tokenizer:
     """WordPiece as BERT uses it; characters rarer than the thousand most frequent become `[UNK]`."""
     _check_room(vocab_size, len(BERT_TOKENS) + 1)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -87,13 +79,13 @@ def train_wordpiece(
         vocab_size=vocab_size,
         special_tokens=list(BERT_TOKENS),
         limit_alphabet=min(1000, vocab_size - len(BERT_TOKENS)),
-        show_progress=show_progress,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A SentencePiece unigram model with byte fallback, lossless on any text. Holds the text in memory."""
     _check_room(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
     model = io.BytesIO()
@@ -114,7 +106,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress:
             pad_piece=TEXT_TOKENS[1],
             unk_id=2,
             bos_id=-1,
-            minloglevel=0 if show_progress else 2,
+            minloglevel=2,
         )
     except RuntimeError as error:
         raise DataError(f"the text must suffice for a vocabulary of {vocab_size}, but does not ({error}).") from None

@@ -33,9 +33,8 @@ class IndexedDatasetWriter:
     """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`: the files appear together at the
     end or not at all.
 
-    Holds in memory about a million tokens, 4 bytes per sequence and, once a document has several sequences, 8 bytes per
-    document. An old dataset of this name is replaced on a clean exit and untouched after an error; a dataset without a
-    token is one (DataError).
+    Holds in memory about a million tokens, and 4 bytes per sequence and per document. An old dataset of this name is
+    replaced on a clean exit and untouched after an error; a dataset without a token is one (DataError).
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class IndexedDatasetWriter:
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
-        self._document_ends: array[int] | None = None  # in sequences; None while each document is one sequence
+        self._document_sequences = array("i")  # how many each document has
         self._waiting: list[Array] = []
         self._waiting_tokens = 0
         self._counts = np.zeros(vocab_size, np.int64)
@@ -71,7 +70,7 @@ class IndexedDatasetWriter:
     @property
     def num_documents(self) -> int:
         """Documents added so far."""
-        return len(self._lengths if self._document_ends is None else self._document_ends)
+        return len(self._document_sequences)
 
     def count(self, id_: int) -> int:
         """How often an id was added, once all is finished."""
@@ -103,7 +102,8 @@ class IndexedDatasetWriter:
             )
         if len(tokens):
             self._check_ids(tokens)
-        self._note_documents(np.ones(len(lengths), np.int64) if sequences is None else sequences, len(lengths))
+        sequences = np.ones(len(lengths), np.int32) if sequences is None else sequences
+        self._document_sequences.frombytes(sequences.astype(np.int32).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.text_bytes += text_bytes
         self.num_tokens += len(tokens)
@@ -150,16 +150,6 @@ class IndexedDatasetWriter:
                 self._info.publish()
                 self._idx.publish()
 
-    def _note_documents(self, sequences: Array, added: int) -> None:
-        """Records where documents end, as soon as one is not a single sequence."""
-        before = len(self._lengths)
-        if self._document_ends is None:
-            if len(sequences) == added and (sequences == 1).all():
-                return
-            self._document_ends = array("q", range(1, before + 1))
-        ends = before + np.cumsum(sequences, dtype=np.int64)
-        self._document_ends.frombytes(ends.tobytes())
-
     def _check_ids(self, tokens: Array) -> None:
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
@@ -192,9 +182,8 @@ class IndexedDatasetWriter:
         np.cumsum(sizes[:-1], out=offsets[1:], dtype=np.int64)
         offsets *= self.dtype.itemsize
         digest = hashlib.sha256()
-        documents = np.arange(count + 1, dtype=np.int64)
-        if self._document_ends is not None:
-            documents = np.concatenate([np.zeros(1, np.int64), np.frombuffer(self._document_ends, np.int64)])
+        documents = np.zeros(self.num_documents + 1, np.int64)
+        np.cumsum(np.frombuffer(self._document_sequences, np.int32), out=documents[1:])
         for part in (self._layout().pack(), sizes, offsets, documents):
             data = part if isinstance(part, bytes) else part.astype(part.dtype.newbyteorder("<")).tobytes()
             self._idx.write(data)
