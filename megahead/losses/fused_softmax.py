@@ -10,8 +10,9 @@ N outputs, n of a chunk; D features; w candidates of this rank (all of them wher
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Residuals(NamedTuple):
         return self._replace(loss_n=self.loss_n * weight_n.to(self.loss_n.dtype), weight_n1=both_n1)
 
 
-class ChunkSoftmax(Protocol):
+class ChunkSoftmax(ABC):
     """Computes the scores of a chunk of outputs, and their sums. Collective over the ranks that share candidates."""
 
     chunk: int
@@ -73,30 +74,33 @@ class ChunkSoftmax(Protocol):
     gradient_dtype: torch.dtype
     """Of the outputs' gradient, which is summed up over ranks."""
 
+    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
+        self._rows_wD, self._score, self._group, self._numerator = rows_wD, score, group, candidates.numerator
+
+    @abstractmethod
     def sums(self, outputs_nD: Tensor, target_n: Tensor) -> RowSums:
         """target_n: indices into this rank's candidates; outside of them for targets on other ranks."""
-        ...
 
+    @abstractmethod
     def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
         """As `sums`."""
-        ...
 
     def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
         """result = left @ right."""
-        ...
+        torch.mm(left, right, out=result)
 
+    @abstractmethod
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """total += left @ right, accumulated in the type of `total`."""
-        ...
 
 
-class TorchChunkSoftmax:
+class TorchChunkSoftmax(ChunkSoftmax):
     """With torch's operations: exponentials overwrite the scores. Two small all-reduces per chunk."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
+        super().__init__(outputs_ND, rows_wD, candidates, score, group)
         width, dtype = rows_wD.shape[0], torch.promote_types(rows_wD.dtype, torch.float32)
         bias_w, target_bias_w = candidates.bias_U, candidates.target_bias_U
-        self._rows_wD, self._score, self._group, self._numerator = rows_wD, score, group, candidates.numerator
         self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
         self._target_bias_w = None if target_bias_w is None else target_bias_w.to(dtype)
         self.chunk = ON_CPU.outputs(outputs_ND.shape[0], width, dtype.itemsize)
@@ -137,9 +141,6 @@ class TorchChunkSoftmax:
         none_n = below_Rn[-1].isnan()  # -inf less -inf is no number
         place_n, mine_n = torch.where(none_n, index_n, place_n), torch.where(none_n, held_n, mine_n)
         return torch.where(mine_n, place_n, -1)
-
-    def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
-        torch.mm(left, right, out=result)
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
@@ -261,7 +262,9 @@ def fused_softmax_loss(
 
 
 def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowSums:
-    """The `RowSums` of N > 0 outputs, without gradients; arguments as of `fused_softmax_loss`. Collective."""
+    """The `RowSums` of all outputs, without gradients; arguments as of `fused_softmax_loss`. Collective."""
+    if outputs_ND.shape[0] == 0:
+        return RowSums(*outputs_ND.new_zeros(4, 0))
     dtype = product_dtype(outputs_ND, rows_wD, score)
     outputs_ND = outputs_ND.to(dtype)
     step = chunk_softmax(outputs_ND, rows_wD.to(dtype), candidates, score, group)
@@ -270,10 +273,12 @@ def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, sc
 
 
 def softmax_draws(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group, uniform_N: Tensor
 ) -> Tensor:
-    """int64 [N]: places of candidates drawn for N > 0 outputs by `TorchChunkSoftmax.draws`, on any device in float32 at
-    least; arguments as of `fused_softmax_loss`. Collective."""
+    """int64 [N]: places of candidates drawn by `TorchChunkSoftmax.draws`, on any device in float32 at least; -1 where
+    that is another rank's. Arguments as of `fused_softmax_loss`. Collective."""
+    if outputs_ND.shape[0] == 0:
+        return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
     dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
     outputs_ND = outputs_ND.to(dtype)
     with torch.autocast(outputs_ND.device.type, enabled=False):
@@ -322,11 +327,10 @@ def chunk_softmax(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> ChunkSoftmax:
     """The implementation for the inputs' device, prepared for chunks of these outputs."""
-    if not takes_kernel(outputs_ND, score):
-        step = HalfChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
-        return step(outputs_ND, rows_wD, candidates, score, group)
-    kernel = importlib.import_module("megahead.losses.triton_kernel")  # triton comes with torch for CUDA alone
-    return cast(ChunkSoftmax, kernel.TritonChunkSoftmax(outputs_ND, rows_wD, candidates, score, group))
+    step: type[ChunkSoftmax] = HalfChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
+    if takes_kernel(outputs_ND, score):  # triton comes with torch for CUDA alone
+        step = importlib.import_module("megahead.losses.triton_kernel").TritonChunkSoftmax
+    return step(outputs_ND, rows_wD, candidates, score, group)
 
 
 def _chunks(step: ChunkSoftmax, outputs_ND: Tensor) -> Iterator[slice]:

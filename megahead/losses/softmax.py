@@ -1,21 +1,22 @@
-"""The softmax over candidates: its reference, split over tensor ranks, and as a model calls it."""
+"""The softmax over candidates: its reference, and as a model calls it, on one rank or split over tensor ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.distributed.group import Group, copy_to_group
+from megahead.distributed.group import Group, copy_to_group, reduce_from_group
 from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import RowSums, fused_softmax_loss, softmax_draws, softmax_sums
 from megahead.losses.scores import Dot, Score
 
-# N outputs, D features, U candidates.
+# N outputs, D features, U candidates; w: the candidates of one rank.
 
 
 DOT = Dot()
@@ -48,46 +49,7 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
     On CUDA in half precision (or under autocast to it) gradients use probabilities that are rounded to it; so they do
     in bf16 on CPUs with units for it, where scores are rounded, too.
     """
-    return grouped_candidate_loss(outputs_ND, rows_UD, candidates, score, Group())
-
-
-def grouped_candidate_loss(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
-) -> Tensor:
-    """`candidate_loss` with candidates split over `group`; arguments as of `fused_softmax_loss`. Collective."""
-    outputs_NE, rows_wE = score.outputs(outputs_ND), score.rows(rows_wD)
-    if outputs_ND.shape[0] == 0:
-        inputs = [outputs_NE, rows_wE] if candidates.bias_U is None else [outputs_NE, rows_wE, candidates.bias_U]
-        return torch.stack([each[:0].float().sum() for each in inputs]).sum()
-    return fused_softmax_loss(outputs_NE, rows_wE, candidates, score, group)
-
-
-@torch.no_grad()
-def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> Tensor:
-    """bool [N]: whether another candidate is at least as probable as the target; as `grouped_evaluation_sums`.
-    Collective."""
-    if outputs_ND.shape[0] == 0:
-        return torch.zeros(0, dtype=torch.bool, device=outputs_ND.device)
-    sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
-    return sums.biased <= sums.rivals
-
-
-@torch.no_grad()
-def grouped_draws(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
-) -> Tensor:
-    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, where its own target
-    weighs what it would on average if it were not known (`drawn_bias_U`). -1 where that is another rank's; arguments as
-    of `fused_softmax_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
-
-    Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over the
-    vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance: the
-    original about as often as that head says, and over many groups others nearly so (the quotient of two averages is
-    no average). From all ids draws are exact."""
-    if outputs_ND.shape[0] == 0:
-        return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
-    among = replace(candidates, target_bias_U=candidates.drawn_bias_U)
-    return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), among, score, uniform_N, group)
+    return Softmax(outputs_ND, rows_UD, candidates, score).loss()
 
 
 class EvaluationSums(NamedTuple):
@@ -109,37 +71,17 @@ class EvaluationSums(NamedTuple):
     """What an auxiliary objective has summed, by name."""
 
     @staticmethod
-    def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:
-        """From each target's negative log-probability, and whether it was the most probable."""
-        ones_N = torch.ones_like(loss_N, dtype=torch.float64)
-        loss, weight = (float(candidates.weighed(each_N.double()).sum()) for each_N in (loss_N, ones_N))
-        return EvaluationSums(loss, int(correct_N.sum()), loss_N.numel(), weight)
+    def of(sums: RowSums, candidates: Candidates) -> EvaluationSums:
+        """Of the distribution `softmax_u(s_u + b_u)`; unlike in the loss, the target's score has its bias."""
+        loss_N = (sums.lse - sums.biased).double()
+        loss, weight = (float(candidates.weighed(each_N).sum()) for each_N in (loss_N, torch.ones_like(loss_N)))
+        return EvaluationSums(loss, int((sums.biased > sums.rivals).sum()), loss_N.numel(), weight)
 
 
-def evaluation_sums(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> EvaluationSums:
-    """Of the distribution `softmax_u(s_u + b_u)`; unlike in the loss, the target's score has its bias."""
-    return grouped_evaluation_sums(outputs_ND, rows_UD, candidates, score, Group())
-
-
-@torch.no_grad()
-def grouped_evaluation_sums(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
-) -> EvaluationSums:
-    """`evaluation_sums` with candidates split over `group`; arguments as of `fused_softmax_loss`. Collective."""
-    if outputs_ND.shape[0] == 0:
-        return EvaluationSums(0.0, 0, 0, 0.0)
-    sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
-    return EvaluationSums.of(sums.lse - sums.biased, sums.biased > sums.rivals, candidates)
-
-
-# The softmax over candidates that are split over a tensor group: `candidate_loss` and `evaluation_sums` in parallel.
-#
-# Every rank has all outputs and an equal share of the candidates: not those whose embedding rows it owns, as in
-# Megatron's vocabulary-parallel loss, because frequent ids are neighbours in most vocabularies and such shares would
-# be uneven. Each chunk of outputs costs collectives of a few numbers per output (two on CPUs, one on GPUs); the
-# outputs' gradient costs one more, of N x D.
-#
-# N outputs, D features, U candidates; w: the candidates of one rank.
+# The candidates may be split over a tensor group. Every rank then has all outputs and an equal share of the candidates:
+# not those whose embedding rows it owns, as in Megatron's vocabulary-parallel loss, because frequent ids are neighbours
+# in most vocabularies and such shares would be uneven. Each chunk of outputs costs collectives of a few numbers per
+# output (two on CPUs, one on GPUs); the outputs' gradient costs one more, of N x D.
 
 
 @dataclass(frozen=True)
@@ -163,90 +105,92 @@ class CandidateShard:
             return None
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=elsewhere)
 
-
-def parallel_candidate_loss(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
-) -> Tensor:
-    """The same as `candidate_loss` with all ranks' rows together, on every rank; and its gradients.
-
-    outputs_ND and `candidates` (all U) are the same on every rank, rows_wD are those of this rank's shard. The
-    gradients of outputs_ND and of a learned bias are summed over the ranks already. Collective.
-    """
-    bias_U = candidates.bias_U
-    if bias_U is not None and bias_U.requires_grad:  # full on every rank, which uses only its slice
-        candidates = replace(candidates, bias_U=copy_to_group(bias_U, shard.group))
-    return grouped_candidate_loss(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
-
-
-def parallel_evaluation_sums(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
-) -> EvaluationSums:
-    """The same as `evaluation_sums` with all ranks' rows together, on every rank. Collective."""
-    return grouped_evaluation_sums(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
-
-
-def parallel_misses(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
-) -> Tensor:
-    """bool [N]: whether another candidate is at least as probable as the target, on every rank. Collective."""
-    return grouped_misses(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
-
-
-def parallel_draws(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, shard: CandidateShard
-) -> Tensor:
-    """int64 [N]: places among all candidates, drawn as by `grouped_draws` on one rank; on every rank. Collective."""
-    place_N = grouped_draws(outputs_ND, *_local(rows_wD, candidates, shard), score, uniform_N, shard.group)
-    return shard.group.all_reduce_max_(torch.where(place_N < 0, -1, place_N + shard.first))
-
-
-def _local(rows_wD: Tensor, candidates: Candidates, shard: CandidateShard) -> tuple[Tensor, Candidates]:
-    """This rank's rows and biases, [w], padded with 0 and -inf, and targets as indices into these rows; indices outside
-    of them mean that another rank has the target."""
-    bias_U = candidates.bias_U
-    if shard.count < shard.width:  # what lies beyond the candidates gets no gradient at all
-        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
-        bias_U = torch.zeros(shard.first + shard.count, device=rows_wD.device) if bias_U is None else bias_U
-    return rows_wD, replace(
-        candidates,
-        bias_U=shard.slice(bias_U, elsewhere=-torch.inf),
-        target_N=candidates.target_N - shard.first,
-        target_bias_U=shard.slice(candidates.target_bias_U),
-        drawn_bias_U=shard.slice(candidates.drawn_bias_U),
-    )
+    def local(self, rows_wD: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
+        """This rank's rows and biases, [w], padded with 0 and -inf, and targets as indices into these rows; indices
+        outside of them mean that another rank has the target."""
+        bias_U = candidates.bias_U
+        if bias_U is not None and bias_U.requires_grad:  # full on every rank, which uses only its slice
+            bias_U = copy_to_group(bias_U, self.group)
+        if self.count < self.width:  # what lies beyond the candidates gets no gradient at all
+            rows_wD = F.pad(rows_wD[: self.count], (0, 0, 0, self.width - self.count))
+            bias_U = torch.zeros(self.first + self.count, device=rows_wD.device) if bias_U is None else bias_U
+        return rows_wD, replace(
+            candidates,
+            bias_U=self.slice(bias_U, elsewhere=-torch.inf),
+            target_N=candidates.target_N - self.first,
+            target_bias_U=self.slice(candidates.target_bias_U),
+            drawn_bias_U=self.slice(candidates.drawn_bias_U),
+        )
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Outputs, and the candidates that compete for them, all on this rank."""
+    """Outputs, and the candidates that compete for them: all on this rank, or split over the ranks of `shard`.
+
+    Then outputs and candidates are the same on every rank, and so are results and the gradients of outputs and of a
+    learned bias; all methods are collective.
+    """
 
     outputs_ND: Tensor
     """As they are compared with rows."""
 
     rows_UD: Tensor
+    """[w, D] where candidates are split: those of this rank."""
+
     candidates: Candidates
-    score: Score
+    score: Score = DOT
+    shard: CandidateShard | None = None
 
     def loss(self) -> Tensor:
-        """Summed over the outputs, a scalar."""
-        return candidate_loss(self.outputs_ND, self.rows_UD, self.candidates, self.score)
+        """`candidate_loss`: summed over the outputs, a scalar."""
+        outputs_NE, rows_wE, candidates, score, group = self._own()
+        if outputs_NE.shape[0] == 0:
+            inputs = [outputs_NE, rows_wE] if candidates.bias_U is None else [outputs_NE, rows_wE, candidates.bias_U]
+            return torch.stack([each[:0].float().sum() for each in inputs]).sum()
+        return fused_softmax_loss(outputs_NE, rows_wE, candidates, score, group)
 
+    @torch.no_grad()
     def sums(self) -> EvaluationSums:
         """How well the outputs predict their targets."""
-        return evaluation_sums(self.outputs_ND, self.rows_UD, self.candidates, self.score)
+        return EvaluationSums.of(softmax_sums(*self._own()), self.candidates)
 
+    @torch.no_grad()
     def misses(self) -> Tensor:
         """bool [N]: whether another candidate is at least as probable as the target."""
-        return grouped_misses(self.outputs_ND, self.rows_UD, self.candidates, self.score, Group())
+        sums = softmax_sums(*self._own())
+        return sums.biased <= sums.rivals
 
+    @torch.no_grad()
     def draws(self, uniform_N: Tensor) -> Tensor:
-        """int64 [N]: places among the candidates, of those that are drawn. `uniform_N`: random numbers, float64 in
-        (0, 1)."""
-        return grouped_draws(self.outputs_ND, self.rows_UD, self.candidates, self.score, uniform_N, Group())
+        """int64 [N]: the place, among all candidates, of one drawn for each output from `softmax_u(s_u + b_u)`, where
+        its own target weighs what it would on average if it were not known (`drawn_bias_U`). `uniform_N`: random
+        numbers, float64 in (0, 1).
+
+        Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over
+        the vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its
+        importance: the original about as often as that head says, and over many groups others nearly so (the quotient
+        of two averages is no average). From all ids draws are exact."""
+        among = replace(self.candidates, target_bias_U=self.candidates.drawn_bias_U)
+        place_N = softmax_draws(*replace(self, candidates=among)._own(), uniform_N)
+        if self.shard is None:
+            return place_N
+        return self.shard.group.all_reduce_max_(torch.where(place_N < 0, -1, place_N + self.shard.first))
 
     def rows_at(self, place_N: Tensor) -> Tensor:
-        """[N, D]: the rows of candidates at these places."""
-        return self.rows_UD.index_select(0, place_N)
+        """[N, D]: the rows of the candidates at these places; each comes from the rank that has it."""
+        if self.shard is None:
+            return self.rows_UD.index_select(0, place_N)
+        place_N = place_N - self.shard.first
+        elsewhere_N1 = ((place_N < 0) | (place_N >= self.shard.count))[:, None]
+        own_ND = self.rows_UD.index_select(0, place_N.clamp(0, self.shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
+        return reduce_from_group(own_ND, self.shard.group)
+
+    def _own(self) -> tuple[Tensor, Tensor, Candidates, Score, Group]:
+        """What products read of the outputs and of this rank's rows, this rank's candidates, and the ranks."""
+        rows_wD, candidates, group = self.rows_UD, self.candidates, Group()
+        if self.shard is not None:
+            (rows_wD, candidates), group = self.shard.local(rows_wD, candidates), self.shard.group
+        return self.score.outputs(self.outputs_ND), self.score.rows(rows_wD), candidates, self.score, group
 
 
 # b rows of a block, V vocabulary (the candidates, U elsewhere).
@@ -256,22 +200,16 @@ class Softmax:
 def streamed_sums(
     outputs_ND: Tensor, blocks: Iterable[Tensor], vocabulary: Candidates, score: Score = DOT
 ) -> EvaluationSums:
-    """The same as `evaluation_sums` over the whole vocabulary, whose rows arrive as consecutive blocks [b, D]; only one
+    """The same as `Softmax.sums` over the whole vocabulary, whose rows arrive as consecutive blocks [b, D]; only one
     block is in memory at a time. On GPUs by the kernel, as there."""
-    outputs_ND, first = score.outputs(outputs_ND), 0
-    found: RowSums | None = None
-    for rows_bD in blocks:  # all of them, as they may come from other ranks
-        if len(outputs_ND):
-            among = _within(vocabulary, first, len(rows_bD))
-            sums = softmax_sums(outputs_ND, score.rows(rows_bD), among, score, Group())
-            found = sums if found is None else found.beside(sums)
-        first += len(rows_bD)
-    if found is None:
-        return EvaluationSums(0.0, 0, 0, 0.0)
-    return EvaluationSums.of(found.lse - found.biased, found.biased > found.rivals, vocabulary)
+    outputs_NE = score.outputs(outputs_ND)
 
+    def of_blocks() -> Iterator[RowSums]:
+        first = 0
+        for rows_bD in blocks:  # all of them, as they may come from other ranks
+            part = CandidateShard(first, len(rows_bD), len(rows_bD), Group())
+            rows_bE, among = score.rows(rows_bD), part.local(rows_bD, vocabulary)[1]
+            yield softmax_sums(outputs_NE, rows_bE, among, score, Group())
+            first += len(rows_bD)
 
-def _within(vocabulary: Candidates, first: int, count: int) -> Candidates:
-    """So many candidates from the one numbered `first` on; targets elsewhere are outside of them."""
-    bias_b = None if vocabulary.bias_U is None else vocabulary.bias_U[first : first + count]
-    return Candidates(None, bias_b, vocabulary.target_N - first)
+    return EvaluationSums.of(reduce(RowSums.beside, of_blocks()), vocabulary)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megahead.config.objective import ON_GPU
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.fused_softmax import Residuals, RowSums
+from megahead.losses.fused_softmax import ChunkSoftmax, Residuals, RowSums
 from megahead.losses.scores import Score
 
 BLOCK = 1024
@@ -31,12 +31,12 @@ ALIGNMENT = 16
 at once however many candidates there are: a vocabulary may have any size."""
 
 
-class TritonChunkSoftmax:
+class TritonChunkSoftmax(ChunkSoftmax):
     """A `ChunkSoftmax` for GPUs, for scores that are products, on half-precision or float32 inputs of one type; scores
     and sums are float32."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
-        self._rows_wD, self._scale, self._group, self._numerator = rows_wD, score.scale, group, candidates.numerator
+        super().__init__(outputs_ND, rows_wD, candidates, score, group)
         biases = candidates.bias_U, candidates.target_bias_U
         bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
         self._biases = None if bias_w is None else padded(bias_w), target_bias_w
@@ -57,9 +57,6 @@ class TritonChunkSoftmax:
         loss_n = found.lse - self._numerator(found.target, found.biased)
         return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
 
-    def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
-        torch.mm(left, right, out=result)
-
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         if left.is_cuda:
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -77,7 +74,7 @@ class TritonChunkSoftmax:
         """Runs the kernel: [4, n], this rank's `RowSums`, unless lse_n is given; and fills the buffer of residuals."""
         (count, width), sums_4n = scores_nw.shape, scores_nw.new_empty(4, len(scores_nw))
         buffers = (scores_nw, self._residuals if residuals else None, sums_4n, lse_n)
-        numbers = (self._scale, count, width, scores_nw.stride(0))
+        numbers = (self._score.scale, count, width, scores_nw.stride(0))
         _softmax_kernel[(count,)](*buffers, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
         return sums_4n
 

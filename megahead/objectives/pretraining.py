@@ -15,20 +15,11 @@ from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.distributed.group import Group, reduce_from_group
+from megahead.distributed.group import Group
 from megahead.distributed.tensors import Tensors, take_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
-from megahead.losses.softmax import (
-    CandidateShard,
-    EvaluationSums,
-    Softmax,
-    parallel_candidate_loss,
-    parallel_draws,
-    parallel_evaluation_sums,
-    parallel_misses,
-    streamed_sums,
-)
+from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
 from megahead.models.backbone import Backbone
 from megahead.models.documents import TargetPositions
 from megahead.models.parallel import parallelize_, shard_dims
@@ -328,33 +319,6 @@ class SplitOutputEmbedding(OutputEmbedding):
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
 
-@dataclass(frozen=True)
-class SplitSoftmax(Softmax):
-    """The same softmax with the candidates split over the ranks of a group, on each of them; all is collective. Its
-    rows are those of this rank's candidates, [w, D]; places are among the candidates of all ranks."""
-
-    shard: CandidateShard
-
-    def loss(self) -> Tensor:
-        return parallel_candidate_loss(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
-
-    def sums(self) -> EvaluationSums:
-        return parallel_evaluation_sums(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
-
-    def misses(self) -> Tensor:
-        return parallel_misses(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
-
-    def draws(self, uniform_N: Tensor) -> Tensor:
-        return parallel_draws(self.outputs_ND, self.rows_UD, self.candidates, self.score, uniform_N, self.shard)
-
-    def rows_at(self, place_N: Tensor) -> Tensor:
-        """On every rank: each comes from the rank that has it."""
-        place_N = place_N - self.shard.first
-        elsewhere_N1 = ((place_N < 0) | (place_N >= self.shard.count))[:, None]
-        own_ND = self.rows_UD.index_select(0, place_N.clamp(0, self.shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
-        return reduce_from_group(own_ND, self.shard.group)
-
-
 class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
@@ -395,7 +359,7 @@ class TensorParallelPretraining(Pretraining):
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
     def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
-        return SplitSoftmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+        return Softmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _output_rows(self) -> Tensor:
         """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""

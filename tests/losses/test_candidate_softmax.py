@@ -19,7 +19,7 @@ from megahead.losses import contrastive, fused_softmax
 from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
 from megahead.losses.contrastive import cwt_loss
 from megahead.losses.scores import Dot
-from megahead.losses.softmax import EvaluationSums, candidate_loss, candidate_loss_reference, evaluation_sums
+from megahead.losses.softmax import EvaluationSums, Softmax, candidate_loss, candidate_loss_reference
 
 
 def paper_form(outputs: Tensor, targets: Tensor, embedding: Tensor, temperature: float = 1.0) -> Tensor:
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
     candidates = vocabulary_candidates(torch.randint(2000, (3000,)))
     with LargestTensor() as largest:
         candidate_loss(outputs, rows, candidates).backward()
-        evaluation_sums(outputs, rows, candidates)
+        Softmax(outputs, rows, candidates).sums()
     assert largest.bytes <= ON_CPU.score_bytes < 4 * 3000 * 2000
 
 
@@ -256,21 +256,21 @@ def test_scores_are_those_of_the_softmax() -> None:
     outputs, targets, embedding = drawn(20, 4, 9)
     bias = torch.randn(9)
     log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
-    scores = evaluation_sums(outputs, embedding, vocabulary_candidates(targets, bias), Dot(0.5))
+    scores = Softmax(outputs, embedding, vocabulary_candidates(targets, bias), Dot(0.5)).sums()
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
 
 
 def test_a_target_that_ties_with_another_candidate_is_not_correct() -> None:
-    scores = evaluation_sums(torch.zeros(6, 4), torch.zeros(7, 4), vocabulary_candidates(torch.arange(6)))
+    scores = Softmax(torch.zeros(6, 4), torch.zeros(7, 4), vocabulary_candidates(torch.arange(6))).sums()
     assert scores.correct == 0
 
 
 def test_no_targets_score_nothing() -> None:
-    scores = evaluation_sums(
+    scores = Softmax(
         torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
-    )
+    ).sums()
     assert scores == EvaluationSums(0.0, 0, 0, 0.0)
 
 

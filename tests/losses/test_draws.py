@@ -17,7 +17,7 @@ from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
 from megahead.losses.scores import Dot, Harmonic, Score
-from megahead.losses.softmax import CandidateShard, grouped_draws, parallel_draws
+from megahead.losses.softmax import CandidateShard, Softmax
 from support.on_ranks import on_ranks
 
 U, D = 7, 5
@@ -43,7 +43,7 @@ def test_candidates_are_drawn_as_often_as_the_softmax_says(score: Score, own_bia
         biases_U = biases_U.index_fill(0, torch.tensor([2]), 1.5)
     expected_U = (score.written_out(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
     uniform_N = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # no noise
-    place_N = grouped_draws(outputs_ND, rows_UD, candidates, score, uniform_N, Group())
+    place_N = Softmax(outputs_ND, rows_UD, candidates, score).draws(uniform_N)
     assert torch.bincount(place_N, minlength=U) / n == pytest.approx(expected_U.numpy(), abs=1e-4)
     assert not torch.isin(place_N, torch.tensor([3, 6])).any()
     assert (place_N.diff() >= 0).all()  # in the order of the candidates: a random number decides alone
@@ -57,7 +57,7 @@ def test_of_many_candidates_that_one_is_drawn_at_which_the_running_sum_passes(to
     bias_U = torch.randn(total, generator=generator).index_fill(0, torch.arange(total - 5, total), -torch.inf)
     uniform_N = torch.rand(500, generator=generator, dtype=torch.float64)
     candidates = Candidates(torch.arange(total), bias_U, torch.zeros(500, dtype=torch.int64))
-    place_N = grouped_draws(outputs_ND, rows_UD, candidates, Dot(), uniform_N, Group())
+    place_N = Softmax(outputs_ND, rows_UD, candidates, Dot()).draws(uniform_N)
     below_NU = (outputs_ND.double() @ rows_UD.double().T + bias_U).softmax(1).cumsum(1)
     assert (below_NU[torch.arange(500), place_N] > uniform_N - 1e-6).all()
     assert (torch.nn.functional.pad(below_NU, (1, 0))[torch.arange(500), place_N] < uniform_N + 1e-6).all()
@@ -72,7 +72,7 @@ def share(group: Group, total: int) -> Tensor:
     shard = CandidateShard.of(total, -(-total // group.size), group)
     own_wD = rows_UD[shard.first :][: shard.width]
     own_wD = torch.cat([own_wD, torch.full((shard.width - len(own_wD), D), 9.0, dtype=torch.float64)])
-    return parallel_draws(outputs_ND, own_wD, candidates, Dot(), uniform_N, shard)
+    return Softmax(outputs_ND, own_wD, candidates, Dot(), shard).draws(uniform_N)
 
 
 @pytest.mark.parametrize("total", [3, 8, 201, 2050])
@@ -87,7 +87,7 @@ def test_draws_are_the_same_however_many_ranks_share_the_candidates(total: int) 
 
 def test_nothing_is_drawn_where_there_are_no_outputs() -> None:
     outputs_ND, rows_UD, candidates = problem(0)
-    assert grouped_draws(outputs_ND, rows_UD, candidates, Dot(), torch.zeros(0), Group()).shape == (0,)
+    assert Softmax(outputs_ND, rows_UD, candidates, Dot()).draws(torch.zeros(0)).shape == (0,)
 
 
 def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
@@ -95,7 +95,7 @@ def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
     ids = torch.tensor([17])
     candidates = rule.pool(ids).candidates(ids).padded(8)
     rows_UD, uniform_N = torch.randn(8, D), torch.tensor([0.9], dtype=torch.float64)
-    assert grouped_draws(torch.randn(1, D), rows_UD, candidates, Dot(), uniform_N, Group()).tolist() == [0]
+    assert Softmax(torch.randn(1, D), rows_UD, candidates, Dot()).draws(uniform_N).tolist() == [0]
 
 
 def test_an_outputs_own_target_weighs_as_often_as_others_have_it_on_average() -> None:
@@ -148,7 +148,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
         outputs_ND = torch.ones(each, 1, dtype=torch.float64)
-        drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())].numpy()
+        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).draws(uniform_N)].numpy()
         found_V += np.bincount(drawn_N, minlength=vocabulary)
         originals += int((drawn_N == own).sum())
     apart = np.abs(found_V / found_V.sum() - p_V).sum() / 2
@@ -180,6 +180,6 @@ def test_a_rare_original_is_drawn_as_often_as_its_probability_says(name: str) ->
         assert candidates.ids_U is not None
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         outputs_ND, rows_UD = torch.ones(each, 1, dtype=torch.float64), optimum_V[candidates.ids_U][:, None]
-        drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())]
+        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).draws(uniform_N)]
         originals += int((drawn_N == own).sum())
     assert originals / each / 100 == pytest.approx(p_V[own], abs=0.02)

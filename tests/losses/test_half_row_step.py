@@ -15,13 +15,7 @@ from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import loss_dtype
 from megahead.losses.scores import Dot, Harmonic, Score
-from megahead.losses.softmax import (
-    CandidateShard,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    parallel_candidate_loss,
-)
+from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import drawn, solved
 
@@ -96,7 +90,7 @@ def split(group: Group, fast: tuple[bool, ...]) -> list[Tensor]:
     table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense
     table[: shard.count] = rows[shard.first : shard.first + shard.count].detach()
     loss, of_outputs, of_rows = solved(
-        parallel_candidate_loss(outputs, table.requires_grad_(), candidates, SCORE, shard), [outputs, table]
+        Softmax(outputs, table.requires_grad_(), candidates, SCORE, shard).loss(), [outputs, table]
     )
     return [loss, of_outputs, of_rows[: shard.count]]
 
@@ -145,7 +139,7 @@ def test_evaluation_takes_no_bf16_products(monkeypatch: pytest.MonkeyPatch) -> N
     """Rounded scores would often be the same, so that a target is less often the only largest."""
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart=False)
     monkeypatch.setattr(fused_softmax, "HalfChunkSoftmax", None)
-    mine = evaluation_sums(outputs, rows, candidates, SCORE)
-    true = evaluation_sums(outputs.double(), rows.double(), candidates, SCORE)
+    mine = Softmax(outputs, rows, candidates, SCORE).sums()
+    true = Softmax(outputs.double(), rows.double(), candidates, SCORE).sums()
     assert mine.loss == pytest.approx(true.loss, rel=1e-5)
     assert mine.correct == true.correct > 0

@@ -14,13 +14,7 @@ from megahead.distributed.group import Group
 from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Dot
-from megahead.losses.softmax import (
-    CandidateShard,
-    candidate_loss_reference,
-    evaluation_sums,
-    parallel_candidate_loss,
-    parallel_evaluation_sums,
-)
+from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss_reference
 from support.on_ranks import on_ranks
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
@@ -50,7 +44,7 @@ def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor,
     outputs.requires_grad_()
     table.requires_grad_()
     with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
-        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
+        loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
     (3 * loss).backward()
     assert outputs.grad is not None
     assert table.grad is not None
@@ -82,7 +76,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     assert candidates.bias_U is not None
     bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
     with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
-        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
+        loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
     return torch.autograd.grad(3 * loss, bias)[0]
 
 
@@ -101,13 +95,13 @@ def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int
 def scores(group: Group, count: int) -> tuple[float, int, int]:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
-    result = parallel_evaluation_sums(outputs, table, candidates, Dot(TEMPERATURE), shard)
+    result = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).sums()
     return result.loss, result.correct, result.targets
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_scores_equal_one_rank(size: int) -> None:
-    expected = evaluation_sums(*problem(7, True), Dot(TEMPERATURE))
+    expected = Softmax(*problem(7, True), Dot(TEMPERATURE)).sums()
     assert expected.correct > 0
     for loss, correct, targets in on_ranks(size, scores, 7):
         assert loss == pytest.approx(expected.loss, rel=1e-12)
@@ -117,7 +111,7 @@ def test_scores_equal_one_rank(size: int) -> None:
 def without_targets(group: Group) -> tuple[float, bool]:
     outputs, rows = torch.zeros(0, FEATURES, requires_grad=True), torch.ones(2, FEATURES, requires_grad=True)
     none = Candidates(None, None, torch.zeros(0, dtype=torch.int64))
-    loss = parallel_candidate_loss(outputs, rows, none, Dot(), CandidateShard.of(0, 2, group))
+    loss = Softmax(outputs, rows, none, Dot(), CandidateShard.of(0, 2, group)).loss()
     loss.backward()
     return float(loss), rows.grad is not None and not rows.grad.any()
 

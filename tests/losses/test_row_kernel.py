@@ -15,14 +15,7 @@ from megahead.config.objective import ChunkSize
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Dot
-from megahead.losses.softmax import (
-    CandidateShard,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    parallel_candidate_loss,
-    parallel_evaluation_sums,
-)
+from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, on_device, solved, truth
 
@@ -99,8 +92,8 @@ def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: flo
 
 def test_evaluation_sums_equal_those_in_float64(device: torch.device) -> None:
     outputs, rows, candidates = drawn(40, 37, 23, torch.bfloat16, device, apart=False)
-    mine = evaluation_sums(outputs, rows, candidates, Dot(0.5))
-    exact = evaluation_sums(outputs.double(), rows.double(), candidates, Dot(0.5))
+    mine = Softmax(outputs, rows, candidates, Dot(0.5)).sums()
+    exact = Softmax(outputs.double(), rows.double(), candidates, Dot(0.5)).sums()
     assert exact.correct > 0
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
     assert (mine.correct, mine.targets) == (exact.correct, exact.targets)
@@ -114,12 +107,10 @@ def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor
         table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense
         table[: shard.count] = rows[shard.first : shard.first + shard.count].detach()
         table.requires_grad_()
-        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
+        loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = parallel_evaluation_sums(
-            outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard
-        )
+        sums = Softmax(outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return value, of_outputs, of_rows[: shard.count], tuple(sums)
 
 
@@ -130,7 +121,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
     outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
     exact = truth(outputs, rows, candidates, TEMPERATURE)
     plain = replace(candidates, target_bias_U=None)
-    sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
+    sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
     for value, of_outputs, _, (loss, correct, targets, *_) in results:

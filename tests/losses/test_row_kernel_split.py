@@ -15,14 +15,7 @@ from torch import Tensor
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Dot
-from megahead.losses.softmax import (
-    CandidateShard,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    parallel_candidate_loss,
-    parallel_evaluation_sums,
-)
+from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
 from support.in_turn import in_turn
 from support.long import long
 from support.row_kernel_cases import assert_rounded_once, drawn, on_device, solved, truth
@@ -60,12 +53,10 @@ def test_split_over_ranks_it_equals_the_reference(
     def work(group: Group) -> tuple[list[Tensor], tuple[float, ...]]:
         shard = CandidateShard.of(u, -(-u // size), group)
         table = sharded(rows, shard)
-        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
+        loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = parallel_evaluation_sums(
-            outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard
-        )
+        sums = Softmax(outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return [value, of_outputs, of_rows[: shard.count]], tuple(sums)
 
     results = in_turn(size, work)
@@ -75,7 +66,7 @@ def test_split_over_ranks_it_equals_the_reference(
     for part in parts:
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
     plain = replace(candidates, target_bias_U=None)
-    sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
+    sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert abs(correct - sums.correct) <= n // 1000  # equal but for ties in rounding
@@ -114,8 +105,8 @@ def test_evaluation_over_a_vocabulary_equals_float64(
 ) -> None:
     outputs, rows, candidates = drawn(n, u, d, dtype, device, apart=False)
     vocabulary = Candidates(None, candidates.bias_U if biased else None, candidates.target_N)
-    mine = evaluation_sums(outputs, rows, vocabulary, Dot(TEMPERATURE))
-    exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(TEMPERATURE))
+    mine = Softmax(outputs, rows, vocabulary, Dot(TEMPERATURE)).sums()
+    exact = Softmax(outputs.double(), rows.double(), vocabulary, Dot(TEMPERATURE)).sums()
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
     assert abs(mine.correct - exact.correct) <= n // 1000
     assert mine.targets == exact.targets

@@ -12,7 +12,7 @@ from megahead.config.objective import ChunkSize, ObjectiveConfig
 from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, Cosine, Dot, Harmonic, Score
-from megahead.losses.softmax import candidate_loss, candidate_loss_reference, evaluation_sums, streamed_sums
+from megahead.losses.softmax import Softmax, candidate_loss, candidate_loss_reference, streamed_sums
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, solved, truth
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_evaluation_is_that_of_the_definition_whole_and_in_blocks(score: Score) 
     loss = -logs.gather(1, candidates.target_N[:, None]).sum().item()
     correct = int((logs.argmax(1) == candidates.target_N).sum())
     for sums in (
-        evaluation_sums(outputs, rows, vocabulary, score),
+        Softmax(outputs, rows, vocabulary, score).sums(),
         streamed_sums(outputs, rows.split(5), vocabulary, score),
     ):
         assert sums.loss == pytest.approx(loss, rel=1e-6)

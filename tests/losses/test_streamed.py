@@ -9,7 +9,7 @@ from megahead.config.objective import ChunkSize
 from megahead.losses import fused_softmax
 from megahead.losses.candidates import vocabulary_candidates
 from megahead.losses.scores import Dot
-from megahead.losses.softmax import evaluation_sums, streamed_sums
+from megahead.losses.softmax import Softmax, streamed_sums
 from support.row_kernel_cases import drawn, on_device
 
 
@@ -25,7 +25,7 @@ def test_blocks_and_chunks_give_what_the_whole_gives(
     bias = torch.randn(50) if biased else None
     best = (outputs @ rows.T / 0.7 + (0.0 if bias is None else bias)).argmax(1)
     vocabulary = vocabulary_candidates(torch.where(torch.arange(20) < 9, best, torch.randint(50, (20,))), bias)
-    expected = evaluation_sums(outputs, rows, vocabulary, Dot(0.7))
+    expected = Softmax(outputs, rows, vocabulary, Dot(0.7)).sums()
     ours = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))
     assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
     assert (ours.correct, ours.targets) == (expected.correct, expected.targets)
@@ -56,7 +56,7 @@ def test_a_tie_counts_as_wrong_as_it_does_for_the_whole(block: int) -> None:
     outputs, rows = torch.ones(2, 1), torch.tensor([[1.0], [0.0], [1.0]])
     vocabulary = vocabulary_candidates(torch.tensor([0, 2]))
     assert streamed_sums(outputs, rows.split(block), vocabulary).correct == 0
-    assert evaluation_sums(outputs, rows, vocabulary).correct == 0
+    assert Softmax(outputs, rows, vocabulary).sums().correct == 0
 
 
 def test_without_outputs_all_blocks_are_read_and_there_is_nothing_to_sum_up() -> None:
@@ -83,7 +83,7 @@ def test_on_a_gpu_blocks_go_through_the_kernel_and_give_what_float64_gives(
     )
     vocabulary = vocabulary_candidates(candidates.target_N, candidates.bias_U)
     mine = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))
-    exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(0.7))
+    exact = Softmax(outputs.double(), rows.double(), vocabulary, Dot(0.7)).sums()
     assert len(scored) >= -(-v // block)
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
     assert abs(mine.correct - exact.correct) <= n // 1000

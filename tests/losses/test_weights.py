@@ -16,15 +16,7 @@ from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
 from megahead.losses.scores import Dot, Harmonic, Score
-from megahead.losses.softmax import (
-    CandidateShard,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    parallel_candidate_loss,
-    parallel_evaluation_sums,
-    streamed_sums,
-)
+from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference, streamed_sums
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, interpret, on_device, solved
 
@@ -109,8 +101,8 @@ def split(group: Group, kernel: bool) -> tuple[list[Tensor], tuple[float, ...]]:
         table = rows.new_zeros(shard.width, D)
         table[: shard.count] = rows[shard.first : shard.first + shard.count].detach()
         table.requires_grad_()
-        loss = parallel_candidate_loss(outputs, table, candidates, SCORE, shard)
-        sums = parallel_evaluation_sums(outputs, table, candidates, SCORE, shard)
+        loss = Softmax(outputs, table, candidates, SCORE, shard).loss()
+        sums = Softmax(outputs, table, candidates, SCORE, shard).sums()
         value, of_outputs, of_rows, of_bias = solved(loss, [outputs, table, bias])
         return [value, of_outputs, of_rows[: shard.count], of_bias], tuple(sums[:4])
 
@@ -121,7 +113,7 @@ def test_split_over_ranks_it_equals_the_reference(ranks: int, kernel: bool) -> N
         pytest.importorskip("triton")
     inputs, candidates = problem()
     expected = exact(inputs, candidates)
-    sums = evaluation_sums(*inputs[:2], candidates, SCORE)
+    sums = Softmax(*inputs[:2], candidates, SCORE).sums()
     results = on_ranks(ranks, split, kernel)
     of_rows = torch.cat([found[2] for found, _ in results])
     for (loss, of_outputs, _, of_bias), mine in results:
@@ -135,13 +127,13 @@ def test_evaluation_counts_losses_by_weight_and_targets_once_also_block_by_block
     log_p_NU = (outputs @ rows.T / 0.7 + bias).log_softmax(1)
     weight_N, own_N = candidates.weight_N, log_p_NU.gather(1, candidates.target_N[:, None])[:, 0]
     assert weight_N is not None
-    found = evaluation_sums(outputs, rows, candidates, SCORE)
+    found = Softmax(outputs, rows, candidates, SCORE).sums()
     assert found.loss == pytest.approx(-float((weight_N * own_N).sum().detach()))
     assert found.correct == int((log_p_NU.argmax(1) == candidates.target_N).sum())
     assert (found.targets, found.weight) == (N, pytest.approx(float(weight_N.sum())))
     blocks = streamed_sums(outputs, rows.split(5), candidates, SCORE)
     assert blocks[:4] == pytest.approx(found[:4], rel=1e-5)
-    even = evaluation_sums(outputs, rows, replace(candidates, weight_N=None), SCORE)
+    even = Softmax(outputs, rows, replace(candidates, weight_N=None), SCORE).sums()
     assert even.weight == even.targets == N
 
 
