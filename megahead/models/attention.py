@@ -1,4 +1,4 @@
-"""Self-attention: with one fused projection (GPT-NeoX), or one each for queries, keys and values (BERT, Llama).
+"""Self-attention: with one joint projection (GPT-NeoX), or one each for queries, keys and values (BERT, Llama).
 
 B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets.
 """
@@ -36,6 +36,10 @@ class Heads(NamedTuple):
     norm_eps: float | None = None
     """Queries and keys are normed head by head before they are compared; None: they are not."""
 
+    joint: bool = False
+    """Whether one projection makes queries, keys and values. Its rows are ordered head by head, within a head q, k, v:
+    any contiguous run of heads is a contiguous run of rows."""
+
 
 class HeadsLinear(nn.Linear):
     """A linear layer whose output features are `heads` of equal size."""
@@ -54,17 +58,18 @@ class SelfAttention(nn.Module):
 
     def __init__(self, hidden_size: int, heads: Heads, *, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        self.head_size = heads.size
-        self.causal = causal
-        self.dropout = dropout
+        self.head_size, self.joint, self.causal, self.dropout = heads.size, heads.joint, causal, dropout
         self.group = Group()  # ranks that hold the other heads: each draws its own dropout
         self.attend: Attend = attend
         width = heads.queries * heads.size
-        self.query = nn.Linear(hidden_size, width, heads.bias)
-        self.key = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
-        self.value = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
-        self.query_norm = _norm(heads)
-        self.key_norm = _norm(heads)
+        if heads.joint:
+            self.qkv = nn.Linear(hidden_size, 3 * width, heads.bias)
+        else:
+            self.query = nn.Linear(hidden_size, width, heads.bias)
+            self.key = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
+            self.value = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
+            self.query_norm = _norm(heads)
+            self.key_norm = _norm(heads)
         self.output = nn.Linear(width, hidden_size, heads.output_bias)
 
     def forward(
@@ -74,12 +79,7 @@ class SelfAttention(nn.Module):
 
         Without `rotation` positions must be in the input already.
         """
-        queried = x_BTD if targets is None else targets.take(x_BTD)
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_size))
-            for layer, x in ((self.query, queried), (self.key, x_BTD), (self.value, x_BTD))
-        )
-        q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = self._projected(x_BTD, targets)
         if rotation is not None:
             q, k = apply_rotary(q, rotation if targets is None else rotation.at(targets)), apply_rotary(k, rotation)
         dropout = self.dropout if self.training else 0.0
@@ -88,19 +88,25 @@ class SelfAttention(nn.Module):
         mixed: Tensor = self.output(heads.flatten(-2))
         return mixed
 
+    def _projected(self, x_BTD: Tensor, targets: TargetPositions | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, d], or [N, H, d] of the targets; k and v [B, T, K, d]."""
+        if self.joint:
+            q, k, v = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
+            return q if targets is None else targets.take(q), k, v
+        queried = x_BTD if targets is None else targets.take(x_BTD)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_size))
+            for layer, x in ((self.query, queried), (self.key, x_BTD), (self.value, x_BTD))
+        )
+        return self.query_norm(q), self.key_norm(k), v
+
     def _attend(
-        self,
-        q: Tensor,
-        k_BTKd: Tensor,
-        v_BTKd: Tensor,
-        documents: Documents,
-        targets: TargetPositions | None,
-        dropout: float,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, targets: TargetPositions | None, dropout: float
     ) -> Tensor:
         """[B, T, H, d], or [N, H, d] for queries of targets."""
         if targets is None:
-            return self.attend(q, k_BTKd, v_BTKd, documents, dropout, causal=self.causal)
-        return targets.gather(attend_at(targets.spread(q), k_BTKd, v_BTKd, documents, targets, dropout, self.causal))
+            return self.attend(q, k, v, documents, dropout, causal=self.causal)
+        return targets.gather(attend_at(targets.spread(q), k, v, documents, targets, dropout, self.causal))
 
 
 def _norm(heads: Heads) -> nn.Module:
@@ -126,34 +132,3 @@ def attend_at(
     if serves_masked(q, k.shape[2], dropout):
         return half_rows(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
-
-
-class CausalSelfAttention(nn.Module):
-    """Multi-head attention with rotary positions; one projection makes q, k and v.
-
-    Rows of `qkv.weight` are ordered head by head, within a head q, k, v: any contiguous run of heads is a contiguous
-    run of rows. The number of heads is read from the projection's width, so that a rank may hold a part of them.
-    """
-
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.head_size = hidden_size // num_heads
-        self.dropout = dropout
-        self.group = Group()  # ranks that hold the other heads: each draws its own dropout
-        self.attend: Attend = attend
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
-        self.output = nn.Linear(hidden_size, hidden_size)
-
-    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
-        """[B, T, D]: what each token reads from its document's past."""
-        q, k, v = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
-        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
-        heads_BTHd = self._attend(q, k, v, documents)
-        mixed_BTD: Tensor = self.output(heads_BTHd.flatten(2))
-        return mixed_BTD
-
-    def _attend(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents) -> Tensor:
-        if not self.training or self.dropout == 0.0:
-            return self.attend(q_BTHd, k_BTHd, v_BTHd, documents)
-        with per_rank_rng(self.group, q_BTHd.device):
-            return self.attend(q_BTHd, k_BTHd, v_BTHd, documents, self.dropout)

@@ -8,26 +8,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
-from megahead.models.attention import CausalSelfAttention, SelfAttention
+from megahead.models.attention import SelfAttention
 from megahead.models.attention_backends import Attend
 from megahead.models.blocks import Block, CompiledBlocks, Recompute, checkpointed
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.layers import Embedding, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
+from megahead.models.layers import Embedding, Rotation, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
 
 
 class Backbone(nn.Module, ABC):
-    """An embedding table and an encoder over its rows: tokens to hidden states, without a head.
+    """An embedding table and blocks over its rows: tokens to hidden states, without a head. A family defines what its
+    first block reads, the further inputs of each block, and what follows the last one.
 
     Looking up and encoding are apart, so that one lookup can serve the input tokens and the candidates of a loss.
     """
 
     embedding: nn.Embedding
     """[padded vocabulary, D]; also what outputs are scored against."""
+
+    blocks: nn.ModuleList
 
     recompute_blocks: Recompute = False
     """True: keep only each block's input for the backward pass, and compute the block again there: a third more time
@@ -38,6 +42,9 @@ class Backbone(nn.Module, ABC):
 
     sequence_group: Group = Group()
     """Ranks that split each row's tokens among them inside `encode` (sequence parallelism)."""
+
+    few_alone: ClassVar[bool] = True
+    """Whether the last block computes targets alone where they are few."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D]: the table's rows of `ids`, of any shape."""
@@ -52,7 +59,7 @@ class Backbone(nn.Module, ABC):
     def use_attention(self, attend: Attend) -> None:
         """Has every layer compute attention by `attend`, which must serve this backbone's device and precision."""
         for layer in self.modules():
-            if isinstance(layer, CausalSelfAttention | SelfAttention):
+            if isinstance(layer, SelfAttention):
                 layer.attend = attend
 
     def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:
@@ -68,31 +75,6 @@ class Backbone(nn.Module, ABC):
         return output
 
     @abstractmethod
-    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
-
-    def encode_at(
-        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
-    ) -> Tensor:
-        """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone.
-
-        subsets: where some layers of an encoder compute a part of the tokens alone; a decoder has none."""
-        return targets.take(self.encode(rows_BTD, documents))
-
-    def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
-        """[B, T, D]: hidden states of `input_ids_BT`; without `documents` each row is one document."""
-        if documents is None:
-            rows, row_length = input_ids_BT.shape
-            documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
-        return self.encode(self.embed(input_ids_BT), documents)
-
-
-class Encoder(Backbone):
-    """Defines what its first block reads, the further inputs of each block, and what follows the last one."""
-
-    blocks: nn.ModuleList
-
-    @abstractmethod
     def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: what the first block reads."""
 
@@ -105,20 +87,21 @@ class Encoder(Backbone):
         return x
 
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states; see `Backbone.encode`."""
+        """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
         x_BtD = self._through(self.blocks, self.views(documents), self.embedded(rows_BTD, documents))
         return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
         self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
     ) -> Tensor:
-        """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
+        """[N, D]: the same at `targets`; where these are few, an encoder's last block computes them alone.
 
         Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
         all of them. `subsets`: what some layers before the last one compute alone, in the order of these layers.
         """
-        if not subsets and (not targets.are_few or self.sequence_group.size > 1):
-            return super().encode_at(rows_BTD, documents, targets)
+        alone = self.few_alone and targets.are_few and self.sequence_group.size == 1
+        if not subsets and not alone:
+            return targets.take(self.encode(rows_BTD, documents))
         x_BTD, views, done, last = self.embedded(rows_BTD, documents), self.views(documents), 0, len(self.blocks) - 1
         for part in subsets:
             before = slice(done, part.layers.start)
@@ -129,6 +112,13 @@ class Encoder(Backbone):
         if not targets.are_few:
             return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *views[last])))
         return self.normed(self.run_block(self.blocks[last], x_BTD, *views[last], targets, static_shapes=False))
+
+    def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, T, D]: hidden states of `input_ids_BT`; without `documents` each row is one document."""
+        if documents is None:
+            rows, row_length = input_ids_BT.shape
+            documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
+        return self.encode(self.embed(input_ids_BT), documents)
 
     def _alone(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, K, D]: what the layers of `part` make of its tokens."""
@@ -158,6 +148,8 @@ class Encoder(Backbone):
 class Decoder(Backbone):
     """Embedding, blocks, final norm; parameters only, nothing is kept in buffers."""
 
+    few_alone = False  # its targets are about all tokens
+
     def __init__(self, config: ModelConfig, block: Callable[[], Block], norm: Callable[[], nn.Module]) -> None:
         """`block` makes each of the blocks, `norm` the last norm."""
         super().__init__()
@@ -168,13 +160,19 @@ class Decoder(Backbone):
         self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
         self.final_norm = norm()
 
-    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
+    def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, t, D]: the rows of the table."""
+        return scatter_to_group(rows_BTD, self.sequence_group, dim=1)
+
+    def views(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
+        """The same for each block."""
         rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
-        x_BtD = scatter_to_group(rows_BTD, self.sequence_group, dim=1)
-        for block in self.blocks:
-            x_BtD = self.run_block(block, x_BtD, rotation, documents)
-        return gather_from_group(self.final_norm(x_BtD), self.sequence_group, dim=1)
+        return [(rotation, documents)] * len(self.blocks)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """[..., D]: by the final norm."""
+        normed: Tensor = self.final_norm(x)
+        return normed
 
 
 def _scaling(settings: RotaryScalingConfig | None) -> Scaling | None:

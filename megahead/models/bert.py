@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 from megahead.config.model import ModelConfig
 from megahead.models.attention import Heads, SelfAttention
-from megahead.models.backbone import Encoder
+from megahead.models.backbone import Backbone
 from megahead.models.blocks import PostNormBlock
 from megahead.models.documents import Documents
 from megahead.models.layers import MLP, Embedding, LayerNorm
+from megahead.models.parallel import SPLIT_HEADS, SPLIT_WEIGHTS
 
 
-class Bert(Encoder):
+class Bert(Backbone):
     """Tokens, positions and types summed and normed, then post-norm blocks. All tokens have the first type.
 
     Rows are full of packed text, so nothing is computed for padding; where a row is not full, what is left is a
@@ -59,14 +60,5 @@ def _block(config: ModelConfig) -> PostNormBlock:
     )
 
 
-SHARDING = {
-    "embedding": "vocabulary",  # rows of the table; positions and types are small
-    "blocks.*.attention": "heads",  # not split itself; knows the group, to draw its own dropout
-    "blocks.*.attention.query": "column",  # whole heads
-    "blocks.*.attention.key": "key_heads",
-    "blocks.*.attention.value": "key_heads",
-    "blocks.*.attention.output": "row",
-    "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",
-}
-"""How each module splits over a tensor group; what is not named here is held in full by every rank."""
+SHARDING = SPLIT_WEIGHTS | SPLIT_HEADS
+"""How each module splits over a tensor group; positions and types are small."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megahead.distributed.group import Group, per_rank_rng
-from megahead.models.attention import CausalSelfAttention, SelfAttention
+from megahead.distributed.group import Group
+from megahead.models.attention import SelfAttention
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.layers import MLP, GatedMLP, LayerNorm, Rotation
+from megahead.models.layers import MLP, GatedMLP, LayerNorm, Rotation, dropout
 
 
 class Block(nn.Module):
@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(
         self,
         attention_norm: nn.Module,
-        attention: CausalSelfAttention | SelfAttention,
+        attention: SelfAttention,
         mlp_norm: nn.Module,
         mlp: MLP | GatedMLP,
         *,
@@ -48,21 +48,15 @@ class Block(nn.Module):
 
         [N, D] with `targets`: keys and values of all tokens, everything else of the targets alone.
         """
-        normed_BTD = self.attention_norm(x_BTD)
-        if targets is None:
-            x, attended = x_BTD, self.attention(normed_BTD, rotation, documents)
-        else:
-            x, attended = targets.take(x_BTD), self.attention(normed_BTD, rotation, documents, targets)
+        attended = self.attention(self.attention_norm(x_BTD), rotation, documents, targets)
+        x = x_BTD if targets is None else targets.take(x_BTD)
         if self.parallel:
             return x + self._drop(attended) + self._drop(self.mlp(self.mlp_norm(x)))
         x = x + self._drop(attended)
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
     def _drop(self, added: Tensor) -> Tensor:
-        if not self.training or self.dropout == 0.0:
-            return added
-        with per_rank_rng(self.sequence_group, added.device):
-            return F.dropout(added, self.dropout)
+        return dropout(added, self.dropout, self.sequence_group, self.training)
 
 
 class PostNormBlock(nn.Module):

@@ -8,10 +8,11 @@ from functools import partial
 from torch import nn
 
 from megahead.config.model import ModelConfig
-from megahead.models.attention import CausalSelfAttention
+from megahead.models.attention import Heads, SelfAttention
 from megahead.models.backbone import Decoder
 from megahead.models.blocks import Block
 from megahead.models.layers import MLP, LayerNorm
+from megahead.models.parallel import SPLIT_TOKENS, SPLIT_WEIGHTS
 
 
 class GPTNeoX(Decoder):
@@ -23,9 +24,10 @@ class GPTNeoX(Decoder):
 
 
 def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
+    heads = Heads(config.num_heads, config.num_heads, config.head_size(), joint=True)
     return Block(
         norm(),
-        CausalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
+        SelfAttention(config.hidden_size, heads, causal=True, dropout=config.attention_dropout),
         norm(),
         MLP(config.hidden_size, config.mlp_size(), config.activation),
         parallel=config.parallel_residual,
@@ -33,18 +35,5 @@ def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
     )
 
 
-SHARDING = {
-    "": "tokens",
-    "embedding": "vocabulary",  # rows of the table
-    "blocks.*": "tokens",  # each rank draws its own dropout
-    "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "heads",  # each rank draws its own dropout
-    "blocks.*.attention.qkv": "column",  # whole heads
-    "blocks.*.attention.output": "row",
-    "blocks.*.mlp_norm": "norm",
-    "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",
-    "final_norm": "norm",
-}
-"""How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
-named here is held in full by every rank."""
+SHARDING = SPLIT_WEIGHTS | SPLIT_TOKENS | {"blocks.*.attention.qkv": "column"}  # whole heads
+"""How each module splits over a tensor group."""

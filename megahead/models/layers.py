@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megahead.distributed.group import Group, per_rank_rng
 from megahead.models.documents import TargetPositions
 
 Activation = Literal["gelu", "gelu_tanh", "silu"]
@@ -51,6 +52,14 @@ class GatedMLP(nn.Module):
         """[B, T, D] to [B, T, D]."""
         y_BTD: Tensor = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
         return y_BTD
+
+
+def dropout(x: Tensor, rate: float, group: Group, training: bool) -> Tensor:
+    """`x` with a share of `rate` dropped, where `training`; each rank of `group` draws its own."""
+    if not training or rate == 0.0:
+        return x
+    with per_rank_rng(group, x.device):
+        return F.dropout(x, rate)
 
 
 # Layer normalization (Ba et al. 2016, arXiv 1607.06450).

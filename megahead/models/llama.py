@@ -12,6 +12,7 @@ from megahead.models.attention import Heads, SelfAttention
 from megahead.models.backbone import Decoder
 from megahead.models.blocks import Block
 from megahead.models.layers import GatedMLP, RMSNorm
+from megahead.models.parallel import SPLIT_HEADS, SPLIT_TOKENS, SPLIT_WEIGHTS
 
 
 class Llama(Decoder):
@@ -41,23 +42,14 @@ def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
     )
 
 
-SHARDING = {
-    "": "tokens",
-    "embedding": "vocabulary",  # rows of the table
-    "blocks.*": "tokens",  # each rank draws its own dropout
-    "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "heads",  # each rank draws its own dropout
-    "blocks.*.attention.query": "column",  # whole heads
-    "blocks.*.attention.key": "key_heads",
-    "blocks.*.attention.value": "key_heads",
-    "blocks.*.attention.query_norm": "head_norm",  # one weight for all heads
-    "blocks.*.attention.key_norm": "head_norm",
-    "blocks.*.attention.output": "row",
-    "blocks.*.mlp_norm": "norm",
-    "blocks.*.mlp.gate": "column",
-    "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",
-    "final_norm": "norm",
-}
-"""How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
-named here is held in full by every rank."""
+SHARDING = (
+    SPLIT_WEIGHTS
+    | SPLIT_HEADS
+    | SPLIT_TOKENS
+    | {
+        "blocks.*.attention.query_norm": "head_norm",  # one weight for all heads
+        "blocks.*.attention.key_norm": "head_norm",
+        "blocks.*.mlp.gate": "column",
+    }
+)
+"""How each module splits over a tensor group."""

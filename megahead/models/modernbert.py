@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megahead.config.model import ModelConfig
-from megahead.distributed.group import per_rank_rng, scatter_to_group
+from megahead.distributed.group import scatter_to_group
 from megahead.models.attention import Heads, SelfAttention
-from megahead.models.backbone import Encoder
+from megahead.models.backbone import Backbone
 from megahead.models.blocks import Block
 from megahead.models.documents import Documents
-from megahead.models.layers import Embedding, GatedMLP, LayerNorm, Rotation, rotary_at
+from megahead.models.layers import Embedding, GatedMLP, LayerNorm, Rotation, dropout, rotary_at
+from megahead.models.parallel import SPLIT_HEADS, SPLIT_TOKENS, SPLIT_WEIGHTS
 
 
-class ModernBert(Encoder):
+class ModernBert(Backbone):
     """Normed embeddings, pre-norm blocks, a final norm; rotary positions, GeGLU, no biases.
 
     Every third layer is global: its tokens see their whole document. In the others they see what is near them, with
@@ -42,11 +42,8 @@ class ModernBert(Encoder):
 
     def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the normed rows of the table; positions are the blocks' affair."""
-        x_BtD: Tensor = self.embedding_norm(scatter_to_group(rows_BTD, self.sequence_group, dim=1))
-        if not self.training or self.dropout == 0.0:
-            return x_BtD
-        with per_rank_rng(self.sequence_group, x_BtD.device):
-            return F.dropout(x_BtD, self.dropout)
+        x_BtD = self.embedding_norm(scatter_to_group(rows_BTD, self.sequence_group, dim=1))
+        return dropout(x_BtD, self.dropout, self.sequence_group, self.training)
 
     def views(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
         """Whole documents for global blocks, what is near for local ones; each with its rotation."""
@@ -76,22 +73,5 @@ def _block(config: ModelConfig, layer: int, norm: Callable[[], nn.Module]) -> Bl
     )
 
 
-SHARDING = {
-    "": "tokens",
-    "embedding": "vocabulary",  # rows of the table
-    "embedding_norm": "norm",
-    "blocks.*": "tokens",  # each rank draws its own dropout
-    "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "heads",  # each rank draws its own dropout
-    "blocks.*.attention.query": "column",  # whole heads
-    "blocks.*.attention.key": "key_heads",
-    "blocks.*.attention.value": "key_heads",
-    "blocks.*.attention.output": "row",
-    "blocks.*.mlp_norm": "norm",
-    "blocks.*.mlp.gate": "column",
-    "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",
-    "final_norm": "norm",
-}
-"""How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
-named here is held in full by every rank."""
+SHARDING = SPLIT_WEIGHTS | SPLIT_HEADS | SPLIT_TOKENS | {"embedding_norm": "norm", "blocks.*.mlp.gate": "column"}
+"""How each module splits over a tensor group."""

@@ -24,6 +24,10 @@ from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, lo
 # B rows, T tokens, D hidden size, V vocabulary, U shared ids; lower case: this rank's share.
 
 
+Form = Callable[..., nn.Module]
+"""Makes a layer's parallel form of it and the group."""
+
+
 def _unchanged(layer: nn.Module, _: Group) -> nn.Module:
     return layer
 
@@ -146,15 +150,16 @@ class SharedRMSNorm(nn.Module):
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
-    return ColumnParallelLinear(full, group) if full.heads % group.size == 0 else SharedHeadsLinear(full, group)
+def _split_heads(even: Form, shared: Form) -> Form:
+    """`even` where each rank has as many heads, else `shared`."""
+    return lambda full, group: (even if full.heads % group.size == 0 else shared)(full, group)
 
 
-LayerTable = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
+LayerTable = Mapping[str, Mapping[type[nn.Module], Form]]
 
 PARALLEL_LAYERS: LayerTable = {
     "column": {nn.Linear: ColumnParallelLinear},
-    "key_heads": {HeadsLinear: _split_heads},
+    "key_heads": {HeadsLinear: _split_heads(ColumnParallelLinear, SharedHeadsLinear)},
     "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: _unchanged},  # where a model has them
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {Embedding: VocabularyParallelEmbedding, nn.Embedding: VocabularyParallelEmbedding},
@@ -215,14 +220,10 @@ class SequenceLayerNorm(nn.Module):
         return layer_norm(x_BtD, weight, bias[0] if bias else None, self.eps)
 
 
-def _split_heads_and_sequence(full: HeadsLinear, group: Group) -> nn.Module:
-    return SequenceColumnLinear(full, group) if full.heads % group.size == 0 else SequenceSharedHeadsLinear(full, group)
-
-
 SEQUENCE_PARALLEL_LAYERS: LayerTable = {
     **PARALLEL_LAYERS,
     "column": {nn.Linear: SequenceColumnLinear},
-    "key_heads": {HeadsLinear: _split_heads_and_sequence},
+    "key_heads": {HeadsLinear: _split_heads(SequenceColumnLinear, SequenceSharedHeadsLinear)},
     "row": {nn.Linear: SequenceRowLinear},
     "norm": {
         LayerNorm: SequenceLayerNorm,
@@ -258,6 +259,31 @@ def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | No
     dtype = torch.get_autocast_dtype(x.device.type)
     return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]
 
+
+# What families have in common; how each splits is its own table. What a table does not name is held in full by every
+# rank.
+
+
+SPLIT_WEIGHTS = {
+    "embedding": "vocabulary",  # rows of the table
+    "blocks.*.attention": "heads",  # each rank draws its own dropout
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+}
+SPLIT_HEADS = {
+    "blocks.*.attention.query": "column",  # whole heads
+    "blocks.*.attention.key": "key_heads",
+    "blocks.*.attention.value": "key_heads",
+}
+SPLIT_TOKENS = {
+    "": "tokens",
+    "blocks.*": "tokens",  # each rank draws its own dropout
+    "blocks.*.attention_norm": "norm",
+    "blocks.*.mlp_norm": "norm",
+    "final_norm": "norm",
+}
+"""Under sequence parallelism only."""
 
 _MARKS = {"heads": "group", "tokens": "sequence_group"}
 """The attribute through which a module that is not replaced gets the group."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.models.attention import CausalSelfAttention
+from megahead.models.attention import Heads, SelfAttention
 from megahead.models.documents import Documents
 from megahead.models.layers import rotary_at
 from support.exact_attention import POSITIONS
 
+HEADS = Heads(3, 3, 8, joint=True)
+
 
 @pytest.mark.parametrize("documents", [Documents.whole_rows(2, 7), Documents(POSITIONS)])
 def test_dropout_acts_in_training_only(documents):
-    layer = CausalSelfAttention(24, 3, dropout=0.5)
+    layer = SelfAttention(24, HEADS, causal=True, dropout=0.5)
     x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(documents.positions_BT, 4, 10000.0)
     assert not torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
     layer.eval()
@@ -23,12 +25,12 @@ def test_dropout_acts_in_training_only(documents):
 def test_a_run_of_heads_alone_computes_its_part():
     """What sharding relies on: rows of qkv head by head, columns of output likewise."""
     torch.manual_seed(0)
-    whole = CausalSelfAttention(24, 3)
-    part = CausalSelfAttention(24, 3)
+    whole = SelfAttention(24, HEADS, causal=True)
+    part = SelfAttention(24, HEADS, causal=True)
     part.qkv.weight = torch.nn.Parameter(whole.qkv.weight[24:72])
     part.qkv.bias = torch.nn.Parameter(whole.qkv.bias[24:72])
     part.output.weight = torch.nn.Parameter(whole.output.weight[:, 8:24])
-    silenced = CausalSelfAttention(24, 3)
+    silenced = SelfAttention(24, HEADS, causal=True)
     silenced.load_state_dict(whole.state_dict())
     with torch.no_grad():
         silenced.output.weight[:, :8] = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
-from megahead.models.backbone import Encoder
+from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.registry import build_backbone
 
@@ -22,10 +22,9 @@ ROWS, LENGTH = 3, 12
 Part = tuple[range, bool]
 
 
-def encoder(family: str) -> Encoder:
+def encoder(family: str) -> Backbone:
     torch.manual_seed(0)
     model = build_backbone(ModelConfig(**SHAPE, **FAMILIES[family])).double()
-    assert isinstance(model, Encoder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,7 +32,7 @@ def encoder(family: str) -> Encoder:
     return model
 
 
-def definition(model: Encoder, x_TD: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
+def definition(model: Backbone, x_TD: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
     """[T, D]: of one document alone; of each part (its layers, whether the first of them reads all), bool [T]: kept."""
     whole = Documents.whole_rows(1, len(x_TD))
     x = model.embedded(x_TD[None], whole)
