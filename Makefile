@@ -18,7 +18,7 @@ help:
 	@echo "make docs                the documentation as a site: build/site/index.html (ARGS=serve: on this machine's port 8000)"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
-	@echo "make gpu-text            a text as a small dataset to be carried there, too (ARGS='--text F --tokenizer JSON')"
+	@echo "make gpu-text            a text as a dataset to be carried there, too (ARGS='--input F --tokenizer JSON')"
 	@echo "make gpu-wheels          what a GPU machine without a network lacks, to be carried there with the checkout"
 
 .venv/.torch:
@@ -90,7 +90,7 @@ gpu-wheels: .venv/.installed-test
 	$(BIN)/python tools/gpu_wheels.py $(ARGS)
 
 gpu-text: .venv/.installed-test
-	$(BIN)/python tools/gpu_text.py $(ARGS)
+	$(BIN)/python tools/preprocess.py --output build/gpu-text/text --holdout 200 $(ARGS)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

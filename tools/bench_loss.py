@@ -1,6 +1,5 @@
 """Times the loss alone, forward and backward, and its peak memory: the paper's form, ours, and the full softmax.
 
-tools/bench_loss.py --data docs.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/bench_loss.py --data PREFIX --sizes 1024,4096 --hidden 512
 tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,65536
 
@@ -16,34 +15,31 @@ come from Zipf's law.
 from __future__ import annotations
 
 import argparse
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.options import numbers, parser_of
 from megahead.data.indexed import IndexedDataset
-from megahead.data.sources import Selection, find_inputs, read_chunks
-from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError, run_command
 
 VOCABULARY = 50304
-TOKENS = 1_000_000  # of a text, so many are read: rows from here and there, as a shuffled batch has them
+TOKENS = 1_000_000  # of a dataset, so many are read: rows from here and there, as a shuffled batch has them
 ROW = 512
 ERROR_SIZE = 1024  # targets that errors against float64 are measured on
 Array = np.ndarray[Any, Any]
 
 
-def read_targets(source: str | None, tokenizer: str | None, least: int) -> Array:
-    """int64, `least` targets or more: of an indexed dataset, of a text through a tokenizer, or by Zipf's law.
-
-    DataError where the text is shorter than that.
-    """
+def read_targets(source: str | None, least: int) -> Array:
+    """int64, `least` targets or more: of an indexed dataset, or by Zipf's law. DataError where it has fewer."""
     generator = np.random.default_rng(0)
     if source is None:
         weights = 1 / (np.arange(VOCABULARY) + 2.7)  # Zipf-Mandelbrot
         return generator.choice(VOCABULARY, max(least, 2**15), p=weights / weights.sum())
-    tokens = _tokens(source, tokenizer, max(TOKENS, -(-least // ROW) * ROW))
+    dataset = IndexedDataset(source)
+    dataset.expect_ids_below(VOCABULARY)
+    most = max(TOKENS, -(-least // ROW) * ROW)
+    tokens = dataset.read(0, min(most, dataset.num_tokens)).astype(np.int64)
     rows = tokens[: len(tokens) // ROW * ROW].reshape(-1, ROW)
     if rows.size < least:
         raise DataError(
@@ -53,20 +49,9 @@ def read_targets(source: str | None, tokenizer: str | None, least: int) -> Array
     return rows[generator.permutation(len(rows))].reshape(-1)
 
 
-def _tokens(source: str, tokenizer: str | None, most: int) -> Array:
-    """The first `most` tokens of a text, or all that it has."""
-    if tokenizer is not None:
-        encode, chunks = load_tokenizer(tokenizer).encode_batch, read_chunks(find_inputs([Path(source)]), Selection())
-        ids = (one for chunk in chunks for text in encode(chunk.parse().strict()) for one in text)
-        return np.fromiter(islice(ids, most), np.int64)
-    dataset = IndexedDataset(source)
-    dataset.expect_ids_below(VOCABULARY)
-    return dataset.read(0, min(most, dataset.num_tokens)).astype(np.int64)
-
-
 def main() -> None:
     arguments = _parser().parse_args()
-    targets = read_targets(arguments.data, arguments.tokenizer, max(*arguments.sizes, ERROR_SIZE))
+    targets = read_targets(arguments.data, max(*arguments.sizes, ERROR_SIZE))
     import torch  # what is wrong with the text is reported before
 
     from benchmarks.losses import compare
@@ -75,22 +60,16 @@ def main() -> None:
     compare(torch.from_numpy(targets).to(arguments.device), arguments)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help=".jsonl or .jsonl.zst text (with --tokenizer), or an indexed dataset's prefix")
-    parser.add_argument("--tokenizer", help="tokenizer.json that turns text into tokens")
-    parser.add_argument("--sizes", type=_numbers, default=[2**k for k in range(10, 15)], help="N, comma-separated")
-    parser.add_argument("--hidden", type=_numbers, default=[512, 768], help="D, comma-separated")
+    parser = parser_of(__doc__)
+    parser.add_argument("--data", metavar="PREFIX", help="indexed dataset of at most 50,304 ids")
+    parser.add_argument("--sizes", type=numbers, default=[2**k for k in range(10, 15)], help="N, comma-separated")
+    parser.add_argument("--hidden", type=numbers, default=[512, 768], help="D, comma-separated")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; their median is shown")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of outputs and table")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--plain-up-to", type=int, default=2**14, help="largest N for the plain full softmax")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the numbers there")
     return parser
 
 

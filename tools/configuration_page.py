@@ -8,13 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from typing import Any
 
 from megahead.config.model import DEFAULTS, NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
@@ -26,7 +20,9 @@ What a run's YAML file may say. `--set section.field=value` sets the same on the
 sentence that names the field. In brackets stand the type, its bounds and the default; without one a setting is left
 out by default. This page is written by `python tools/configuration_page.py` from `megahead/config`.
 """
-SIGNS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
+BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`"}
+Schema = Mapping[str, Any]
 
 
 def main() -> None:
@@ -37,69 +33,58 @@ def main() -> None:
 
 def render() -> str:
     """The page: the run's own settings, then section by section."""
-    parts = [HEAD]
-    for name, settings in sections(RunConfig):
-        families = DEFAULTS if settings is ModelConfig else {}
-        rows = [_row(field, info, families) for field, info in settings.model_fields.items()]
-        about = " ".join((settings.__doc__ or "").split())
+    schema, parts = RunConfig.model_json_schema(), [HEAD]
+    for name, settings in sections(schema, schema["$defs"]):
+        families = DEFAULTS if settings["title"] == ModelConfig.__name__ else {}
+        rows = [
+            _row(field, info, families, required=field in settings.get("required", ()))
+            for field, info in settings["properties"].items()
+        ]
+        about = " ".join(settings.get("description", "").split())
         title = f"## {name}" if name else "## The run"
         parts.append("\n".join([title, "", about, "", *rows, ""]))
     sizes = ", ".join(f"`{size}`" for size in NAMED_SIZES)
     return "\n".join([*parts, f"Named sizes (`model.size`): {sizes}.\n"])
 
 
-def sections(settings: type[BaseModel], name: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """The settings classes from the run downwards, with the names of their sections."""
+def sections(settings: Schema, all_settings: Schema, name: str = "") -> Iterator[tuple[str, Schema]]:
+    """Schemas of settings from the run downwards, with the names of their sections."""
     yield name, settings
-    for field, info in settings.model_fields.items():
-        for inner in _settings_in(info.annotation):
-            yield from sections(inner, f"{name}.{field}" if name else field)
+    for field, info in settings["properties"].items():
+        for inner in _sections_in(info):
+            yield from sections(all_settings[inner], all_settings, f"{name}.{field}" if name else field)
 
 
-def _row(field: str, info: FieldInfo, families: Mapping[str, Mapping[str, Any]]) -> str:
+def _row(field: str, info: Schema, families: Mapping[str, Schema], *, required: bool) -> str:
     """`families`: their own defaults, where they differ."""
-    inner = list(_settings_in(info.annotation))
-    about = " ".join((info.description or "").split())  # what a section is, it says where it stands
-    rule = _rule(info.metadata)
-    others = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
-    own = "" if inner else _shown(info.default)
-    if info.default is PydanticUndefined or info.default is None:
-        own = "" if info.default is None else "**required**"
-    default = ", ".join([own, *others] if own else others)
-    default = default if own == "**required**" or not default else f"default {default}"
-    kind = f"{_type(info.annotation)}{f', {rule}' if rule else ''}{f'; {default}' if default else ''}"
-    return f"- `{field}` ({kind}){f': {about}' if about else ''}"
+    about = " ".join(info.get("description", "").split())  # what a section is, it says where it stands
+    defaults = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
+    if info.get("default") is not None and not [*_sections_in(info)]:
+        defaults.insert(0, _shown(info["default"]))
+    default = "; **required**" if required else f"; default {', '.join(defaults)}" if defaults else ""
+    return f"- `{field}` ({_type(info)}{default}){f': {about}' if about else ''}"
 
 
-def _type(annotation: Any) -> str:
-    """A type as a reader of YAML says it."""
-    if get_origin(annotation) is Annotated:
-        inner, *metadata = get_args(annotation)
-        rule = _rule(metadata)
-        return f"{_type(inner)}{f' {rule}' if rule else ''}"
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_type(kind) for kind in get_args(annotation) if kind is not NoneType))
-    if get_origin(annotation) is dict:
-        return "settings"
-    if get_origin(annotation) in (list, tuple):
-        kinds = [kind for kind in get_args(annotation) if kind is not Ellipsis]
-        return f"list of {_type(kinds[0])}s"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _type(info: Schema, between: str = ", ") -> str:
+    """A type as a reader of YAML says it, with its bounds: above 0, at most 1."""
+    options = [one for one in _options(info) if one.get("type") != "null"]
+    if len(options) == 1:
+        return _type(options[0])
+    if options:
+        return " or ".join(dict.fromkeys(_type(one, " ") for one in options))
+    if "$ref" in info:
         return "section"
-    return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]
-
-
-def _rule(metadata: list[Any]) -> str:
-    """Bounds in words: at least 0, below 1."""
-    words = [
-        f"{sign} {_count(getattr(bound, kind.__name__.lower()))}"
-        for bound in metadata
-        for kind, sign in SIGNS.items()
-        if isinstance(bound, kind)
-    ]
-    return ", ".join(words + ["not empty" for bound in metadata if isinstance(bound, MinLen)])
+    if "enum" in info or "const" in info:
+        return ", ".join(f"`{value}`" for value in info.get("enum", [info.get("const")]))
+    rule = [f"{words} {_count(info[bound])}" for bound, words in BOUNDS.items() if bound in info]
+    rule += ["not empty"] if "minLength" in info or "minItems" in info else []
+    if "prefixItems" in info:
+        return f"list of {TYPES[info['prefixItems'][0]['type']]}s"
+    if info["type"] == "array":
+        kind = f"list of {_type(info['items'], ' ')}s"
+    else:
+        kind = TYPES.get(info["type"], "settings")
+    return f"{kind}{between if rule else ''}{', '.join(rule)}"
 
 
 def _count(value: float) -> str:
@@ -110,17 +95,19 @@ def _count(value: float) -> str:
 
 def _shown(value: Any) -> str:
     """A value as YAML has it."""
-    plain = str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
-    return f"`{plain}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
 
 
-def _settings_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Settings classes inside a type, such as `X | None` or a list of X."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        if not isinstance(part, str):
-            yield from _settings_in(part)
+def _options(info: Schema) -> list[Schema]:
+    return [*info.get("anyOf", ()), *info.get("oneOf", ())]
+
+
+def _sections_in(info: Schema) -> Iterator[str]:
+    """Names of settings inside a type, such as those or null, or a list of them."""
+    if "$ref" in info:
+        yield info["$ref"].rpartition("/")[2]
+    for part in (*_options(info), *([info["items"]] if isinstance(info.get("items"), Mapping) else [])):
+        yield from _sections_in(part)
 
 
 if __name__ == "__main__":

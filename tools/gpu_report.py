@@ -1,7 +1,7 @@
 """Measures all that is to be known on a GPU, within a budget of time, and writes a page and its numbers.
 
 tools/gpu_report.py                                     25 minutes, without a training
-tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on what tools/gpu_text.py made elsewhere
+tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on what `make gpu-text` made elsewhere
 tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, to see that it works
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
     parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
-    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as tools/gpu_text.py made it")
+    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as preprocess.py made it")
     parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
     parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")

@@ -39,7 +39,6 @@ WRONG: dict[str, str] = {
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
     "tools/gpu_report.py": "--text nowhere.jsonl",
-    "tools/gpu_text.py": "--text nowhere.jsonl --tokenizer t.json",
     "tools/gpu_wheels.py": "",
     "tools/kernel_figures.py": "",
     "tools/pictures.py": "",

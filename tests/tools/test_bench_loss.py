@@ -22,7 +22,6 @@ from benchmarks.timing import in_child
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
-from support.small_checkpoint import save_tokenizer
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -53,15 +52,15 @@ def test_a_measurement_sees_the_memory_a_form_takes() -> None:
 
 
 def test_as_many_targets_are_drawn_as_are_asked_for(tmp_path: Path) -> None:
-    assert len(read_targets(None, None, least=70_000)) == 70_000
-    assert np.array_equal(read_targets(None, None, 70_000)[: 2**15], read_targets(None, None, 1_000))
+    assert len(read_targets(None, least=70_000)) == 70_000
+    assert np.array_equal(read_targets(None, 70_000)[: 2**15], read_targets(None, 1_000))
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=60) as writer:
         writer.add_document(np.arange(5_000) % 60)
-    assert len(read_targets(str(tmp_path / "text"), None, least=4_000)) == 4_608  # whole rows
+    assert len(read_targets(str(tmp_path / "text"), least=4_000)) == 4_608  # whole rows
     with pytest.raises(
         DataError, match=r"text` must hold 4,700 tokens in rows of 512, as --sizes asks, but holds 4,608"
     ):
-        read_targets(str(tmp_path / "text"), None, least=4_700)
+        read_targets(str(tmp_path / "text"), least=4_700)
 
 
 def test_the_command_has_targets_for_its_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,16 +69,6 @@ def test_the_command_has_targets_for_its_largest_size(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["bench_loss.py", "--sizes", "65536,1024"])
     bench_loss.main()
     assert sizes == [65536]
-
-
-def test_a_text_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "t.json")
-    (tmp_path / "a.jsonl").write_text('{"text": "the cat saw the dog"}\n' * 300)
-    source = str(tmp_path / "a.jsonl"), str(tmp_path / "t.json")
-    found = len(read_targets(*source, least=512))
-    assert found >= 512
-    with pytest.raises(DataError, match=f"but holds {found:,}; name smaller sizes or a longer text"):
-        read_targets(*source, least=found + 1)
 
 
 def cross_entropy(outputs: Tensor, rows: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rows import micro_batch, rule_of, token_rows
+from benchmarks.rows import rule_of, step_batches, token_rows
 from benchmarks.steps import Contender, contending
 from megahead.config.run import RunConfig
 from megahead.losses.contrastive import Vanilla, build_objective
@@ -54,7 +54,8 @@ def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict
 def test_phrases_are_found_in_its_rows() -> None:
     config = encoder({"phrases": {"group_samples": 8}})
     (rows,) = token_rows(config, None, count=1)
-    (group,) = micro_batch(config, rule_of(config, [rows]), rows).batch.auxiliary
+    (micro,) = step_batches(config, rule_of(config, [rows]), [rows], torch.device("cpu")).micro_batches
+    (group,) = micro.batch.auxiliary
     assert len(group.ends_Q) > 0
 
 

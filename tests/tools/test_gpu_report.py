@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_text
 import pytest
 
 from gpu_parts.page import judged, steps_compared, trainings_compared
 from gpu_parts.plan import DRY, FULL, RESULT, SHARES, START_UP, TOKENS, Outcome, Text, parts_of
 from gpu_parts.session import DRY_RUN, Session
 from megahead.config.loading import load_config
-from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
@@ -95,17 +93,12 @@ def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> N
     assert "by --dataset, or --text and --tokenizer" in text.obstacle_to_training()
 
 
-def test_a_text_is_cut_to_what_can_be_carried_and_trained_on(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "whole", vocab_size=60) as writer:
-        for number in range(500):
-            writer.add_document([number % 60] * 9 + [0])
-    told = gpu_text.cut(IndexedDataset(tmp_path / "whole"), tmp_path / "small", most=4_005)
-    assert told.endswith("text: 4,000 tokens, 0.0 MiB")
-    kept, held_out = (IndexedDataset(tmp_path / "small" / name) for name in ("text", "text-validation"))
-    assert (kept.num_tokens, held_out.num_tokens, kept.dtype.itemsize) == (3_980, 20, 2)
-    text = Text(tmp_path, dataset=tmp_path / "small/text")
+def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "small", vocab_size=60) as writer:
+        writer.add_document([5, 6, 0])
+    text = Text(tmp_path, dataset=tmp_path / "small")
     assert (text.parts(), text.obstacle_to_training(), text.index.exists()) == ([], "", True)
-    assert f"data.validation={tmp_path}/small/text-validation" in text.settings()
+    assert f"data.validation={tmp_path}/small-validation" in text.settings()
     assert "data.tokenizer=null" in text.settings()
 
 

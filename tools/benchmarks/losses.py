@@ -20,7 +20,7 @@ from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import Cost, cost, describe, in_child, in_turn, matrix_rate
+from benchmarks.timing import Cost, DeviceClock, cost, describe, in_child, in_turn, matrix_rate
 from megahead.config.objective import ObjectiveConfig
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
@@ -311,23 +311,21 @@ def observe(form: Form, problem: Problem) -> Taken:
 
 def measure_on_gpu(form: Form, problem: Problem) -> Taken:
     """The mean of many passes in a row, which nothing but the last waits for, by the device's own clock."""
+    clock = DeviceClock()
     for _ in range(WARM_UP):
         problem.solved(form)
-    torch.cuda.synchronize()
+    clock.wait()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     problem.solved(form)
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start = time.perf_counter()
-    begin.record()
+    start, begin = time.perf_counter(), clock.now()
     for _ in range(PASSES):
         problem.solved(form)
-    end.record()
-    host = time.perf_counter() - start
-    end.synchronize()
-    return Taken(begin.elapsed_time(end) / 1e3 / PASSES, peak, host / PASSES)
+    end, host = clock.now(), time.perf_counter() - start
+    clock.wait()
+    return Taken(clock.seconds(begin, end) / PASSES, peak, host / PASSES)
 
 
 def device_rate(device: torch.device, precision: str) -> float:

@@ -16,7 +16,6 @@ from megahead.data.batch import RowMasker
 from megahead.data.blending import RowSource, training_samples
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader
 from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
@@ -24,7 +23,7 @@ from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
 from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import MicroBatch, StepBatches
+from megahead.objectives.micro_batch import StepBatches
 
 
 def changed(config: RunConfig, *overrides: str) -> RunConfig:
@@ -47,13 +46,9 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
     return list(draw)
 
 
-def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
-    """`rows` with their candidates, as the only micro-batch of its step."""
-    batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
-    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    settings = config.objective.auxiliary()
-    others = None if settings is None else auxiliary_kind(settings).counted(batch)
-    return MicroBatch(batch, (candidates,), 1 / batch.weight(), None if others is None else 1 / max(others, 1))
+def alone(config: RunConfig) -> RunConfig:
+    """With steps of one micro-batch, which has its own candidates."""
+    return changed(config, f"batch.global_size={config.batch.micro_size}", "objective.group_samples=micro_batch")
 
 
 def step_batches(

@@ -172,8 +172,7 @@ class Contender:
 
     def flops(self) -> float:
         """Floating-point operations of a step."""
-        per_token = run_flops(self.config, round(statistics.mean(self.candidates)))
-        return per_token.total * self.tokens()
+        return run_flops(self.config, round(statistics.mean(self.candidates))).total * self.tokens()
 
     def tokens(self) -> int:
         """Of a step."""
@@ -188,23 +187,16 @@ class Contender:
 
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """Its line of the table; shares are of the median step."""
-        median = statistics.median(self.seconds())
-        row: dict[str, object] = {
-            "objective": self.name(),
-            "ms": milliseconds(median),
-            "best": milliseconds(min(self.seconds())),
-            "tokens/s": round(self.tokens() / median),
-            "rows": round(statistics.mean(self.candidates)),
-            "GFLOP": self.flops() / 1e9,
-            "of rate": f"{self.flops() / median / rate:.0%}",
-        }
+        median, operations = statistics.median(self.seconds()), self.flops()
+        row: dict[str, object] = {"objective": self.name(), "ms": milliseconds(median)}
+        row |= {"best": milliseconds(min(self.seconds())), "tokens/s": round(self.tokens() / median)}
+        row |= {"rows": round(statistics.mean(self.candidates)), "GFLOP": operations / 1e9}
+        row["of rate"] = f"{operations / median / rate:.0%}"
         if peak := peak_flops(device_name(self.device), self.precision):
-            row["MFU"] = f"{self.flops() / median / peak:.1%}"
+            row["MFU"] = f"{operations / median / peak:.1%}"
         if peak_megabytes is not None:
             row["peak MB"] = round(peak_megabytes)
-        for name, times in self.times.items():
-            row[name] = f"{statistics.median(times) / median:.0%}"
-        return row
+        return row | {name: f"{statistics.median(times) / median:.0%}" for name, times in self.times.items()}
 
     def _prepared(self, index: int) -> tuple[list[MicroBatch], float]:
         """A step's micro-batches on the device, as a run's loader would bring them there, and how many candidates they

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import pickle
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -59,13 +58,11 @@ def matrix_rate(device: torch.device, precision: str, size: int | None = None) -
     """Operations a second of a square product, the best of five: what the device can reach."""
     size = size or (8192 if device.type == "cuda" else 2048)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    best = float("inf")
+    clock, best = clock_of(device), float("inf")
     for _ in range(6):
-        start = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        begin, _product, end = clock.now(), a @ a, clock.now()
+        clock.wait()
+        best = min(best, clock.seconds(begin, end))
     return 2 * size**3 / best
 
 
@@ -82,21 +79,18 @@ def in_child(work: Callable[[], Result]) -> Result:
 
     Call it before this process has computed with torch: threads do not survive a fork.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(work(), pipe)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        content = pipe.read()
-    os.waitpid(child, 0)
-    if not content:
-        raise MemoryError("a measurement was killed, most likely for its memory; use smaller sizes")
-    result: Result = pickle.loads(content)
-    return result
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(work()))
+    child.start()
+    theirs.close()  # so that the child's end ends what waits for it
+    try:
+        result: Result = ours.recv()
+        return result
+    except EOFError:
+        raise MemoryError("a measurement was killed, most likely for its memory; use smaller sizes") from None
+    finally:
+        child.join()
 
 
 def cost(work: Callable[[], object]) -> Cost:

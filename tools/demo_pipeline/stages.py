@@ -84,7 +84,7 @@ class Finished:
     name: str
     seconds: float
     result: str
-    reused: bool
+    reused: bool = False
 
 
 class Stages:
@@ -102,15 +102,14 @@ class Stages:
         settings: Mapping[str, Any] | None = None,
         inputs: Sequence[Path] = (),
         outputs: Sequence[Path] = (),
-        version: int = 1,
     ) -> Finished:
         """Does `work`, which returns one line about its result, or reuses an earlier run of it.
 
-        Reused when `settings` (JSON values), `version`, and size and time of every file in `inputs` are what they
-        were, and those of `outputs` have not changed since. Raise `version` when the work itself changes.
+        Reused when `settings` (JSON values), and size and time of every file in `inputs` are what they were, and those
+        of `outputs` have not changed since.
         """
         stamp = self.folder / f"{name}.json"
-        key = _digest([settings or {}, version, _files(inputs)])
+        key = _digest([settings or {}, _files(inputs)])
         finished = _reuse(stamp, name, key, outputs) or self._work(stamp, name, key, work, outputs)
         self.finished.append(finished)
         note = "reused" if finished.reused else "done"
@@ -135,7 +134,7 @@ class Stages:
         self.console.print(f"[cyan]▸[/] [bold]{name}[/]")
         start = time.monotonic()
         result = work()
-        finished = Finished(name, time.monotonic() - start, result, reused=False)
+        finished = Finished(name, time.monotonic() - start, result)
         record = {"key": key, "outputs": _digest(_files(outputs)), "seconds": finished.seconds, "result": result}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(stamp, json.dumps(record, indent=1) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.laboratory import GRIDS, Cell, Laboratory, one_at_a_time, settings_of
+from experiments.laboratory import GRIDS, Cell, Laboratory, course, one_at_a_time, settings_of
 from experiments.measures import Row, speed
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
@@ -40,9 +40,8 @@ def compare_bottleneck(laboratory: Laboratory, only: Sequence[str]) -> None:
     tried: list[Row] = []
     for size in sizes:
         texts = write_language(laboratory.folder.parent / f"language-{size}", size)
-        training = dict.fromkeys(("training.steps", "training.evaluate_every"), STEPS)
-        training |= {"training.checkpoint_every": CHECKPOINT_EVERY, "training.evaluate_samples": HELD_OUT}
-        given = settings_of({"data.train": texts / "text", "data.validation": texts / "held-out", **training})
+        given = settings_of({"data.train": texts / "text", "data.validation": texts / "held-out"})
+        given += course(STEPS, checkpoint_every=CHECKPOINT_EVERY, evaluate_samples=HELD_OUT)
         cells = laboratory.grid("bottleneck", (), *given, ids=[size], objective=objectives)
         tried += [_known(laboratory, texts, cell) for cell in cells]
     laboratory.record("bottleneck-rates", tried)

@@ -35,7 +35,7 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     and labels, as in the published code's vanilla runs; `headless-noise` and `vanilla-noise` read a tenth of their
     inputs so, with clean labels, as its headless runs did.
     """
-    data = laboratory.encoder_data()
+    data = laboratory.data(encoder=True)
     prefix, rows = Path(data[0].removeprefix("data.train=")), []
     runs = {name: own for name, own in GRIDS["encoders"]["axes"]["run"].items() if not only or name in only}
     for name, own in runs.items():
@@ -160,7 +160,7 @@ def _train(laboratory: Laboratory, name: str, folder: str, steps: int) -> RunMet
     course = [f"training.steps={steps}", f"schedule.warmup_steps={max(1, steps // 10)}"]
     if folder != name:
         course.append("training.log_seconds=0")
-    return laboratory.train(config, folder, *laboratory.encoder_data(), *settings, *course)
+    return laboratory.train(config, folder, *laboratory.data(encoder=True), *settings, *course)
 
 
 def fine_tuned(laboratory: Laboratory, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.laboratory import GRIDS, Cell, Laboratory, scores_of
-from experiments.measures import Chart, Row, lines, over_seeds
+from experiments.laboratory import GRIDS, Cell, Laboratory, course, scores_of
+from experiments.measures import Chart, Row, lines, over_seeds, scores
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
 from megahead.evaluate.perplexity import evaluate_checkpoint
@@ -28,17 +28,16 @@ def compare_latency(laboratory: Laboratory, only: Sequence[str]) -> None:
     of so many tokens; BERT-base of 512 tokens a row, 15 % masked, is the paper's. Needs no text."""
     rows: list[Row] = []
     for size, length in SHAPES:
-        shape = f"{size}-{length}"
-        if not only or shape in only:
-            batches = [tokens // length for tokens in TOKENS[size] if tokens >= length]
-            mine = [row for batch in batches for row in _timed(laboratory, size, length, batch)]
-            titles = {"ms": "Milliseconds a step", "peak MB": "Peak memory, MB"}
-            charts = [
-                Chart(title, "rows of the micro-batch", lines(mine, "objective", "batch", column), True, from_zero=True)
-                for column, title in titles.items()
-            ]
-            laboratory.record(shape, mine, *charts)
-            rows += [{"shape": shape, **row} for row in mine]
+        if only and f"{size}-{length}" not in only:
+            continue
+        batches = [tokens // length for tokens in TOKENS[size] if tokens >= length]
+        mine = [row for batch in batches for row in _timed(laboratory, size, length, batch)]
+        charts = [
+            Chart(title, "rows of the micro-batch", lines(mine, "objective", "batch", column), True, from_zero=True)
+            for column, title in {"ms": "Milliseconds a step", "peak MB": "Peak memory, MB"}.items()
+        ]
+        laboratory.record(f"{size}-{length}", mine, *charts)
+        rows += [{"shape": f"{size}-{length}", **row} for row in mine]
     laboratory.record("latency", rows)
 
 
@@ -46,8 +45,8 @@ def _timed(laboratory: Laboratory, size: str, length: int, batch: int) -> list[R
     """A row for each objective; one that is slower than headless says how many times."""
     output = laboratory.folder / f"{size}-{length}-{batch * length}.json"
     if not output.exists():
-        what = ["--preset", size, "--micro-batch", str(batch), "--sequence-length", str(length), "--steps", "3"]
-        laboratory.run("bench_step.py", *what, "--threads", "1", "--output", str(output))
+        what = ["--preset", size, "--micro-batch", batch, "--sequence-length", length, "--steps", 3, "--threads", 1]
+        laboratory.run("bench_step.py", *what, "--output", output)
     timed = json.loads(output.read_text())
     columns = ("objective", "ms", "tokens/s", "peak MB")
     return [
@@ -67,12 +66,13 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     seeds = [seed for seed in GRIDS["decoders"]["axes"]["seed"]["values"] if not only or str(seed) in only]
     cells = laboratory.grid("decoders", seed=seeds)
     along = [row for cell in cells[:2] for row in _along(laboratory, cell)]
+    ends = [row for row in along if row["step"] == cells[0].run.training[-1]["step"]]
     along += _head_along(laboratory, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
     without = [{name: value for name, value in row.items() if name != "model"} for row in along]
     axes = ("tokens", "seconds")
     charts = [Chart("Held-out perplexity", x, lines(along, RUN, x, "perplexity"), log_up=True) for x in axes]
     laboratory.record("decoders", without, *charts)
-    ends = [row for cell in cells for row in _along(laboratory, cell, slice(-1, None))]
+    ends += [row for cell in cells[2:] for row in _along(laboratory, cell, slice(-1, None))]
     for seed in seeds:
         ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
     values = ("seconds", "perplexity", "accuracy", "bits per byte")
@@ -83,16 +83,15 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _along(laboratory: Laboratory, cell: Cell, points: slice = slice(None)) -> list[Row]:
     """What each head of the run's checkpoints, those at `points`, reaches after how much."""
-    rows = []
+    rows, (seed, objective) = [], (cell.values["seed"], cell.values["objective"])
     for folder in sorted(RunFolder(laboratory.folder / cell.name).checkpoints.glob("step-*"))[points]:
         step = int(folder.name.split("-")[1])
         spent = next(record for record in cell.run.training if record["step"] >= step)
-        for head in HEADS[cell.values["objective"]]:
+        for head in HEADS[objective]:
+            row = {"model": str(folder), "objective": objective, "head": head, "seed": seed, "step": step}
             scored = evaluate_checkpoint(folder, head)
-            row = {"model": str(folder), "objective": cell.values["objective"], "head": head}
-            row |= {"seed": cell.values["seed"], "step": step, "tokens": spent["tokens"], "seconds": spent["seconds"]}
-            row |= {"perplexity": scored.perplexity, "accuracy": scored.accuracy}
-            rows.append(row | {"bits per byte": scored.bits_per_byte})
+            found = {name: getattr(scored, name) for name in ("perplexity", "accuracy", "bits_per_byte")}
+            rows.append(row | {cost: spent[cost] for cost in ("tokens", "seconds")} | scores(found))
     return rows
 
 
@@ -100,16 +99,14 @@ def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points
     """What a head trained on top of the headless run reaches; tokens and seconds are those of both runs."""
     body = laboratory.runs[f"headless-{seed}"]
     given = [f"init.from_checkpoint={laboratory.folder / f'headless-{seed}'}", f"seed={seed}"]
-    given += [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // points)}"]
-    run = laboratory.train("small-head", name, *laboratory.data(), *given, f"training.checkpoint_every={steps}")
+    given += course(steps, evaluate_every=max(1, steps // points))
+    run = laboratory.train("small-head", name, *laboratory.data(), *given)
     rows = []
     for record in run.validation[1:]:  # the first is of what it starts from
         spent = next(one for one in run.training if one["step"] >= record["step"])
         folder = find_checkpoint(laboratory.folder / name / f"checkpoints/step-{record['step']:08d}")
         row = {"model": str(folder), "objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
-        row |= {both: body[both] + spent[both] for both in ("tokens", "seconds")}
-        row |= {"perplexity": record["perplexity"], "accuracy": record["accuracy"]}
-        rows.append(row | {"bits per byte": record["bits_per_byte"]})
+        rows.append(row | {cost: body[cost] + spent[cost] for cost in ("tokens", "seconds")} | scores(record))
     return rows
 
 
@@ -117,9 +114,8 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
     """LAMBADA along training (decoders-lambada), and all tasks at the end beside random weights (tasks.json)."""
     untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
     untrained += [one for one in GRIDS["decoders"]["settings"] if "steps" not in one]
-    laboratory.train(
-        "small-headless", f"random-{seed}", *laboratory.data(), *untrained, f"seed={seed}", "objective.name=vanilla"
-    )
+    untrained += [f"seed={seed}", "objective.name=vanilla"]
+    laboratory.train("small-headless", f"random-{seed}", *laboratory.data(), *untrained)
     exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
     points = [model for model in exported if model.exists()]  # a head's last
     known = ("objective", "head", "step", "tokens", "seconds")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from experiments.laboratory import GRIDS, Laboratory, charts_of, settings_of
-from experiments.measures import MEASURES, Row, over_seeds, speed
+from experiments.measures import Row, over_seeds, speed
 from experiments.recipe import FIRST
 
 
@@ -19,7 +19,7 @@ def compare_variants(laboratory: Laboratory, only: Sequence[str]) -> None:
             given = [*laboratory.data(), f"init.from_checkpoint={laboratory.folder / cell.name}"]
             given += ["seed=1"] if "seed" in cell.values["run"] else []
             head = laboratory.train("small-head", f"{cell.name}-head", *given)
-            row |= {f"trained head: {score}": MEASURES[score](head) for score in ("perplexity", "accuracy")}
+            row |= {f"trained head: {score}": head.validation[-1][score] for score in ("perplexity", "accuracy")}
         rows.append(row)
     laboratory.record("variants", rows)
 

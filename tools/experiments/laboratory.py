@@ -25,7 +25,7 @@ import yaml
 from rich.console import Console
 
 from demo_pipeline.pipeline import environment, launcher
-from experiments.measures import MEASURES, Chart, Row, cost, draw_charts, lines, spent
+from experiments.measures import Chart, Row, cost, draw_charts, lines, measured, spent
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
 
     def row(self, columns: Mapping[str, str]) -> Row:
         """The values, and the measures that `columns` name."""
-        return self.values | {title: MEASURES[name](self.run) for title, name in columns.items()}
+        return self.values | measured(self.run, columns)
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,16 @@ class Laboratory:
     ranks: int = 1  # of each run: two of a thread are faster than one of two threads where a step is short
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # the seed, tokens, seconds and settings of each
 
-    def data(self, vocabulary: int | None = None) -> list[str]:
-        """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""
+    def data(self, vocabulary: int | None = None, *, encoder: bool = False) -> list[str]:
+        """The settings that name the text in so many ids: of byte-level BPE, for encoders of WordPiece, with the ids
+        that masking needs. Made where it is missing."""
         size = vocabulary or self.vocabulary
-        return [*self._indexed(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
-
-    def encoder_data(self, vocabulary: int | None = None) -> list[str]:
-        """The same in WordPiece, with the ids that masking needs."""
-        size = vocabulary or self.vocabulary
+        if not encoder:
+            return [*self._indexed(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
         words = f"wordpiece-{size}"
         settings = self._indexed(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
         tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
-        ids = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
+        ids: Row = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
         ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
         return [*settings, *settings_of(ids), "masking.special_tokens=[]"]
 
@@ -115,14 +113,13 @@ class Laboratory:
 
     def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
         tokenizer = self.folder.parent / name / "tokenizer.json"
-        vocabulary = [*kind, "--vocab-size", str(size), "--output", str(tokenizer)]
-        self.make(tokenizer, "train_tokenizer.py", "--input", str(self.given_text()), *vocabulary)
+        self.make(tokenizer, "train_tokenizer.py", "--input", self.given_text(), *kind, "--vocab-size", size)
         return self._cut(name, tokenizer, ends)
 
     def _cut(self, name: str, tokenizer: Path, ends: Sequence[str]) -> list[str]:
         dataset = self.folder.parent / name / "text"
-        index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", str(self.held_out)]
-        self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", str(self.given_text()), *index)
+        how = ["--tokenizer", tokenizer, *ends, "--holdout", self.held_out]
+        self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", self.given_text(), *how, output=dataset)
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
     def grid(self, name: str, only: Sequence[str] = (), *given: str, **fixed: Sequence[Any]) -> list[Cell]:
@@ -135,9 +132,8 @@ class Laboratory:
             run = run_name(grid["run"].format(**values))
             if (only and not {run, *map(str, values.values())}.intersection(only)) or run in grid.get("without", ()):
                 continue
-            text = self.encoder_data if grid.get("encoder") else self.data
             size = values.get("vocabulary", grid.get("vocabulary"))
-            data = [] if grid.get("data") == "given" else text(size)
+            data = [] if grid.get("data") == "given" else self.data(size)
             config = grid.get("config", "").format(**values)
             trained = self.train(config, run, *data, *grid.get("settings", ()), *given, *settings)
             cells.append(Cell(values, run, trained))
@@ -176,17 +172,18 @@ class Laboratory:
         sessions = self.folder / name / PROCESSORS
         return ", ".join(dict.fromkeys(sessions.read_text().splitlines())) if sessions.exists() else ""
 
-    def run(self, tool: str, *arguments: str) -> None:
+    def run(self, tool: str, *arguments: object) -> None:
         """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._do(f"running {tool}", [f"tools/{tool}", *arguments], self.folder / f"{tool}.log")
+        self._do(f"running {tool}", [f"tools/{tool}", *map(str, arguments)], self.folder / f"{tool}.log")
 
-    def make(self, output: Path, tool: str, *arguments: str) -> None:
-        """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
-        with one_at_a_time(output):
-            if not output.exists():
-                command = [f"tools/{tool}", *arguments]
-                self._do(f"making {output.name}", command, output.with_name(f"{output.name}.log"))
+    def make(self, made: Path, tool: str, *arguments: object, output: Path | None = None) -> None:
+        """Runs tools/TOOL with `--output` (`made`, or what it is called by) unless `made`, which it writes whole or not
+        at all, is there. UserError when it fails."""
+        with one_at_a_time(made):
+            if not made.exists():
+                command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or made)]
+                self._do(f"making {made.name}", command, made.with_name(f"{made.name}.log"))
 
     def _do(self, what: str, command: Sequence[str], log: Path, ranks: int = 1) -> None:
         with self.console.status(what), log.open("a") as output:
@@ -201,18 +198,16 @@ class Laboratory:
         """What each model reaches on the harness's tasks: on the first `limit` examples, or on all; `folder`/NAME.json
         keeps it. `cloze`: the passages of that task."""
         output = self.folder / f"{name}.json"
-        what = ["--tasks", tasks, "--data", str(data), "--output", str(output)]
-        what += [] if limit is None else ["--limit", str(limit)]
-        what += [] if cloze is None else ["--cloze", str(cloze)]
-        self.run("eval_harness.py", *what, "--model", *map(str, models))
+        given = {"tasks": tasks, "data": data, "output": output, "limit": limit, "cloze": cloze}
+        what = [word for option, value in given.items() if value is not None for word in (f"--{option}", value)]
+        self.run("eval_harness.py", *what, "--model", *models)
         kept = ResultsFile(output)
         return {model: list(kept.of(model, limit)) for model in models}
 
     def fine_tune(self, output: str, models: Sequence[str], *what: str) -> list[FineTuningResult]:
         """Results of those runs, and of what else `output` has; `folder`/OUTPUT.json keeps them."""
         path = self.folder / f"{output}.json"
-        folders = [str(self.folder / name) for name in models]
-        self.run("finetune.py", "--model", *folders, *what, "--output", str(path))
+        self.run("finetune.py", "--model", *(self.folder / name for name in models), *what, "--output", path)
         return FineTuningResults(path).newest()
 
     def record(self, name: str, rows: Sequence[Row], *charts: Chart) -> None:
@@ -280,6 +275,13 @@ def charts_of(name: str, rows: Sequence[Row]) -> list[Chart]:
         options = {key: value for key, value in spec.items() if key not in ("line", "up")}
         told.append(Chart(lines=lines(rows, spec["line"], spec["across"], spec["up"]), **options))
     return told
+
+
+def course(steps: int, **more: Any) -> list[str]:
+    """Overrides of a run of so many steps, evaluated and saved at its end where `more` settings of training don't say
+    otherwise."""
+    training = {"steps": steps, "checkpoint_every": steps, "evaluate_every": steps} | more
+    return [f"training.{name}={value}" for name, value in training.items()]
 
 
 def scores_of(result: TaskResult) -> Row:

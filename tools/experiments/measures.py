@@ -57,12 +57,19 @@ def candidates(run: RunMetrics, steps: range | None = None) -> int | None:
     return round(sum(counts) / len(counts)) if counts else None
 
 
-def last_score(name: str) -> Callable[[RunMetrics], Any]:
-    return lambda run: run.validation[-1][name]
-
-
 MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": speed, "candidates": candidates}
-MEASURES |= {name: last_score(name) for name in ("loss", "perplexity", "accuracy", "bits_per_byte")}
+
+
+def measured(run: RunMetrics, columns: Mapping[str, str]) -> Row:
+    """By title: one of MEASURES, or else a score of the last evaluation."""
+    last = run.validation[-1]
+    return {title: MEASURES[name](run) if name in MEASURES else last[name] for title, name in columns.items()}
+
+
+def scores(record: Mapping[str, Any]) -> Row:
+    """Those of an evaluation; an encoder has no bits per byte."""
+    row = {name: record[name] for name in ("perplexity", "accuracy")}
+    return row | ({} if record["bits_per_byte"] is None else {"bits per byte": record["bits_per_byte"]})
 
 
 def over_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) -> list[Row]:

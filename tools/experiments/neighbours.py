@@ -77,7 +77,7 @@ def _settings(laboratory: Laboratory, kind: str, name: str) -> list[str]:
     """All that a variant's runs are given; decoders have the first recipe, not the one that was found since."""
     _, own = settings_of_variant(kind, name)
     if kind != "decoder":
-        return [*laboratory.encoder_data(), *own]
+        return [*laboratory.data(encoder=True), *own]
     masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in own) else []
     ids = [f"model.vocab_size={VOCABULARY + 1}", "training.evaluate_samples=256"]
     return [*laboratory.data(VOCABULARY), *ids, *settings_of(FIRST), *own, *masks]

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from experiments.laboratory import Laboratory, settings_of
+from experiments.laboratory import Laboratory, course, settings_of
 from experiments.measures import Row, over_seeds, spent
 from megahead.errors import FieldError, UserError
 from megahead.report.read import read_metrics
@@ -55,9 +55,6 @@ class Kind:
     def learns_by(self, side: str, recipe: Recipe) -> list[str]:
         """As overrides of any config, of which nothing remains in objective and optimizer."""
         return [f"objective={json.dumps(SIDES[side])}", "optimizer={}", *settings_of(recipe)]
-
-    def data(self, laboratory: Laboratory) -> list[str]:
-        return laboratory.encoder_data(self.vocabulary) if self.encoder else laboratory.data(self.vocabulary)
 
 
 _LIST = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -140,11 +137,11 @@ class Climb:
     def _trained(self, recipe: Recipe, seed: int, data_rows: int) -> Row:
         """The end of one run."""
         steps, name = data_rows // recipe["batch.global_size"], self._name(recipe, seed, data_rows)
-        course = [f"training.steps={steps}", f"training.evaluate_every={steps}", f"training.checkpoint_every={steps}"]
-        course += [f"schedule.warmup_steps={steps // 16}", f"seed={seed}"]
-        course += [f"schedule.decay_steps={steps // 5 if recipe['schedule.name'] == 'wsd' else 'null'}"]
-        given = [*self.kind.data(self.laboratory), *self.kind.shape, *self.kind.learns_by(self.side, recipe), *course]
-        run = self.laboratory.train(self.kind.config, name, *given)
+        decay = steps // 5 if recipe["schedule.name"] == "wsd" else "null"
+        given = self.laboratory.data(self.kind.vocabulary, encoder=self.kind.encoder)
+        given += [*self.kind.shape, *self.kind.learns_by(self.side, recipe)]
+        given += settings_of({"schedule.warmup_steps": steps // 16, "schedule.decay_steps": decay, "seed": seed})
+        run = self.laboratory.train(self.kind.config, name, *given, *course(steps))
         last, settings = run.validation[-1], {name: str(value) for name, value in recipe.items()}
         told = {key: last[key] for key in SCORES if last[key] is not None}
         made = {"cpu_seconds": round(spent(run)), "processors": self.laboratory.processors(name)}

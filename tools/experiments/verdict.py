@@ -21,7 +21,7 @@ from pathlib import Path
 from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tuned, table_of
 from experiments.laboratory import GRIDS, Laboratory, one_at_a_time, run_name, scores_of, settings_of
-from experiments.measures import Row, over_seeds, spent
+from experiments.measures import Row, over_seeds, scores, spent
 from experiments.recipe import KINDS
 from megahead.data.indexed import IndexedDataset
 from megahead.data.tokenizer import load_tokenizer
@@ -81,18 +81,17 @@ class Courses:
 
     def all(self) -> list[Course]:
         """All runs, but for the kinds that the part leaves out."""
-        plain = [self._plain(kind, budget) for kind in self.units for budget in self._budgets]
-        switched = [
-            self._switched(budget, share) for budget in self._budgets for share in self._part.switches.get(budget, ())
-        ]
-        unit, equal_tokens = self.units["vanilla"], []
-        for budget in self._budgets:  # headless, on as many tokens as vanilla reads then: cheaper than the other way
-            steps, decay = budget * unit, round(self._part.decay * budget) * unit
-            course = Course("headless", "headless, equal tokens", budget, "headless", steps, decay)
-            equal_tokens.append(self._branch(course))
-        differ = "vanilla" in self._part.kinds and self.units["headless"] != self.units["vanilla"]
-        runs = [*plain, *(equal_tokens if differ else []), *switched]
-        return [course for course in runs if course.kind in self._part.kinds]
+        part, unit = self._part, self.units["vanilla"]
+        runs = [self._plain(kind, budget) for kind in self.units for budget in self._budgets]
+        if "vanilla" in part.kinds and self.units["headless"] != unit:
+            for (
+                budget
+            ) in self._budgets:  # headless, on as many tokens as vanilla reads then: cheaper than the other way
+                steps, decay = budget * unit, round(part.decay * budget) * unit
+                course = Course("headless", "headless, equal tokens", budget, "headless", steps, decay)
+                runs.append(self._branch(course))
+        runs += [self._switched(budget, share) for budget in self._budgets for share in part.switches.get(budget, ())]
+        return [course for course in runs if course.kind in part.kinds]
 
     def kept_every(self, trunk: Course) -> int:
         """Steps between those checkpoints of a trunk that others go on from; 0 if none does."""
@@ -156,8 +155,7 @@ class Race:
 
     def points(self, kinds: Sequence[str]) -> list[Row]:
         """A row for each evaluation of each run."""
-        cut = self.laboratory.encoder_data if self.part.encoder else self.laboratory.data
-        data = cut(self.part.vocabulary)
+        data = self.laboratory.data(self.part.vocabulary, encoder=self.part.encoder)
         courses = Courses(self.part, self.seed, self._vanilla_unit(data))
         asked = [course for course in courses.all() if course.kind in kinds]
         for trunk in courses.trunks():
@@ -195,24 +193,21 @@ class Race:
         seconds = spent(run)  # with those of the run that it went on from
         if course.trunk is not None:
             seconds += spent(read_metrics(self.laboratory.folder / self.folder(course.trunk)), until=course.fork)
-        scored = {record["step"]: record["tasks"] for record in run.tasks}
-        return [
-            {
-                **{"run": course.run, "seed": self.seed, "budget": course.budget, "curve": course.name},
-                **{"time": courses.time_until(course, record["step"]), "end": record["step"] == course.steps},
-                "hours": seconds * self.laboratory.ranks / 3600,  # of CPUs
-                **_scores(record, scored.get(record["step"], {})),
-            }
-            for record in run.validation
-        ]
+        tasks = {record["step"]: record["tasks"] for record in run.tasks}
+        rows: list[Row] = []
+        for record in run.validation:
+            step, tokens = record["step"], record["tokens"]
+            row: Row = {"run": course.run, "seed": self.seed, "budget": course.budget, "curve": course.name}
+            row |= {"time": courses.time_until(course, step), "end": step == course.steps}
+            row |= {"hours": seconds * self.laboratory.ranks / 3600, "step": step, "tokens": tokens}  # hours of CPUs
+            found = tasks.get(step, {})
+            rows.append(row | scores(record) | {task: found[task]["acc"]["value"] for task in found})
+        return rows
 
     def _train(self, courses: Courses, course: Course, data: Sequence[str]) -> RunMetrics:
         unit = courses.units[course.objective]
-        given: Row = {
-            "training.steps": course.steps,
-            "training.evaluate_every": unit,
-            "training.checkpoint_every": unit,
-        }
+        given: Row = {"training.steps": course.steps}
+        given |= dict.fromkeys(("training.evaluate_every", "training.checkpoint_every"), unit)
         given |= {"training.keep_every": kept} if (kept := courses.kept_every(course)) else {}
         given |= {"schedule.name": "wsd", "schedule.warmup_steps": courses.warmup_steps(course)}
         given |= {"schedule.decay_steps": course.decay_steps, "seed": self.seed}
@@ -246,10 +241,10 @@ class Race:
         for model, results in found.items():
             row = reached.setdefault(model.name, {})
             for result in results:
-                scores, title = scores_of(result), WHOLE[result.task]
-                row |= {title: scores["acc"], f"{title} ±": scores["± acc"]}
-                if "perplexity" in scores:
-                    row[f"{title} perplexity"] = scores["perplexity"]
+                of_task, title = scores_of(result), WHOLE[result.task]
+                row |= {title: of_task["acc"], f"{title} ±": of_task["± acc"]}
+                if "perplexity" in of_task:
+                    row[f"{title} perplexity"] = of_task["perplexity"]
         return [row | (reached[self.folder(row["curve"])] if row["end"] else {}) for row in rows]
 
 
@@ -264,13 +259,6 @@ def _cloze(data: Sequence[str]) -> Path:
             write_jsonl(documents, ({"text": tokenizer.decode(dataset[index])} for index in range(len(dataset))))
             build_cloze(documents, output)
     return output
-
-
-def _scores(record: Mapping[str, float], tasks: Mapping[str, Row]) -> Row:
-    row: Row = {"step": record["step"], "tokens": record["tokens"], "perplexity": record["perplexity"]}
-    row |= {"accuracy": record["accuracy"], "bits per byte": record["bits_per_byte"]}
-    told = {name: value for name, value in row.items() if value is not None}  # an encoder has no bits per byte
-    return told | {task: tasks[task]["acc"]["value"] for task in tasks}
 
 
 PARTS = {name: Part(**{"shape": KINDS["encoder"].shape, **part}) for name, part in GRIDS["verdict"].items()}
@@ -300,12 +288,7 @@ def _compare(laboratory: Laboratory, name: str, part: Part, kinds: Sequence[str]
     values = [value for value in VALUES if all(value in row for row in ends)]
     laboratory.record(f"{title}-ends", over_seeds(ends, ("budget", "run", "tokens"), values))
     if part.encoder and laboratory.tasks_data is not None:
-        longest = [races[0].folder(row["curve"]) for row in _longest(ends)]
-        results = [one for run in longest for one in fine_tuned(laboratory, run, laboratory.tasks_data, GLUE_ROWS)]
+        longest = (0, max(part.budgets[0]))  # of the first seed
+        runs = [races[0].folder(row["curve"]) for row in ends if (row["seed"], row["budget"]) == longest]
+        results = [one for run in runs for one in fine_tuned(laboratory, run, laboratory.tasks_data, GLUE_ROWS)]
         laboratory.record(f"{title}-glue", table_of(results))
-
-
-def _longest(rows: Sequence[Row]) -> list[Row]:
-    """Those of the first seed's longest budget."""
-    rows = [row for row in rows if row["seed"] == 0]
-    return [row for row in rows if row["budget"] == max(row["budget"] for row in rows)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from experiments.laboratory import Laboratory, run_name, settings_of
+from experiments.laboratory import Laboratory, course, run_name, settings_of
 from experiments.measures import Chart, Row, lines, speed
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
@@ -75,21 +75,19 @@ def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> N
 def _split(laboratory: Laboratory) -> Path:
     """A folder with `train.jsonl` and the held-out documents of each language, `LANGUAGE.jsonl`; made once."""
     folder = laboratory.folder.parent / "languages"
-    if not (folder / "train.jsonl").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        train = bytearray()
-        for language in LANGUAGES:
-            held_out = bytearray()
-            chunks = read_chunks(find_inputs([laboratory.given_text()]), Selection(keep=(("lang", language),)))
-            for number, text in enumerate((one for chunk in chunks for one in chunk.parse().strict()), start=1):
-                line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
-                if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES:
-                    held_out += line
-                else:
-                    train += line
-            if held_out:
-                write_atomically(folder / f"{language}.jsonl", bytes(held_out))
-        write_atomically(folder / "train.jsonl", bytes(train))
+    if (folder / "train.jsonl").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    train = bytearray()
+    for language in LANGUAGES:
+        held_out = bytearray()
+        chunks = read_chunks(find_inputs([laboratory.given_text()]), Selection(keep=(("lang", language),)))
+        for number, text in enumerate((one for chunk in chunks for one in chunk.parse().strict()), start=1):
+            part = held_out if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES else train
+            part += json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
+        if held_out:
+            write_atomically(folder / f"{language}.jsonl", bytes(held_out))
+    write_atomically(folder / "train.jsonl", bytes(train))
     return folder
 
 
@@ -97,8 +95,8 @@ def _text(laboratory: Laboratory, source: Path, size: int) -> Text:
     """The text in so many ids; made where it is missing."""
     folder = laboratory.folder.parent / f"multilingual-{size}"
     tokenizer, train = folder / "tokenizer.json", source / "train.jsonl"
-    made = ["--type", "multilingual", "--vocab-size", str(size), "--output", str(tokenizer)]
-    laboratory.make(tokenizer, "train_tokenizer.py", "--input", str(train), *made)
+    kind = ["--type", "multilingual", "--vocab-size", size]
+    laboratory.make(tokenizer, "train_tokenizer.py", "--input", train, *kind)
     for file in sorted(source.glob("*.jsonl")):
         if not (folder / f"{file.stem}.idx").exists():
             preprocess([file], tokenizer, folder / file.stem)
@@ -114,7 +112,9 @@ def _scored(laboratory: Laboratory, size: int, text: Text, first: int) -> Iterat
     step = min(STEPS, round(STEPS * text.train.num_tokens / first))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
-    run = laboratory.train("small-headless", name, *text.settings, *SETTINGS, *_course(STEPS, step))
+    run = laboratory.train(
+        "small-headless", name, *text.settings, *SETTINGS, *course(STEPS, checkpoint_every=step, keep_checkpoints=2)
+    )
     last = run.training[-1]
     for at, equal in ((step, "text"), (STEPS, "time")):
         bits = _bits_per_byte(laboratory, name, at, "pmi", text)
@@ -127,7 +127,7 @@ def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]
     """Vanilla for as long as the headless run of STEPS took, headless for as many steps, and headless for as long."""
 
     def train(objective: str, name: str, steps: int, *more: str) -> RunMetrics:
-        given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(steps, steps), *more]
+        given = [*text.settings, *SETTINGS, f"objective.name={objective}", *course(steps), *more]
         return laboratory.train("small-headless", name, *given)
 
     took = {
@@ -149,11 +149,6 @@ def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]
         row |= {"ms a step": took[objective], "minutes": number * took[objective] / 60_000}
         rows.append(row | {"times headless": took[objective] / took["headless"]})
     return rows
-
-
-def _course(steps: int, checkpoint: int) -> list[str]:
-    settings = {"steps": steps, "checkpoint_every": checkpoint, "evaluate_every": steps, "keep_checkpoints": 2}
-    return [f"training.{name}={value}" for name, value in settings.items()]
 
 
 def _bits_per_byte(laboratory: Laboratory, name: str, step: int, head: HeadName, text: Text) -> dict[str, float]:
@@ -195,7 +190,7 @@ def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
     pieces. All of the held-out text is read each time, so that bits per byte are of the same bytes in every vocabulary.
     """
     runs = replace(laboratory, folder=laboratory.folder / "runs", held_out=HELD_OUT)
-    base = runs.train("small-headless", "base", *runs.data(), *_evaluated(FIRST_STEPS, FIRST_STEPS))
+    base = runs.train("small-headless", "base", *runs.data(), *course(FIRST_STEPS, evaluate_samples=1_000_000))
     goal = base.validation[-1]["bits_per_byte"]
     texts = {f"{LARGER:,} ids": runs.data(LARGER)}
     if runs.tokenizer is not None:
@@ -203,7 +198,8 @@ def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
     rows: list[Row] = []
     charts: list[Chart] = []
     for name, text in texts.items():
-        given = [*text, *_moved(runs, name, text), *_evaluated(STEPS_AFTER, EVERY)]
+        given = [*text, *_moved(runs, name, text)]
+        given += course(STEPS_AFTER, evaluate_every=EVERY, evaluate_samples=1_000_000)
         cells = runs.grid("revocabulary", only, *given, vocabulary=[name])
         rows += [{**cell.values, **_back(cell.run, goal), "tokens/s": speed(cell.run)} for cell in cells]
         along = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
@@ -212,17 +208,12 @@ def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
     laboratory.record("revocabulary", rows, *charts)
 
 
-def _evaluated(steps: int, every: int) -> list[str]:
-    course = {"steps": steps, "checkpoint_every": steps, "evaluate_every": every, "evaluate_samples": 1_000_000}
-    return [f"training.{name}={count}" for name, count in course.items()]
-
-
 def _moved(laboratory: Laboratory, name: str, text: Sequence[str]) -> list[str]:
     """Settings that begin with the base in the vocabulary of `text`; converted where that was not done."""
     tokenizer = next(one.partition("=")[2] for one in text if one.startswith("data.tokenizer="))
     moved = laboratory.folder / run_name(f"moved-{name}")
-    arguments = ["--model", str(laboratory.folder / "base"), "--tokenizer", tokenizer, "--output", str(moved)]
-    laboratory.make(moved, "convert.py", "revocabulary", *arguments)
+    base = laboratory.folder / "base"
+    laboratory.make(moved, "convert.py", "revocabulary", "--model", base, "--tokenizer", tokenizer)
     ids = load_tokenizer(Path(tokenizer)).vocab_size
     return settings_of({"model.vocab_size": ids, "init.from_checkpoint": moved})
 

@@ -85,7 +85,7 @@ class Text:
     folder: Path
     sources: tuple[Path, ...] = ()
     tokenizer: Path | None = None
-    dataset: Path | None = None  # its prefix, which tools/gpu_text.py made
+    dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
 
     @property
     def given(self) -> bool:

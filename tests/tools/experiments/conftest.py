@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,30 @@ from experiments.laboratory import ROOT, Laboratory
 from support.laboratory import TINY, run_logged
 
 
-@pytest.fixture
-def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
-    monkeypatch.chdir(ROOT)
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, its tokenizers and datasets, made once."""
+    folder = tmp_path_factory.mktemp("prepared")
     chance = random.Random(0)
     words = ["".join(chance.choices("aeioulnrst", k=chance.randrange(2, 9))) for _ in range(300)]
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "lab").mkdir()
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.laboratory.run_python", run_logged)
+        laboratory = laboratory_in(folder)
+        laboratory.data()
+        laboratory.data(encoder=True)
+    return folder
+
+
+@pytest.fixture
+def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path) -> Laboratory:
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
-    return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return laboratory_in(tmp_path)
+
+
+def laboratory_in(folder: Path) -> Laboratory:
+    (folder / "lab").mkdir(exist_ok=True)
+    return Laboratory(folder / "lab", folder / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)

@@ -48,7 +48,7 @@ LABELS = ("entailment", "neutral", "contradiction")
 
 
 def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = laboratory.encoder_data()
+    settings = laboratory.data(encoder=True)
     made = laboratory.folder.parent / "wordpiece-320"
     folder = tmp_path / "languages"
     folder.mkdir()

@@ -87,7 +87,9 @@ def test_who_learns_a_language_of_facts(laboratory: Laboratory, monkeypatch: pyt
         monkeypatch.setattr(f"experiments.bottleneck.{name}", value)
     for name, values in {"ids": [64], "rate": [1e-3, 1.6e-2]}.items():
         monkeypatch.setitem(GRIDS["bottleneck"]["axes"][name], "values", values)
-    compare_bottleneck(replace(laboratory, text=None, settings=("schedule.warmup_steps=1",)), [])
+    small = ["schedule.warmup_steps=1", "model.num_layers=1", "model.hidden_size=16"]
+    small += ["batch.global_size=4", "batch.micro_size=4"]
+    compare_bottleneck(replace(laboratory, text=None, settings=small), [])
     tried = results(laboratory, "bottleneck-rates")
     best = results(laboratory, "bottleneck")
     assert [(row["objective"], row["rate"]) for row in tried] == [
