@@ -23,14 +23,10 @@ from megahead.losses.contrastive import Objective, Pool
 from megahead.objectives.micro_batch import MicroBatch, StepBatches
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
-# Candidate groups: consecutive samples whose targets are candidates for each other, on whichever ranks they are.
+# A candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
+# Any rank can look up the row of any id itself, so that forming a group exchanges only ids, 4 bytes per target.
 #
-# Any rank can look up the row of any id itself, so that forming a group exchanges only ids, 4 bytes per target. A
-# candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
-# Its `Pool` is made of all its targets and of random negatives drawn for it, and makes the candidates for the targets
-# that it has in one micro-batch. Shapes: N targets of a micro-batch, G of a candidate group, R data ranks, A
-# accumulation steps.
-
+# G targets of a candidate group, R data ranks, A accumulation steps.
 
 _PURPOSE = 0xCA4D1DA7E5  # makes these draws independent of others from the run's seed
 
@@ -59,9 +55,7 @@ class CandidateGroups:
         per_group = self.group_samples // self.micro_size  # micro-batches
         mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
         pools = {
-            group: self._pool(
-                first_sample + group * self.group_samples, torch.cat(ids[group * per_group :][:per_group])
-            )
+            group: self._pool(first_sample, group, torch.cat(ids[group * per_group :][:per_group]))
             for group in {k // per_group for k in mine}
         }
         return [
@@ -79,12 +73,14 @@ class CandidateGroups:
         groups = batch.target_ids_N.split(sizes.tolist())
         weights = [None] * len(groups) if batch.weight_N is None else batch.weight_N.split(sizes.tolist())
         return tuple(
-            self._pool(first_sample + group * self.group_samples, ids).candidates(ids, weight_N)
+            self._pool(first_sample, group, ids).candidates(ids, weight_N)
             for group, (ids, weight_N) in enumerate(zip(groups, weights, strict=True))
         )
 
-    def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:
-        return self.objective.pool(target_ids_G, seed=derive_seed(self.seed, first_sample, _PURPOSE))
+    def _pool(self, first_sample: int, group: int, target_ids_G: Tensor) -> Pool:
+        """Of the group with this number from `first_sample` on."""
+        seed = derive_seed(self.seed, first_sample + group * self.group_samples, _PURPOSE)
+        return self.objective.pool(target_ids_G, seed=seed)
 
 
 def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:
@@ -97,15 +93,9 @@ def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[
     padded = local.new_zeros(int(counts_RA.sum(1).max()), dtype=torch.int32)
     padded[: len(local)] = local
     gathered_R = ranks.all_gather(padded)
-    by_rank = [
-        ids[: sum(counts)].long().split(counts) for ids, counts in zip(gathered_R, counts_RA.tolist(), strict=True)
-    ]
+    counts = counts_RA.tolist()
+    by_rank = [ids[: sum(of_rank)].long().split(of_rank) for ids, of_rank in zip(gathered_R, counts, strict=True)]
     return [parts[k] for k in range(counts_RA.shape[1]) for parts in by_rank]
-
-
-# Prepares each rank's micro-batches ahead, in a background thread.
-#
-# Shapes: R data ranks, A accumulation steps.
 
 
 T = TypeVar("T")
@@ -142,7 +132,7 @@ class Feed:
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._counted = counted or _nothing_else
+        self._counted = counted or (lambda batch: None)
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -185,10 +175,6 @@ class Feed:
         """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
         start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
         return range(start, start + self._batch.micro_size)
-
-
-def _nothing_else(batch: Batch) -> None:
-    """What an auxiliary objective's loss is a mean of, where there is none."""
 
 
 def mean_candidates(micro_batches: list[MicroBatch]) -> float:

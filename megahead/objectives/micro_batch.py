@@ -15,9 +15,6 @@ from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import LayerNorm
 from megahead.sharded_embedding.table import RowPlan
 
-# The inputs of a `Pretraining`: a micro-batch to learn from, or a batch to be scored.
-
-
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
@@ -33,34 +30,27 @@ def documents_of(batch: Batch) -> Documents:
     """Where each document of the batch begins, on its device."""
     if batch.positions_BT is not None:
         return Documents(batch.positions_BT, batch.cu_seqlens)
-    rows, row_length = batch.input_ids_BT.shape
-    return Documents.whole_rows(rows, row_length, batch.input_ids_BT.device)
+    return Documents.whole_rows(*batch.input_ids_BT.shape, batch.input_ids_BT.device)
 
 
 def target_positions_of(batch: Batch) -> TargetPositions:
     """Which of the batch's outputs have a target."""
-    rows, row_length = batch.input_ids_BT.shape
-    return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
+    return TargetPositions(batch.target_index_N, *batch.input_ids_BT.shape, batch.max_targets_per_row)
 
 
 def all_positions_of(batch: Batch) -> TargetPositions:
     """All of the batch's outputs."""
-    rows, row_length = batch.input_ids_BT.shape
-    return TargetPositions(torch.arange(rows * row_length, device=batch.input_ids_BT.device), rows, row_length)
+    ids_BT = batch.input_ids_BT
+    return TargetPositions(torch.arange(ids_BT.numel(), device=ids_BT.device), *ids_BT.shape)
 
 
 def shorter_rows_of(batch: Batch) -> list[TokenSubset]:
     """What some layers compute of the batch alone, in the order of these layers."""
-    rows, row_length = batch.input_ids_BT.shape
-    return [
-        TokenSubset(
-            TargetPositions(part.index_N, rows, row_length, part.max_per_row),
-            part.layers,
-            part.first_reads_all,
-            part.cu_seqlens,
-        )
-        for part in batch.kept
-    ]
+    shape, subsets = batch.input_ids_BT.shape, []
+    for part in batch.kept:
+        computed = TargetPositions(part.index_N, *shape, part.max_per_row)
+        subsets.append(TokenSubset(computed, part.layers, part.first_reads_all, part.cu_seqlens))
+    return subsets
 
 
 def with_boundaries(batch: Batch, multiple: int) -> Batch:
@@ -147,9 +137,6 @@ class EvaluationRequest:
 # What a vanilla objective trains beside the backbone: an output matrix, a bias, and for an encoder a transform.
 #
 # V padded vocabulary, D features, N targets.
-#
-# A headless objective (contrastive weight tying: the softmax runs over the embeddings of the batch's targets) has
-# neither.
 
 
 class OutputEmbedding(nn.Module):

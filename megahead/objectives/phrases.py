@@ -49,24 +49,22 @@ class Phrases(Auxiliary):
     def sums(self, given: Pass) -> Mapping[str, Tensor]:
         """`loss` in nats, `ends`, and of how many of them the same phrase is `found` before all other tokens."""
         assert given.hidden_MD is not None
-        groups = [self._of_group(given.hidden_MD, group) for group in given.batch.auxiliary]
+        groups = []
+        for group in given.batch.auxiliary:
+            places = group.ends_Q, group.candidates_K
+            ends_QD, candidates_KD = (given.hidden_MD.index_select(0, at) for at in places)
+            row_Q, row_K = (at // group.row_length for at in places)
+            elsewhere_QK = row_Q[:, None] != row_K
+            groups.append(phrase_sums(ends_QD, candidates_KD, elsewhere_QK, group.right_QR, self._temperature))
         return {name: torch.stack([group[name] for group in groups]).sum() for name in groups[0]}
 
-    def _of_group(self, outputs_MD: Tensor, group: MaskedPhrases) -> dict[str, Tensor]:
-        ends_QD, candidates_KD = (outputs_MD.index_select(0, at) for at in (group.ends_Q, group.candidates_K))
-        row_Q, row_K = (at // group.row_length for at in (group.ends_Q, group.candidates_K))
-        return phrase_sums(ends_QD, candidates_KD, row_Q[:, None] != row_K, group.right_QR, self._temperature)
 
-
-# The training objective of NPM (Min et al. 2023, arXiv 2212.01349, section 3.3). With h the outputs and T a
-# temperature (the paper's is the root of their width), a masked phrase from a to b costs
+# The objective (section 3.3 of the paper). With h the outputs and T a temperature, a masked phrase from a to b costs
 #
 #     - log sum_{y in A} exp(h_a h_y / T) / sum_{y in C} exp(h_a h_y / T)
 #     - log sum_{y in B} exp(h_b h_y / T) / sum_{y in C} exp(h_b h_y / T)
 #
 # C: the unmasked tokens of the other rows; A: those of them with which the same phrase begins, B: with which it ends.
-#
-# Q ends of phrases, K candidate tokens, at most R of them right for an end, D features.
 
 
 def phrase_sums(
@@ -86,13 +84,8 @@ def phrase_sums(
     return {"loss": loss, "ends": torch.full((), len(ends_QD), device=loss.device), "found": (~missed_Q).sum()}
 
 
-# Phrases that rows share: which of them are masked, and where the same ones stand in other rows.
-#
-# After NPM (Min et al. 2023, arXiv 2212.01349). A phrase is a run of text without special tokens, in one document; it
-# counts if another row of its *group*, so many consecutive samples, has it too. Groups are parts of micro-batches:
-# what is found depends on their samples alone, not on ranks or micro-batches.
-#
-# B rows, T tokens per row, M = B T tokens, S phrases, P pairs of places; for Q, K and R see `MaskedPhrases`.
+# A phrase is a run of text without special tokens, in one document; it counts if another row of its *group*, so many
+# consecutive samples, has it too. Groups are parts of micro-batches: what is found depends on their samples alone.
 
 
 class MaskedPhrases(NamedTuple):
