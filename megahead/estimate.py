@@ -276,7 +276,7 @@ def _scores(config: RunConfig, candidate_rows: int) -> float:
     missed; and of all ids three, where a share of the loss is vanilla, or the one that is drawn from."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
     auxiliary, products, drawn = config.objective.auxiliary(), 3 + (masking is not None and masking.adapts()), 0
-    if auxiliary is not None and auxiliary.draws_tokens():
+    if auxiliary is not None and auxiliary.draws_tokens:
         drawn = config.model.vocab_size if auxiliary.draws_all_ids() else candidate_rows
     of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     return share * 2 * config.model.hidden_size * (products * candidate_rows + drawn + of_all_ids)

@@ -39,6 +39,9 @@ class AuxiliarySettings(Settings):
     weighs_ids: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
+    draws_tokens: ClassVar[bool] = False
+    """Whether it draws tokens from the predictions of targets."""
+
     why_headless: ClassVar[str | None] = None
     """Why exports have no head; None where they have one."""
 
@@ -64,10 +67,6 @@ class AuxiliarySettings(Settings):
     def needs_token_counts(self) -> str | None:
         """The setting, below `objective`, by which the dataset must have token counts; None where it need not."""
         return None
-
-    def draws_tokens(self) -> bool:
-        """Whether it draws tokens from the predictions of targets."""
-        return False
 
     def draws_all_ids(self) -> bool:
         """Whether it draws from all ids by the training-free head, and not from the candidates."""

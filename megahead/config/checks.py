@@ -146,7 +146,7 @@ def _check_masking(config: RunConfig) -> None:
         refuse("masking", masking and "given", "of a decoder")
     if masking is not None:
         masking.check(config.model, config.data)
-        check_token_subsets(masking, config.model, config.init, splits_rows=config.parallel.sequence)
+        check_token_subsets(masking, config)
 
 
 def _check_elastic(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megahead.config.base import find_config, may_be_shipped, not_a_setting, shipped_configs
+from megahead.config.base import find_config, may_be_shipped, not_a_setting, require, shipped_configs
 from megahead.config.checks import without_unused
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig
@@ -103,15 +103,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         known = f"; megahead comes with {', '.join(shipped_configs())}" if may_be_shipped(path) else ""
-        raise UserError(
-            f"`--config` must name a readable YAML file, but is {path} instead ({reason}){known}."
-        ) from None
+        got = f"{path} instead ({reason}){known}"
+        raise UserError(f"`--config` must name a readable YAML file, but is {got}.") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f" in line {mark.line + 1}"
-        raise UserError(
-            f"`{path}` must be YAML, but is not{place}: {problem or ' '.join(str(error).split())}."
-        ) from None
+        problem = problem or " ".join(str(error).split())
+        raise UserError(f"`{path}` must be YAML, but is not{place}: {problem}.") from None
     if not isinstance(tree, dict):
         kind = "nothing" if tree is None else type(tree).__name__
         raise UserError(f"`{path}` must hold settings as `key: value`, but holds {kind} instead.")
@@ -120,13 +118,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(
-            "--set",
-            "look like section.field=value",
-            got=without_secrets(repr(override)),
-            hint="try --set training.steps=100",
-        )
+    given, hint = without_secrets(repr(override)), "try --set training.steps=100"
+    complete = equals and all(key.split("."))
+    require(complete, "--set", "look like section.field=value", got=given, hint=hint)
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -140,16 +134,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     section[leaf] = value
 
 
-_RULES = {
-    "int": "be a whole number",
-    "float": "be a number",
-    "bool": "be true or false",
-    "string": "be text",
-    "model": "be a section of settings",
-    "dict": "be a section of settings",
-    "tuple": "be a list",
-    "list": "be a list",
-}
+_RULES = {"int": "be a whole number", "float": "be a number", "bool": "be true or false", "string": "be text"}
+_RULES |= dict.fromkeys(("model", "dict"), "be a section of settings") | dict.fromkeys(("tuple", "list"), "be a list")
 """Rules by the first word of pydantic's name for an error about a value's type."""
 
 

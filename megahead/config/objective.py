@@ -51,12 +51,9 @@ class ObjectiveScheduleConfig(Settings):
             require(share is None or 0 < switch < steps, f"objective.schedule.{name}", rule, got=share)
 
 
-# How many outputs' scores the softmax holds at once; `objectives` computes and `estimate` predicts memory with it.
-
-
 @dataclass(frozen=True)
 class ChunkSize:
-    """How the outputs of a loss are cut into chunks."""
+    """How the outputs of a loss are cut into chunks, in the loss itself and in estimates."""
 
     score_bytes: int
     """Bytes of the scores that are held at once."""
@@ -96,15 +93,14 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 """The head of an export; `none` for the backbone alone."""
 
 
-_AUXILIARY = ("phrases", "replaced_tokens", "custom")
-"""Fields of `ObjectiveConfig`, each the settings of an auxiliary objective."""
-
-_KINDS = (ReplacedTokensConfig, PhrasesConfig, CustomConfig)
+_Kinds = dict[str, type[AuxiliarySettings]]
+_AUXILIARY: _Kinds = {"phrases": PhrasesConfig, "replaced_tokens": ReplacedTokensConfig, "custom": CustomConfig}
+"""Fields of `ObjectiveConfig` for auxiliary objectives."""
 
 
 def auxiliary_curves() -> list[Curve]:
     """Charts of what auxiliary objectives log."""
-    return [curve for kind in _KINDS for curve in kind.curves]
+    return [curve for kind in _AUXILIARY.values() for curve in kind.curves]
 
 
 class ObjectiveConfig(Settings):
@@ -195,20 +191,18 @@ class ObjectiveConfig(Settings):
         drawn = self.negatives_from == "unigram" or self.negatives
         rule = "be left out without negatives"
         require(drawn, "negatives_from", rule, got=self.negatives_from, hint="set negatives")
-        for field in (given := self._auxiliary())[1:]:
-            refuse(field, "given", f"with {given[0]}: a run has one auxiliary objective")
+        for field in _AUXILIARY:
+            beside = getattr(self, field) is not None and field != self.auxiliary_name()
+            refuse(field, beside and "given", f"with {self.auxiliary_name()}: a run has one auxiliary objective")
         return self
-
-    def _auxiliary(self) -> list[str]:
-        return [field for field in _AUXILIARY if getattr(self, field) is not None]
 
     def auxiliary(self) -> AuxiliarySettings | None:
         """What is learned beside the softmax; None where nothing is."""
-        return next((getattr(self, field) for field in self._auxiliary()), None)
+        return getattr(self, self.auxiliary_name(), None)
 
     def auxiliary_name(self) -> str:
         """Its section's name; empty where there is none."""
-        return next(iter(self._auxiliary()), "")
+        return next((field for field in _AUXILIARY if getattr(self, field) is not None), "")
 
     def trains_head(self) -> bool:
         """Whether there is an output matrix beside the input embedding."""

@@ -37,6 +37,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
     metric: ClassVar = "detection"
     reads_all_outputs: ClassVar = True
+    draws_tokens: ClassVar = True
     whose_targets: ClassVar = "generator's "
     why_headless: ClassVar = "tells replaced tokens and predicts none"
     why_dense: ClassVar = (
@@ -82,10 +83,6 @@ class ReplacedTokensConfig(AuxiliarySettings):
     def needs_token_counts(self) -> str | None:
         """Where tokens are drawn from all ids."""
         return "replaced_tokens.draws" if self.draws_all_ids() else None
-
-    def draws_tokens(self) -> bool:
-        """In the places of masked ones."""
-        return True
 
     def draws_all_ids(self) -> bool:
         """As `draws` says."""

@@ -18,7 +18,6 @@ from megahead.wording import counted, span
 if TYPE_CHECKING:
     from megahead.config.masking import MaskingConfig
     from megahead.config.run import RunConfig
-    from megahead.config.training import InitConfig
 
 SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
 """Fields of `masking` that ask for such layers."""
@@ -47,16 +46,15 @@ class DroppingConfig(Settings):
         """The layers that leave tokens out."""
         return range(self.from_layer, model.num_layers - 1 if self.to_layer is None else self.to_layer)
 
-    def check(self, model: ModelConfig, targets: float, late: int, *, splits_rows: bool) -> None:
-        """ConfigError unless `model` can drop tokens so. targets: largest share of a row's tokens that may be read as
-        mask tokens; late: layers before the one where these enter; `splits_rows`: sequence parallelism does."""
-        where, first, layers = "masking.dropping", self.from_layer, self.layers(model)
-        refuse(where, splits_rows and "given", "with parallel.sequence, which splits whole rows")
+    def check(self, model: ModelConfig, masking: MaskingConfig) -> None:
+        """ConfigError unless `model` can drop tokens so."""
+        where, first, layers, late = "masking.dropping", self.from_layer, self.layers(model), masking.masks_from_layer
         rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
         require(layers.stop < model.num_layers, f"{where}.to_layer", rule, got=layers.stop)
         require(layers, f"{where}.from_layer", f"be below to_layer ({layers.stop})", got=first)
         rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
         require(first >= late, f"{where}.from_layer", rule, got=first)
+        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
         rule = f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
         require(self.keep_share >= targets, f"{where}.keep_share", rule, got=self.keep_share)
 
@@ -68,34 +66,26 @@ def given_subsets(masking: MaskingConfig) -> Iterator[tuple[str, object]]:
             yield field, "given" if isinstance(value, Settings) else value
 
 
-def check_token_subsets(
-    masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, *, splits_rows: bool
-) -> None:
-    """ConfigError unless `model` has such layers, and all else fits; `splits_rows`: sequence parallelism does."""
-    late, rule = masking.masks_from_layer, f"be below model.num_layers ({model.num_layers})"
+def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
+    """ConfigError unless the model has such layers, and all else fits."""
+    model, init, late = config.model, config.init, masking.masks_from_layer
+    rule = f"be below model.num_layers ({model.num_layers})"
     require(late < model.num_layers, "masking.masks_from_layer", rule, got=late)
-    for field in ("masks_from_layer", "mask_decoder_layers"):
-        value = getattr(masking, field)
-        if splits_rows:
+    for field, value in given_subsets(masking):
+        if config.parallel.sequence:
             refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
-        if masking.mask_share == 0:
+        if masking.mask_share == 0 and field != "dropping":
             refuse(f"masking.{field}", value, "with mask_share: 0, which has no mask tokens")
     if masking.mask_decoder_layers:
-        _check_mask_decoder(masking, model, init)
+        rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
+        require(model.family == "bert", "masking.mask_decoder_layers", rule, got=masking.mask_decoder_layers)
+        why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
+        refuse("masking.masks_from_layer", late, why)
+        why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
+        refuse("masking.dropping", masking.dropping and "given", why)
+        refuse("init.from_hf", init and init.from_hf, "with masking.mask_decoder_layers, which such a folder lacks")
     if masking.dropping:
-        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
-        masking.dropping.check(model, targets, masking.masks_from_layer, splits_rows=splits_rows)
-
-
-def _check_mask_decoder(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None) -> None:
-    if model.family != "bert":
-        why = f"of a {model.family}, whose last norm would be the decoder's"
-        refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, why)
-    why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
-    refuse("masking.masks_from_layer", masking.masks_from_layer, why)
-    why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
-    refuse("masking.dropping", masking.dropping and "given", why)
-    refuse("init.from_hf", init and init.from_hf, "with masking.mask_decoder_layers, which such a folder lacks")
+        masking.dropping.check(model, masking)
 
 
 class SubsetLayers(NamedTuple):

@@ -30,12 +30,14 @@ def documents_of(batch: Batch) -> Documents:
     """Where each document of the batch begins, on its device."""
     if batch.positions_BT is not None:
         return Documents(batch.positions_BT, batch.cu_seqlens)
-    return Documents.whole_rows(*batch.input_ids_BT.shape, batch.input_ids_BT.device)
+    rows, row_length = batch.input_ids_BT.shape
+    return Documents.whole_rows(rows, row_length, batch.input_ids_BT.device)
 
 
 def target_positions_of(batch: Batch) -> TargetPositions:
     """Which of the batch's outputs have a target."""
-    return TargetPositions(batch.target_index_N, *batch.input_ids_BT.shape, batch.max_targets_per_row)
+    rows, row_length = batch.input_ids_BT.shape
+    return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
 def all_positions_of(batch: Batch) -> TargetPositions:
@@ -46,9 +48,9 @@ def all_positions_of(batch: Batch) -> TargetPositions:
 
 def shorter_rows_of(batch: Batch) -> list[TokenSubset]:
     """What some layers compute of the batch alone, in the order of these layers."""
-    shape, subsets = batch.input_ids_BT.shape, []
+    (rows, row_length), subsets = batch.input_ids_BT.shape, []
     for part in batch.kept:
-        computed = TargetPositions(part.index_N, *shape, part.max_per_row)
+        computed = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
         subsets.append(TokenSubset(computed, part.layers, part.first_reads_all, part.cu_seqlens))
     return subsets
 
