@@ -16,6 +16,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +64,15 @@ def main() -> None:
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if curve:
-        from megahead.report.figures import TaskPoint, save_task_curves
+        from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
         points = [
-            TaskPoint(name, place.tokens, result.tasks)
+            TaskPoint(name, place.tokens, task.task, *astuple(score))
             for name, place, result in zip(names_of_runs(curve, folders), curve.values(), results, strict=True)
+            for task in result.tasks
+            for score in task.scores
         ]
-        console.print(f"wrote {save_task_curves(points, arguments.curve)}", soft_wrap=True)
+        console.print(f"wrote {save_figure(draw_task_curves(points), arguments.curve)}", soft_wrap=True)
 
 
 def evaluate_model(

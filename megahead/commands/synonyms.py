@@ -40,9 +40,9 @@ def main() -> None:
     console = terminal()
     console.print(table(found))
     if arguments.output:
-        from megahead.report.figures import save_similarities
+        from megahead.report.figures import draw_similarities, save_figure
 
-        console.print(f"wrote {save_similarities(found, arguments.output)}", soft_wrap=True)
+        console.print(f"wrote {save_figure(draw_similarities(found), arguments.output)}", soft_wrap=True)
 
 
 def table(found: dict[str, Similarities]) -> Table:

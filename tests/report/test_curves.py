@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megahead.errors import UserError
-from megahead.report.figures import draw_curves, running_mean, save_curves
+from megahead.report.figures import draw_curves, save_figure
+from megahead.report.panels import running_mean
 from megahead.report.read import read_metrics
 from support.logged_run import evaluation, training, write_run
 
@@ -94,7 +95,9 @@ def test_several_runs_are_named_with_their_last_perplexity(tmp_path: Path) -> No
 
 def test_a_png_is_written_even_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     records = [training(1), training(2, loss=math.nan, gradient_norm=math.inf), training(3, gradient_norm=None)]
-    output = save_curves([read_metrics(write_run(tmp_path / "run", *records))], tmp_path / "plots" / "run.png")
+    output = save_figure(
+        draw_curves([read_metrics(write_run(tmp_path / "run", *records))]), tmp_path / "plots" / "run.png"
+    )
     assert output.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in output.parent.iterdir()] == ["run.png"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report.figures import draw_task_curves, logged_points, save_task_curves
+from megahead.report.figures import draw_task_curves, logged_points, save_figure
 from megahead.report.read import read_all_metrics, read_metrics
 
 
@@ -24,14 +24,14 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     runs = [read_metrics(write_run(tmp_path / name, *tokens)) for name, tokens in (("a", (10, 20)), ("b", (15, 30)))]
     assert [record["step"] for record in runs[0].training] == [1]
     points = [point for run in runs for point in logged_points(run)]
-    figure = draw_task_curves(points[::-1])
+    figure = draw_task_curves(sorted(points, key=lambda point: -point.tokens))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["sciq  ·  acc", "sciq  ·  acc_norm", "lambada_openai  ·  perplexity"]
     assert figure.axes[2].get_yscale() == "log"
     (later, earlier) = (container[0] for container in figure.axes[0].containers)
     assert list(earlier.get_xdata()) == [10, 20]
     assert list(later.get_ydata()) == [0.15, 0.3]
-    assert save_task_curves(points, tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+    assert save_figure(draw_task_curves(points), tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_of_equal_names_are_told_apart_and_a_value_may_be_missing(tmp_path: Path) -> None:

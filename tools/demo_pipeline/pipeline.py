@@ -32,7 +32,7 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
 from megahead.hf.published import load_causal, load_tokenizer_folder
-from megahead.report.figures import save_curves
+from megahead.report.figures import draw_curves, save_figure
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
@@ -249,7 +249,7 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: Stages) -> None:
     """Prints everything to the stages' console and writes `folder`/curves.png."""
     console = stages.console
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    save_curves([read_metrics(folder / "runs" / name) for name in runs], folder / "curves.png")
+    save_figure(draw_curves([read_metrics(folder / "runs" / name) for name in runs]), folder / "curves.png")
     console.rule("what it says")
     console.print(PROMPT, style="bold", end="")
     console.print(speak(folder / "models/head-trained"), markup=False)
