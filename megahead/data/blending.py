@@ -5,21 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megahead.config.data import DataConfig
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import FOR_DATASET, Samples, StoredSamples, StreamSamples, derive_seed
 from megahead.errors import ConfigError
 from megahead.wording import counted
-
-if TYPE_CHECKING:
-    from megahead.config.data import DataConfig
-
 
 # Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
 # are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
@@ -154,7 +151,6 @@ class RowSource(Protocol):
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
-        ...
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""

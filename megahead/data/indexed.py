@@ -182,10 +182,9 @@ class DatasetInfo:
                 raise ValueError("another format")
             info = DatasetInfo(**fields | {name: FileFingerprint(**fields[name]) for name in ("bin", "idx")})
             numbers = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError("a number is none")
-            if not all(isinstance(each.sha256, str) for each in (info.bin, info.idx)):
-                raise ValueError("a checksum is none")
+            checksums = isinstance(info.bin.sha256, str) and isinstance(info.idx.sha256, str)
+            if not checksums or not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError("a number or a checksum is none")
             counts_V = np.asarray(info.token_counts)
             if counts_V.dtype.kind not in "iu" or counts_V.shape != (info.vocab_size,) or (counts_V < 0).any():
                 raise ValueError("token_counts are not counts of vocab_size ids")

@@ -91,7 +91,9 @@ class Masker(RowMasker):
         unit_M = starts_BT.reshape(-1).cumsum() - 1  # the unit of each token
         row_U = np.flatnonzero(starts_BT) // length
         size_U = np.bincount(unit_M, allowed_BT.reshape(-1)).astype(np.int64)
-        weight_U = _unit_weights(strategy.weights(tokens_BT), allowed_BT, unit_M, size_U)
+        weight_U, weight_BT = np.ones(len(size_U)), strategy.weights(tokens_BT)
+        if weight_BT is not None:  # a unit has the mean of its tokens
+            weight_U = np.bincount(unit_M, (weight_BT * allowed_BT).reshape(-1)) / np.maximum(size_U, 1)
         draw_U = noise.uniform(Purpose.MASKING_ORDER, length)[starts_BT]
         rate_B, count_B = budget
         if self.config.count == "bernoulli":
@@ -124,14 +126,6 @@ def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
     for id_ in special:
         id_N += id_N >= id_
     return id_N
-
-
-def _unit_weights(weights_BT: Array | None, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:
-    """Mean weight of each unit's tokens."""
-    if weights_BT is None:
-        return np.ones(len(size_U))
-    sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
-    return sums_U / np.maximum(size_U, 1)
 
 
 def _chances(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
-from megahead.data.sources import Chunk, Parsed, Selection, find_inputs, read_chunks, total_bytes
+from megahead.data.sources import Chunk, Selection, find_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
@@ -51,8 +51,14 @@ class ChunkTokenizer:
         ends = np.cumsum(lengths)[kept]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
         text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[kept]
-        others = replace(parsed, texts=[])
-        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, len(texts) - len(ends), others, chunk.consumed)
+        report = PreprocessReport(
+            skipped=len(parsed.empty) + len(texts) - len(ends),
+            broken=len(parsed.broken),
+            left_out=parsed.left_out,
+            empty_places=parsed.empty,
+            problems=parsed.broken,
+        )
+        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.consumed)
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,8 @@ class EncodedChunk:
     text_bytes: Array
     """int64: UTF-8 bytes of each document."""
 
-    unknown: int
-    """Documents without a single character that the tokenizer knows; they are left out."""
-
-    others: Parsed
-    """What else did not become a document."""
+    report: PreprocessReport
+    """What did not become a document; those of which the tokenizer knows no character are skipped, too."""
 
     consumed: int
     """Bytes of the input on disk."""
@@ -203,15 +206,6 @@ class PreprocessReport:
     problems: list[str] = field(default_factory=list)
     """A sentence with `FILE:LINE` for the first broken lines."""
 
-    def note(self, encoded: EncodedChunk) -> None:
-        """Counts what a chunk had to leave out."""
-        others = encoded.others
-        self.skipped += len(others.empty) + encoded.unknown
-        self.broken += len(others.broken)
-        self.left_out += others.left_out
-        self.empty_places += others.empty[: PLACES_KEPT - len(self.empty_places)]
-        self.problems += others.broken[: PLACES_KEPT - len(self.problems)]
-
     def require_documents(self, output: str | Path, holdout: Fraction | None) -> None:
         """DataError if `output` has no document, FieldError if a share of them was to be held out and none is."""
         if not self.documents:
@@ -281,8 +275,7 @@ def write_dataset(
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     end = closing_id(loaded, recipe.end_token)
     encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error)
-    without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
-    report = PreprocessReport(engine=f"{loaded.engine}{without}")
+    report = PreprocessReport()
     share = recipe.holdout
     outputs = [output] if share is None else [output, f"{output}-validation"]
     identity = loaded.identity()
@@ -293,8 +286,10 @@ def write_dataset(
         ]
         for encoded in pool.encode(chunks, encoder):
             _add(encoded, writers, share)
-            report.note(encoded)
+            report.add(encoded.report)
             progress.advance(encoded.consumed, int(encoded.text_bytes.sum()))
+        without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
+        report.engine = f"{loaded.engine}{without}"
         report.documents = sum(writer.num_documents for writer in writers)
         report.held_out = sum(writer.num_documents for writer in writers[1:])
         report.tokens = sum(writer.num_tokens for writer in writers)

@@ -71,7 +71,12 @@ def tokenizer_json(path: Path) -> Tokenizer:
 def from_sentencepiece(content: bytes) -> Tokenizer:
     """The tokenizer made of the bytes of a `.model`, not compared with it."""
     proto = _parsed(content)
-    made = Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == _UNIGRAM else _bpe(proto))
+    spec = proto.trainer_spec
+    if spec.model_type == _UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        made = Tokenizer(models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
+    else:
+        made = Tokenizer(_bpe(proto))
     made.normalizer = normalizers.Sequence(list(_normalizers(proto.normalizer_spec)))
     made.pre_tokenizer = pre_tokenizers.Sequence(list(_pre_tokenizers(proto)))
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -119,11 +124,6 @@ def _pre_tokenizers(proto: Any) -> Iterator[pre_tokenizers.PreTokenizer]:
         yield pre_tokenizers.Split(Regex("|".join(map(re.escape, whole))), "isolated")
     if not any(_SPACE in piece.piece.lstrip(_SPACE) for piece in proto.pieces):
         yield pre_tokenizers.Split(Regex(f"(?<!{_SPACE}){_SPACE}+"), "merged_with_next")
-
-
-def _unigram(proto: Any) -> models.Unigram:
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    return models.Unigram(pieces, unk_id=proto.trainer_spec.unk_id, byte_fallback=proto.trainer_spec.byte_fallback)
 
 
 def _bpe(proto: Any) -> models.BPE:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megahead.config.model import ModelConfig
-from megahead.config.token_subsets import DroppingConfig
 from megahead.data.batch import KeptTokens
 from megahead.data.framing import Framing
 from megahead.data.indexed import Array
@@ -32,11 +31,6 @@ class TokenDropping:
     layers: range
     share: float
     importance: Strategy
-
-    @staticmethod
-    def of(asked: DroppingConfig, model: ModelConfig, framing: Framing, importance: Strategy) -> TokenDropping:
-        """As the settings ask for."""
-        return TokenDropping(framing, asked.layers(model), asked.keep_share, importance)
 
     def kept(self, read_BT: Array, text: Array, step: int, noise: CounterRng) -> KeptTokens:
         """Of rows that are read so; `text`, int64 [B, T - 2], is negative where a row is empty."""
@@ -76,7 +70,7 @@ class TokenSubsets:
         if text is None or asked is None:
             return TokenSubsets(masking.mask_token, masking.masks_from(model))
         importance = STRATEGIES[asked.by](masking, replace(text, setting="masking.dropping.by"))
-        dropping = TokenDropping.of(asked, model, framing, importance)
+        dropping = TokenDropping(framing, asked.layers(model), asked.keep_share, importance)
         return TokenSubsets(masking.mask_token, masking.masks_from(model), dropping)
 
     def kept(

@@ -219,6 +219,7 @@ class _TokenizerJson:
         if not ids:
             raise DataError(f"`{path}` must have tokens, but has none.")
         self.vocab_size = max(ids) + 1
+        self.id_of, self.spelling = self._tokenizer.token_to_id, self._tokenizer.id_to_token
 
     def content(self) -> str:
         """The tokenizer.json, the same for all files that say the same; DataError where none does."""
@@ -229,12 +230,6 @@ class _TokenizerJson:
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    def id_of(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
-
-    def spelling(self, id_: int) -> str | None:
-        return self._tokenizer.id_to_token(id_)
 
 
 class _SentencePieceModel:

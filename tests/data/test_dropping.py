@@ -34,7 +34,7 @@ def masker(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> Ma
     asked = DroppingConfig(from_layer=1, keep_share=keep_share)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, dropping=asked, **settings)
     framing = Framing(config, SEP, False)
-    dropping = TokenDropping.of(asked, MODEL, framing, importance)
+    dropping = TokenDropping(framing, asked.layers(MODEL), asked.keep_share, importance)
     subsets = TokenSubsets(MASK, dropping=dropping)
     return Masker(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
 

@@ -78,7 +78,9 @@ def _masker(config: RunConfig) -> RowMasker:
         return training_rows(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked, late = config.masking.dropping, config.masking.masks_from(config.model)
-    dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
+    dropping = (
+        None if asked is None else TokenDropping(framing, asked.layers(config.model), asked.keep_share, Uniform())
+    )
     subsets = TokenSubsets(config.masking.mask_token, late, dropping)
     masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
     return with_auxiliary(masker, config, seed=0)
