@@ -88,11 +88,6 @@ class RunFolder:
         return self / "fetched"
 
     @property
-    def handed_over(self) -> Path:
-        """Copies from the memory of nodes whose ranks do not train, while the others look for some."""
-        return self / "handed-over"
-
-    @property
     def exports(self) -> Path:
         """Hugging Face folders of its checkpoints, made when a command needs one."""
         return self / "exports"

@@ -99,8 +99,8 @@ class NodeMemory:
 
     @staticmethod
     def shared(run: RunFolder) -> NodeMemory:
-        """Laid out alike, but on the disk that all nodes share."""
-        return NodeMemory(run.handed_over)
+        """Laid out alike, but on the disk that all nodes share: what nodes whose ranks do not train hand over."""
+        return NodeMemory(run / "handed-over")
 
     def node(self) -> str:
         """The same for all ranks that share this memory, and for no others."""

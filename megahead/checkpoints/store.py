@@ -225,6 +225,9 @@ class Event:
     sentence: str | None = None
     """For the console, if something is wrong."""
 
+    record: str = "mirror"
+    """The log's name for the place: `mirror`, or `copy` for memory."""
+
 
 # Which checkpoints are kept: the last few of the history, and those that `KeepRules` name.
 

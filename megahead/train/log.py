@@ -419,17 +419,10 @@ class Meters:
         if self._active:
             self._log.record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
-    def copied(self, event: Event, state: TrainingState) -> None:
-        """Records a copy in memory, or why there is none."""
-        if self._active:
-            self._log.record(state, {"copy": event.facts})
-            if event.sentence is not None:
-                self.print_line(event.sentence)
-
-    def mirrored(self, events: Sequence[Event], state: TrainingState) -> None:
-        """Records what became of checkpoints on their way to the mirror."""
-        for each in events:
-            self._log.record(state, {"mirror": each.facts})
+    def checkpoint_events(self, events: Sequence[Event], state: TrainingState) -> None:
+        """Records what became of checkpoints in places other than the disk."""
+        for each in events if self._active else ():
+            self._log.record(state, {each.record: each.facts})
             if each.sentence is not None:
                 self.print_line(each.sentence)
 

@@ -84,8 +84,7 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
 
 def _roll_back(run: Training) -> bool:
     """Goes back to the newest checkpoint; whether there was one."""
-    run.checkpointer.wait()
-    run.checkpointer.forget_replicas()
+    run.checkpointer.before_rollback()
     reached, folder = run.state.step, run.progress.roll_back()
     run.state.rollbacks += folder is not None
     run.meters.rolled_back(folder, reached - run.state.step, run.state)
@@ -130,7 +129,7 @@ def train(run: Training) -> Ending:
             with watch.paused():
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
-            run.meters.mirrored(run.checkpointer.events(), run.state)
+            run.meters.checkpoint_events(run.checkpointer.events(), run.state)
             ending = _reason_to_stop(run)
     run.meters.finish(state)
     known = state.evaluated
@@ -175,7 +174,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
 def _is_kept(run: Training) -> bool:
     """Whether the present weights will be saved or copied."""
     step = run.state.step
-    return step >= run.until or _save_is_due(run) or run.checkpointer.replica_due(step)
+    return step >= run.until or _save_is_due(run) or run.checkpointer.due(step)
 
 
 def _save_is_due(run: Training) -> bool:
@@ -190,8 +189,8 @@ def _evaluate_and_save_if_due(run: Training) -> None:
         _evaluate(run)
     if _save_is_due(run):
         _save(run)
-    elif run.checkpointer.replica_due(step):
-        run.meters.copied(run.checkpointer.replicate(), run.state)
+    else:
+        run.checkpointer.keep(step)
     if tasks and step % tasks.every == 0:
         _evaluate_tasks(run, tasks)
 

@@ -103,6 +103,7 @@ class Checkpointer:
         self._replicate_every, self._skipped = training.copy_every or 0, 0
         self._rules = rules if mirror is None else replace(rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
+        self._events: list[Event] = []
         run = progress.history
         self._saved_at = self._reached() if run.lineage.step == progress.state.step else None
         self._folder = run.root / str(run.lineage.tip) if self.up_to_date else None
@@ -142,8 +143,9 @@ class Checkpointer:
         return self._folder
 
     def events(self) -> list[Event]:
-        """What became of checkpoints on their way to the remote store, since the last call."""
-        return [] if self._mirror is None else self._mirror.events()
+        """What became of checkpoints in memory, and on their way to the remote store, since the last call."""
+        events, self._events = self._events, []
+        return events if self._mirror is None else [*events, *self._mirror.events()]
 
     def _write(self, moment: Moment) -> Path:
         """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
@@ -155,31 +157,37 @@ class Checkpointer:
             self._mirror.offer(folder)
         return folder
 
-    def replica_due(self, step: int) -> bool:
-        """Whether to put a replica into memory behind that step."""
+    def due(self, step: int) -> bool:
+        """Whether behind that step the state is kept though it is not saved: in memory."""
         return self._replicas is not None and step % self._replicate_every == 0
 
+    def keep(self, step: int) -> None:
+        """Behind an applied step that is not saved: keeps the state if that is due."""
+        if self.due(step):
+            self._events.append(self.replicate())
+
     def replicate(self) -> Event:
-        """Begins a replica of the present state, if the last one is complete; only where one is due. For the log:
-        `stall_seconds` that training waited and `bytes` of the state; or how many were `skipped` so far, or why
-        replicas are `off`."""
+        """Begins a replica of the present state, if the last one is complete. For the log: `stall_seconds` that
+        training waited and `bytes` of the state; or how many were `skipped` so far, or why replicas are `off`."""
         began, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
         assert replicas is not None
         try:
             if not replicas.may_begin():
                 self._skipped += 1
                 sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
-                return Event({"skipped": self._skipped}, sentence if self._skipped == 1 else None)
+                return Event({"skipped": self._skipped}, sentence if self._skipped == 1 else None, "copy")
         except CheckpointError as error:
             self._replicas = None
             replicas.close()
-            return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}")
+            return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
         moment = self._progress.moment(self._progress.world_group, copied=True)
         replicas.begin(moment.header, moment.snapshot, moment.must_be_finite)
-        return Event({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
+        facts = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes}
+        return Event(facts, record="copy")
 
-    def forget_replicas(self) -> None:
-        """Before the run goes back to an older state."""
+    def before_rollback(self) -> None:
+        """Waits until a background save is on disk, and forgets replicas: the run goes back to an older state."""
+        self.wait()
         if self._replicas is not None:
             self._replicas.forget()
 

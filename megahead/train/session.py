@@ -211,7 +211,7 @@ class Session:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
-        self.meters.mirrored(self._finish_mirror(deadline), state)
+        self.meters.checkpoint_events(self._finish_mirror(deadline), state)
         self.meters.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}

@@ -204,7 +204,7 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
     """What is in memory right before the run goes back."""
     memory = give_memory(folder, group.rank)
     waiting_for_copies()
-    go_back, forget = Progress.roll_back, copier.Checkpointer.forget_replicas
+    go_back, forget = Progress.roll_back, copier.Checkpointer.before_rollback
     before: list[str] = []
     then: list[str] = []
 
@@ -216,7 +216,7 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
         then.extend(files_in(memory))
         return go_back(progress)
 
-    copier.Checkpointer.forget_replicas = forgetting  # type: ignore[method-assign]
+    copier.Checkpointer.before_rollback = forgetting  # type: ignore[method-assign]
     Progress.roll_back = noting  # type: ignore[method-assign]
     return before, then, run_with(group, config, math.nan)
 
