@@ -42,7 +42,7 @@ from megahead.checkpoints.store import (
     step_of,
 )
 from megahead.distributed.group import Group
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, UserError
 from megahead.files import fsync, is_full, write_atomically
 from megahead.run_folder import RunFolder
 
@@ -90,6 +90,15 @@ class Disk:
     def partial(self, name: str) -> Path:
         """Where a checkpoint is written before it is complete."""
         return self.root / f".{name}.partial"
+
+    def prepare(self, name: str, needed: int) -> Path:
+        """Makes that folder, for a checkpoint of so many bytes; OSError without room. See `describe_failure`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.clear_remains()
+        if shutil.disk_usage(self.root).free < needed:
+            raise OSError(errno.ENOSPC, "no room", str(self.root))
+        self.partial(name).mkdir()
+        return self.partial(name)
 
     def publish(self, name: str) -> Path:
         """Gives a complete folder its name; what had that name was damaged."""
@@ -192,7 +201,7 @@ def write_together(
     partial = disk.partial(header.name)
 
     def describe_error(error: Exception) -> str:
-        return _sentence(error, partial, total_bytes)
+        return describe_failure(error, partial, total_bytes)
 
     def finish() -> None:
         if group.rank == 0:
@@ -204,7 +213,7 @@ def write_together(
 
     try:
         run_on_all_ranks(
-            group, lambda: _prepare(disk, partial, total_bytes) if group.rank == 0 else None, describe_error
+            group, lambda: disk.prepare(header.name, total_bytes) if group.rank == 0 else None, describe_error
         )
         written = run_on_all_ranks(group, lambda: write(partial), describe_error)
         manifest = header.manifest(tensors, {name: entry for part in written for name, entry in part.items()})
@@ -216,17 +225,10 @@ def write_together(
     return root / header.name
 
 
-def _prepare(disk: Disk, partial: Path, needed: int) -> None:
-    disk.root.mkdir(parents=True, exist_ok=True)
-    disk.clear_remains()
-    if shutil.disk_usage(disk.root).free < needed:
-        raise OSError(errno.ENOSPC, "no room", str(disk.root))
-    partial.mkdir()
-
-
-def _sentence(error: Exception, partial: Path, needed: int) -> str:
+def describe_failure(error: Exception, partial: Path, needed: int) -> str:
+    """The sentence on an error in putting a checkpoint of so many bytes on disk."""
     root = partial.parent
-    if isinstance(error, CheckpointError):
+    if isinstance(error, UserError):
         return str(error)
     if not _is_full(error):
         return f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megahead.checkpoints.disk import Disk, is_complete
+from megahead.checkpoints.disk import Disk, describe_failure, is_complete
 from megahead.checkpoints.format import (
     MANIFEST,
     Manifest,
@@ -25,7 +25,7 @@ from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
 from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, known_orphans, newer_in, patience_with
 from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
-from megahead.errors import CheckpointError, UserError
+from megahead.errors import CheckpointError
 from megahead.files import fsync, write_atomically
 from megahead.remote_files import DamagedError, Expected, Store, download_to, folder_for
 from megahead.run_folder import RunFolder
@@ -55,21 +55,20 @@ def download(remote: Remote, name: str, disk: Disk, terms: Terms) -> Generator[N
         raise DamagedError(str(error)) from None
     terms.accept(Checkpoint(disk.root / name, manifest))
     files, here = terms.files(), _name_here(name, text, manifest, disk)
-    final, partial = disk.root / here, disk.partial(here)
-    if is_complete(final) and (yield from _is_sound(final, manifest)):
+    if is_complete(disk.root / here) and (yield from _is_sound(disk.root / here, manifest)):
         _write_all(files)
         return here
-    disk.root.mkdir(parents=True, exist_ok=True)
-    disk.clear_remains()
-    _check_room(disk.root, manifest)
-    partial.mkdir()
+    partial = disk.partial(here)
     try:
+        disk.prepare(here, manifest.total_bytes)
         yield from _fetch_files(remote, name, partial, manifest)
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
         _write_all(files)
         disk.publish(here)
+    except OSError as error:
+        raise CheckpointError(describe_failure(error, partial, manifest.total_bytes)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return here
@@ -104,15 +103,6 @@ def _is_sound(folder: Path, manifest: Manifest) -> Generator[None, None, bool]:
     except CheckpointError:
         return False
     return True
-
-
-def _check_room(root: Path, manifest: Manifest) -> None:
-    needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(root).free
-    if free < needed:
-        raise CheckpointError(
-            f"`{root}` must have room for a checkpoint of {needed} bytes, but {needed - free} bytes are missing; free "
-            "some."
-        )
 
 
 # Which checkpoint of a store a session goes on from, and that all ranks have it.
@@ -201,14 +191,7 @@ def _fetch_first(
             except DamagedError as error:
                 problems.append(str(error))
 
-    def describe_error(error: Exception) -> str:
-        return (
-            str(error)
-            if isinstance(error, UserError)
-            else f"`{disk.root}` must take a checkpoint, but cannot ({error})."
-        )
-
-    run_long_on_all_ranks(group, fetch() if group.rank == 0 else iter(()), describe_error)
+    run_long_on_all_ranks(group, fetch() if group.rank == 0 else iter(()), str)
     folder, sentences = group.broadcast_object((disk.root / fetched[0] if fetched else None, problems))
     return folder, sentences
 

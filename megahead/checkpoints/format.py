@@ -76,6 +76,11 @@ class Manifest(BaseModel):
     orphaned: tuple[str, ...] = ()
     """Checkpoints that are none of these, but were known when it was saved: the run went back from them."""
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return sum(entry.bytes for entry in self.files.values())
+
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
         """Every tensor is in a file that is listed."""

@@ -329,19 +329,13 @@ class Replicas:
         try:
             self._write(header, snapshot, check, ends)
         except Exception:
-            if ends.is_set():
-                return None
-            raise
+            if not ends.is_set():
+                raise
         return None if ends.is_set() else header.name
 
     def _write(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> None:
         group, folder = self._group, Disk(self._slot).partial(header.name)
-
-        def prepare() -> None:
-            check()
-            self._prepare(folder, snapshot)
-
-        run_on_all_ranks(group, prepare)
+        run_on_all_ranks(group, lambda: self._prepare(folder, snapshot, check))
         entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
         files = dict(zip(snapshot.file_names, entries, strict=True))
         alike = group.broadcast_object(header)
@@ -350,7 +344,8 @@ class Replicas:
         if not ends.is_set():
             folder.rename(self._slot / header.name)
 
-    def _prepare(self, folder: Path, snapshot: Snapshot) -> None:
+    def _prepare(self, folder: Path, snapshot: Snapshot, check: Callable[[], None]) -> None:
+        check()
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
         first = not Disk(self._slot).names()
@@ -451,8 +446,7 @@ def _write(name: str, manifest: Manifest, mine: Mapping[str, Path], root: Path, 
         return {file: manifest.files[file] for file in mine}
 
     header = Header(name, manifest.step, manifest.state, manifest.config, manifest.parents, manifest.orphaned)
-    total = sum(entry.bytes for entry in manifest.files.values())
-    return write_together(root, header, manifest.tensors, total, write, group, rules)
+    return write_together(root, header, manifest.tensors, manifest.total_bytes, write, group, rules)
 
 
 def _copy(source: Path, target: Path, entry: FileEntry) -> None:

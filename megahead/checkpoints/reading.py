@@ -14,9 +14,7 @@ from megahead.checkpoints.disk import find_checkpoint, step_folders
 from megahead.checkpoints.format import (
     FORMAT,
     MANIFEST,
-    FileEntry,
     Manifest,
-    TensorEntry,
     check_files,
     check_lengths,
     run_long_on_all_ranks,
@@ -87,23 +85,19 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
-        self._manifest = manifest
-        self._verified: set[str] = set()
-
-    @property
-    def manifest(self) -> Manifest:
+        self.manifest = manifest
         """All that its JSON says."""
-        return self._manifest
-
-    @property
-    def step(self) -> int:
+        self.step = manifest.step
         """Optimizer steps of the run when it was saved."""
-        return self._manifest.step
-
-    @property
-    def state(self) -> dict[str, Any]:
+        self.state = manifest.state
         """The trainer's counters."""
-        return self._manifest.state
+        self.config = manifest.config
+        """Settings of the run that wrote it."""
+        self.files = manifest.files
+        """Length and checksum of each file of tensors."""
+        self.tensors = manifest.tensors
+        """File, shape and dtype of each tensor, without reading any."""
+        self._verified: set[str] = set()
 
     def state_value(self, name: str, type_: Any, absent: Any = None) -> Any:
         """`state[name]`, or `absent` if it is missing (earlier versions wrote less); CheckpointError if it is not an
@@ -113,24 +107,9 @@ class Checkpoint:
             raise CheckpointError(f"`{self.folder / MANIFEST}` has no valid `{name}`; use another checkpoint.")
         return value
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Settings of the run that wrote it."""
-        return self._manifest.config
-
-    @property
-    def files(self) -> dict[str, FileEntry]:
-        """Length and checksum of each file of tensors."""
-        return self._manifest.files
-
-    @property
-    def tensors(self) -> dict[str, TensorEntry]:
-        """File, shape and dtype of each tensor, without reading any."""
-        return self._manifest.tensors
-
     def names(self) -> list[str]:
         """Names of the tensors that can be read: first the saved ones, then those that are computed from stale rows."""
-        return [*self._manifest.tensors, *names_up_to_date(self._manifest.tensors)]
+        return [*self.tensors, *names_up_to_date(self.tensors)]
 
     def read(self, name: str) -> Tensor:
         """One full tensor on the CPU.
@@ -138,7 +117,7 @@ class Checkpoint:
         Reading the first tensor of a file also verifies the file's checksum (a full read, about one second per GB);
         later tensors read only their own bytes. CheckpointError if the name is unknown or the file is damaged.
         """
-        entry = self._manifest.tensors.get(name)
+        entry = self.tensors.get(name)
         if entry is None:
             made = derive(self, name)
             return joined(made.blocks, made.shape)
@@ -146,19 +125,19 @@ class Checkpoint:
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them. Reads when it is iterated."""
-        entry = self._manifest.tensors.get(name)
+        entry = self.tensors.get(name)
         if entry is None:
             return derive(self, name).blocks
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """What `read` would have, without reading it; CheckpointError if the name is unknown."""
-        entry = self._manifest.tensors.get(name)
+        entry = self.tensors.get(name)
         return derive(self, name).shape if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""
-        files = self._manifest.tensors[name].files()
+        files = self.tensors[name].files()
         count = len(files)
         places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
         turn = rows.start % count  # the file that holds the first of these rows
