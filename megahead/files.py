@@ -33,6 +33,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_if_there(path: Path) -> bytes | None:
+    """A file's content; None where there is none, or it cannot be read just now."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 # Errors in writing files: each is one sentence for the user, and an OSError too.
 
 

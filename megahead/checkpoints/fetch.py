@@ -22,7 +22,7 @@ from megahead.checkpoints.format import (
     run_on_all_ranks,
 )
 from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
-from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, known_orphans, newer_in, patience_with
+from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, lineage_in, newer_in, patience_with
 from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -156,7 +156,7 @@ def fetch_named(url: str, into: RunFolder, group: Group = _ALONE, terms: Terms =
 
     def named() -> tuple[Remote, list[str]]:
         remote, names = find_remote(url, patience_with(group))
-        passed = known_orphans(into) if len(names) > 1 else ()
+        passed = lineage_in(into).orphaned if len(names) > 1 else ()
         return remote, [name for name in names if name not in passed]
 
     final, damage = _fetch_first(named, Disk(into.checkpoints), group, terms)

@@ -36,7 +36,7 @@ from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, pass_on
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.files import fsync, sha256_of
+from megahead.files import fsync, read_if_there, sha256_of
 from megahead.run_folder import RunFolder
 from megahead.wording import counted, gib
 
@@ -252,10 +252,8 @@ def wait_for_others(folder: RunFolder, mark: str, launch: Launch, most_seconds: 
 
 def mark_of(folder: RunFolder) -> str | None:
     """That of the last session, unless it ended by itself."""
-    try:
-        return folder.holder.read_text(encoding="utf-8")
-    except OSError:
-        return None
+    content = read_if_there(folder.holder)
+    return None if content is None else content.decode()
 
 
 def _done(shared: NodeMemory, mark: str, launch: Launch, rank: int) -> Path:
@@ -350,26 +348,26 @@ class Replicas:
         shutil.rmtree(folder, ignore_errors=True)
         first = not Disk(self._slot).names()
         here = self.peers.on(self.peers.nodes[self._group.rank])
-        kept = [*here, *(ward for rank in here for ward in self.peers.served_by(rank))]
+        kept = [*here, *(other for rank in here for other in self.peers.served_by(rank))]
         self._memory.require_room((2 if first else 1) * sum(snapshot.bytes_of[rank] for rank in kept))
         folder.mkdir(parents=True)
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
-        """Sends this rank's file to its keeper, and receives its wards'."""
+        """Sends this rank's file to its peer, and receives those of the ranks whose peer it is."""
         rank, names, theirs = self._group.rank, list(files), dict[int, Tensor]()
-        keeper = self.peers.of(rank)
-        if keeper is None:
+        peer = self.peers.of(rank)
+        if peer is None:
             return
-        wards = {ward: names[ward] for ward in self.peers.served_by(rank)}
+        served = {other: names[other] for other in self.peers.served_by(rank)}
 
         def make_places() -> None:
-            theirs.update({ward: _place_for(folder / name, files[name].bytes) for ward, name in wards.items()})
+            theirs.update({other: _place_for(folder / name, files[name].bytes) for other, name in served.items()})
 
         run_on_all_ranks(self._group, make_places)
         mine = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
-        if not pass_on(self._group, mine, keeper, theirs, ends.is_set):
+        if not pass_on(self._group, mine, peer, theirs, ends.is_set):
             raise CheckpointError("a copy must be complete to be kept, but was ended before.")
-        for name in wards.values():
+        for name in served.values():
             if sha256_of(folder / name) != files[name].sha256:
                 raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")
 

@@ -18,7 +18,7 @@ from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
 from megahead.checkpoints.store import Latest, Lineage, highest_first, history, is_name, leads_to, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import write_atomically
+from megahead.files import read_if_there, write_atomically
 from megahead.remote_files import PATIENCE, DamagedError, Expected, Store, is_below, joined, parted, receive
 from megahead.run_folder import RunFolder
 
@@ -189,17 +189,13 @@ def patience_with(group: Group) -> float:
     return min(PATIENCE, group.timeout_seconds / 8)
 
 
-def known_orphans(folder: RunFolder) -> set[str]:
-    """The checkpoints that the run in `folder` went back from, also in other places."""
-    return set(_lineage_in(folder).orphaned)
-
-
 def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
     """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
     newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
     went back from itself."""
-    there, lineage = history(remote), _lineage_in(folder)
-    went_back = bool(there) and not {*lineage.parents}.isdisjoint(_orphaned_by(remote, there[0]))
+    there, lineage, went_back = history(remote), lineage_in(folder), False
+    with suppress(CheckpointError):
+        went_back = bool(there) and not {*lineage.parents}.isdisjoint(remote.manifest(there[0]).orphaned)
 
     def is_fresh(name: str) -> bool:
         newer = step_of(name) > than or (went_back and not leads_to(name, lineage.parents))
@@ -208,14 +204,8 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
     return list(takewhile(is_fresh, there))
 
 
-def _orphaned_by(remote: Remote, name: str) -> tuple[str, ...]:
-    with suppress(CheckpointError):
-        return remote.manifest(name).orphaned
-    return ()
-
-
-def _lineage_in(folder: RunFolder) -> Lineage:
-    """That of the newest checkpoint there whose manifest can be read."""
+def lineage_in(folder: RunFolder) -> Lineage:
+    """That of the run's newest checkpoint on disk whose manifest can be read."""
     for path in step_folders(folder.checkpoints):
         with suppress(CheckpointError):
             return Lineage.after(path.name, Manifest.read(path))
@@ -250,7 +240,7 @@ def look_at(remote: Remote, folder: RunFolder, resume: str) -> Seen:
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
     which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)
-    there, here = _said(remote.store, ID), _read(folder.identity)
+    there, here = _said(remote.store, ID), read_if_there(folder.identity)
     names = remote.names()
     named = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
     if resume == "never" and named:
@@ -318,7 +308,7 @@ class RemoteLease:
             )
 
     def _take(self) -> None:
-        there, here = _said(self._store, ID), _read(self._folder.identity)
+        there, here = _said(self._store, ID), read_if_there(self._folder.identity)
         if there is not None and there != (self._seen.identity if here is None else here):
             raise TakenOverError(
                 f"training.mirror must be this run's, but {self._store.url} has become that of another; choose another."
@@ -330,10 +320,3 @@ class RemoteLease:
             self._store.write(ID, identity)
         self._store.write(SESSION, self._mark)
         self._taken = True
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None

@@ -23,7 +23,7 @@ from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import write_atomically
+from megahead.files import read_if_there, write_atomically
 from megahead.remote_files import is_below, is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_another_run
@@ -53,11 +53,10 @@ class Lease:
     def check(self) -> None:
         """UserError if another session has begun since."""
         there = self._there()
-        if there is not None and there != self.mark:
+        if there not in (None, self.mark):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
-                f"on {there.strip()}; "
-                "this one ends, and what it has not saved is the other's to do again."
+                f"on {str(there).strip()}; this one ends, and what it has not saved is the other's to do again."
             )
 
     def release(self) -> None:
@@ -66,10 +65,9 @@ class Lease:
             self._file.unlink(missing_ok=True)
 
     def _there(self) -> str | None:
-        try:
-            return self._file.read_text(encoding="utf-8")
-        except OSError:  # removed by someone, or not to be read just now: no sign of another session
-            return None
+        """None where it was removed, or cannot be read just now: no sign of another session."""
+        content = read_if_there(self._file)
+        return None if content is None else content.decode()
 
 
 # Keeps a run's state in all its places.
