@@ -12,18 +12,12 @@ programs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from benchmarks.options import numbers, parser_of, tell
-from megahead.config.loading import config_from_dict
+from benchmarks.command import PYTHIA_VOCABULARY, config_of, numbers, parser_of, report
 from megahead.config.model import NAMED_SIZES
-from megahead.config.run import RunConfig
 from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
 from megahead.wording import counted
 
-PYTHIA_VOCABULARY = 50277
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
 
@@ -41,23 +35,15 @@ def main() -> None:
     if arguments.device == "cuda" and arguments.ranks > 1:
         raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
     shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
-    config = make_config(arguments.rows, arguments.sequence_length, shape, arguments.device, arguments.precision)
+    engine = f"engine.device={arguments.device}", f"engine.precision={arguments.precision}"
+    config = config_of(shape, arguments.rows, arguments.sequence_length, *engine)
     from benchmarks.engines import hold
 
     lines = hold(config, arguments.stages, arguments.ranks, arguments.rounds)
     tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
     print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
-    tell(lines, output=arguments.output)
-
-
-def make_config(
-    rows: int, sequence_length: int, shape: Mapping[str, Any], device: str = "cpu", precision: str = "fp32"
-) -> RunConfig:
-    """A headless run of `rows` rows a rank on a decoder of `shape`."""
-    tree: dict[str, Any] = {"name": "bench", "model": shape, "data": {"train": "", "sequence_length": sequence_length}}
-    tree |= {"batch": {"global_size": rows, "micro_size": rows}, "optimizer": {"learning_rate": 1e-3}}
-    return config_from_dict(tree | {"training": {"steps": 1}, "engine": {"device": device, "precision": precision}})
+    report(lines, output=arguments.output)
 
 
 if __name__ == "__main__":

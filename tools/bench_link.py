@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench_engine import make_config
-
-from benchmarks.options import numbers, parser_of, tell
+from benchmarks.command import config_of, numbers, parser_of, report
 from megahead.errors import run_command
 from megahead.estimate import count_parameters
 
@@ -37,7 +35,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     arguments = parser.parse_args()
     shape = {"num_layers": arguments.layers, "hidden_size": arguments.hidden_size, "num_heads": 2}
-    config = make_config(arguments.rows, arguments.sequence_length, shape | {"vocab_size": arguments.vocabulary})
+    shape["vocab_size"] = arguments.vocabulary
+    config = config_of(shape, arguments.rows, arguments.sequence_length, "engine.device=cpu")
     parameters = count_parameters(config.model)
     print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
     from benchmarks.link import compare, exchanges, read_ways, steps_by
@@ -45,7 +44,7 @@ def main() -> None:
     limits = arguments.ranks, arguments.megabits, arguments.steps
     tables = [compare(config, *limits, partial(steps_by, read_ways(arguments.ways)))]
     tables += [compare(config, *limits, exchanges)] if arguments.negatives else []
-    tell(*tables, output=arguments.output)
+    report(*tables, output=arguments.output)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.options import numbers, parser_of
+from benchmarks.command import numbers, parser_of, zipf_tokens
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError, run_command
 
@@ -32,10 +32,8 @@ Array = np.ndarray[Any, Any]
 
 def read_targets(source: str | None, least: int) -> Array:
     """int64, `least` targets or more: of an indexed dataset, or by Zipf's law. DataError where it has fewer."""
-    generator = np.random.default_rng(0)
     if source is None:
-        weights = 1 / (np.arange(VOCABULARY) + 2.7)  # Zipf-Mandelbrot
-        return generator.choice(VOCABULARY, max(least, 2**15), p=weights / weights.sum())
+        return zipf_tokens(VOCABULARY, max(least, 2**15), seed=0)
     dataset = IndexedDataset(source)
     dataset.expect_ids_below(VOCABULARY)
     most = max(TOKENS, -(-least // ROW) * ROW)
@@ -46,7 +44,7 @@ def read_targets(source: str | None, least: int) -> Array:
             f"`{source}` must hold {least:,} tokens in rows of {ROW}, as --sizes asks, but holds {rows.size:,}; name "
             "smaller sizes or a longer text."
         )
-    return rows[generator.permutation(len(rows))].reshape(-1)
+    return rows[np.random.default_rng(0).permutation(len(rows))].reshape(-1)
 
 
 def main() -> None:

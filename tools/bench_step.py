@@ -34,8 +34,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from benchmarks.options import parser_of, tell
-from megahead.config.loading import config_from_dict, load_config
+from benchmarks.command import PYTHIA_VOCABULARY, config_of, parser_of, report
+from megahead.config.loading import load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
@@ -44,7 +44,6 @@ from megahead.errors import FieldError, run_command
 if TYPE_CHECKING:
     from benchmarks.steps import How, Plan
 
-PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
 BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 
@@ -76,7 +75,7 @@ def main() -> None:
         lines = grow(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, kinds)
     else:
         lines = hold(config, plans, arguments.data, arguments.steps, device)
-    tell(lines, output=arguments.output)
+    report(lines, output=arguments.output)
 
 
 def _vocabularies(given: str | None) -> list[int]:
@@ -101,31 +100,19 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     overrides += ["engine.compile=false"] if arguments.compile else []  # as it is: plain, also on CUDA
     overrides += arguments.set
     if arguments.config:
-        given = {"--micro-batch": arguments.micro_batch, "--sequence-length": arguments.sequence_length}
-        for option, setting in {
-            "--micro-batch": "batch.micro_size",
-            "--sequence-length": "data.sequence_length",
-        }.items():
-            if given[option] is not None:
+        for option, setting, given in (
+            ("--micro-batch", "batch.micro_size", arguments.micro_batch),
+            ("--sequence-length", "data.sequence_length", arguments.sequence_length),
+        ):
+            if given is not None:
                 hint = f"use --set {setting}=N"
                 raise FieldError(option, "go with --preset", got="given with --config", hint=hint)
         return load_config(arguments.config, overrides)
     size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
     encoder = ModelConfig.model_validate({"size": size, "vocab_size": 2}).is_encoder()
     vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
-    return config_from_dict(
-        {
-            "name": size,
-            "model": {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, length)},
-            "masking": BERT_TOKENS if encoder else None,
-            "data": {"train": "", "sequence_length": length},
-            "batch": {"global_size": rows, "micro_size": rows},
-            "optimizer": {"learning_rate": 1e-3},
-            "training": {"steps": 1},
-        },
-        f"--preset {size}",
-        overrides,
-    )
+    shape = {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, length)}
+    return config_of(shape, rows, length, f"name={size}", *overrides, masking=BERT_TOKENS if encoder else None)
 
 
 def _parser() -> argparse.ArgumentParser:

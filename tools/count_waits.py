@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.options import parser_of, tell
+from benchmarks.command import parser_of, report
 from megahead import wording
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -49,7 +49,7 @@ def main() -> None:
         raise UserError("the machine must have a CUDA device to count waits on, but has none.")
     waits = counted(config, arguments.steps)
     rows = [{"who": who, "a step": n / arguments.steps, "where": line} for (who, line), n in waits.most_common()]
-    tell(rows, output=arguments.output)
+    report(rows, output=arguments.output)
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
         print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")

@@ -8,9 +8,9 @@ import subprocess
 from functools import partial
 
 import pytest
-from bench_engine import make_config
 
 from benchmarks import link
+from benchmarks.command import config_of
 from benchmarks.link import linked
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 20_000}
@@ -33,7 +33,7 @@ RATE = 200
 
 def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
     ways = link.read_ways("rows:0,dense:0,dense:3")
-    lines = link.compare(make_config(2, 16, SHAPE), [2], RATE, 2, partial(link.steps_by, ways))
+    lines = link.compare(config_of(SHAPE, 2, 16, "engine.device=cpu"), [2], RATE, 2, partial(link.steps_by, ways))
     assert [(line["embedding"], line["ZeRO"]) for line in lines] == ways == [("rows", 0), ("dense", 0), ("dense", 3)]
     rows, replicated, partitioned = (float(str(line["MB sent"])) for line in lines)
     table = 20_480 * 32 * 4 / 1e6
@@ -45,7 +45,9 @@ def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
 
 
 def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:
-    ids, embeddings = link.compare(make_config(8, 64, SHAPE | {"hidden_size": 128}), [2], 1000, 2, link.exchanges)
+    ids, embeddings = link.compare(
+        config_of(SHAPE | {"hidden_size": 128}, 8, 64, "engine.device=cpu"), [2], 1000, 2, link.exchanges
+    )
     assert (ids["negatives as"], embeddings["negatives as"]) == ("ids", "embeddings")
     sent = [float(str(line["MB sent"])) for line in (ids, embeddings)]
     assert sent[0] < 0.01

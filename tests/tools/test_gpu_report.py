@@ -97,7 +97,8 @@ def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Pat
     with IndexedDatasetWriter(tmp_path / "small", vocab_size=60) as writer:
         writer.add_document([5, 6, 0])
     text = Text(tmp_path, dataset=tmp_path / "small")
-    assert (text.parts(), text.obstacle_to_training(), text.index.exists()) == ([], "", True)
+    assert "text" not in {part.name for part in parts_of(FULL, text, tmp_path)}
+    assert (text.obstacle_to_training(), text.index.exists()) == ("", True)
     assert f"data.validation={tmp_path}/small-validation" in text.settings()
     assert "data.tokenizer=null" in text.settings()
 

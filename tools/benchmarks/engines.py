@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.rows import alone, changed, rule_of, step_batches, token_rows
+from benchmarks.rows import changed, micro_batch, rule_of, token_rows
 from benchmarks.timing import cost, in_turn
 from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan, deepspeed_config
@@ -188,11 +188,11 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
     engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
-    rule, asking, its_own = rule_of(config, texts), world.side_channel(), alone(config)
+    rule, asking, half = rule_of(config, texts), world.side_channel(), config.engine.precision != "fp32"
     mine = iter(texts[rank::count])
 
     def step() -> None:
-        (micro,) = step_batches(its_own, rule, [next(mine)], device).micro_batches
+        micro = micro_batch(config, rule, next(mine)).staged(device, half)
         engine.begin(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
@@ -203,8 +203,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    (micro,) = step_batches(alone(config), rule_of(config, rows), rows[rank:], device).micro_batches
-    return micro.to(device)
+    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:

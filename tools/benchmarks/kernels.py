@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.command import config_of, report
 from benchmarks.engines import SETTINGS, build, one_micro_batch
-from benchmarks.options import tell
 from benchmarks.timing import in_child
-from megahead.config.loading import config_from_dict
 from megahead.config.objective import ON_GPU
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
@@ -44,7 +43,7 @@ Line = dict[str, object]
 def print_figures() -> None:
     """Both tables of the kernel."""
     sizes = ((16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512))
-    tell(
+    report(
         [compiled(capability, way) for capability in (80, 90, 100) for way in WAYS], [summed_up(*one) for one in sizes]
     )
 
@@ -156,7 +155,7 @@ def print_micro_steps() -> None:
     for name, work in works.items():
         operations, moved = in_child(lambda work=work: work().found())  # type: ignore[misc]
         lines.append({"ZeRO": name, "operations": operations, "bytes a parameter": f"{moved / parameters:.1f}"})
-    tell(lines)
+    report(lines)
 
 
 def alone() -> Counted:
@@ -187,11 +186,10 @@ def in_engine(stage: int, changes: Mapping[str, Mapping[str, Any]] | None = None
 
 
 def _config(stage: int) -> RunConfig:
-    tree: dict[str, Any] = {"name": "micro-step", "data": {"train": "", "sequence_length": 4}}
-    tree["model"] = {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 512}
-    tree |= {"batch": {"global_size": 3, "micro_size": 1}, "optimizer": {"learning_rate": 1e-3}}
-    engine = {"device": "cpu", "precision": "bf16", "deepspeed": str(SETTINGS / f"zero{stage}.json")}
-    return config_from_dict(tree | {"training": {"steps": 1}, "engine": engine})
+    """With steps of several micro-batches."""
+    shape = {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 512}
+    engine = "engine.device=cpu", "engine.precision=bf16", f"engine.deepspeed={SETTINGS / f'zero{stage}.json'}"
+    return config_of(shape, 1, 4, "batch.global_size=3", *engine)
 
 
 def _moved(name: str, given: Any, result: Any) -> int:

@@ -289,17 +289,17 @@ def row(lines: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """The lines of one N as one: ours, and how many times as long and as much memory every other form takes."""
     by_form = {line["form"]: line for line in lines}
     ours = by_form.pop("ours")
-    told: dict[str, object] = {"N": ours["N"], "U": ours["U"]}
+    line: dict[str, object] = {"N": ours["N"], "U": ours["U"]}
     if ours["seconds"] is None:
-        return told | {"s": TOO_LARGE}
-    told |= {"s": f"{ours['seconds']:.3g}", "of rate": f"{ours['of rate']:.0%}", "MiB": f"{ours['MiB']:,.0f}"}
+        return line | {"s": TOO_LARGE}
+    line |= {"s": f"{ours['seconds']:.3g}", "of rate": f"{ours['of rate']:.0%}", "MiB": f"{ours['MiB']:,.0f}"}
     if ours["host seconds"] is not None:
-        told["host s"] = f"{ours['host seconds']:.3g}"
+        line["host s"] = f"{ours['host seconds']:.3g}"
     for name, theirs in by_form.items():
         fits = theirs["seconds"] is not None
         ratios = [f"{theirs[what] / ours[what]:.1f}x" for what in ("seconds", "MiB") if fits]
-        told[name] = " ".join(ratios) or TOO_LARGE
-    return told
+        line[name] = " ".join(ratios) or TOO_LARGE
+    return line
 
 
 def observe(form: Form, problem: Problem) -> Taken:

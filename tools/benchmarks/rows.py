@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.command import zipf_tokens
 from megahead.config.loading import config_from_dict
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
@@ -16,6 +17,7 @@ from megahead.data.batch import RowMasker
 from megahead.data.blending import RowSource, training_samples
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader
 from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
@@ -23,7 +25,7 @@ from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
 from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.micro_batch import MicroBatch, StepBatches
 
 
 def changed(config: RunConfig, *overrides: str) -> RunConfig:
@@ -39,16 +41,17 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
         data = config.data.model_copy(update={"train": prefix})
         samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
         return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
-    weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
-    weights[config.data.end_token] = 0.0  # rows are one document each
-    generator = np.random.default_rng(config.seed)
-    draw = generator.choice(config.model.vocab_size, (count, size, length + 1), p=weights / weights.sum())
-    return list(draw)
+    ends = config.data.end_token  # rows are one document each
+    return list(zipf_tokens(config.model.vocab_size, (count, size, length + 1), config.seed, without=ends))
 
 
-def alone(config: RunConfig) -> RunConfig:
-    """With steps of one micro-batch, which has its own candidates."""
-    return changed(config, f"batch.global_size={config.batch.micro_size}", "objective.group_samples=micro_batch")
+def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    """`rows` with their candidates, which are not padded, as the only micro-batch of its step."""
+    batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
+    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+    settings = config.objective.auxiliary()
+    others = None if settings is None else auxiliary_kind(settings).counted(batch)
+    return MicroBatch(batch, (candidates,), 1 / batch.weight(), None if others is None else 1 / max(others, 1))
 
 
 def step_batches(

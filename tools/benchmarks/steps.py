@@ -259,7 +259,7 @@ def hold(
         Contender(config, plan[0], device, rows, plan[1]).step(0)
 
     def megabytes(plan: Plan) -> float | None:
-        """Of the first step, in a process of its own; None where that does not tell."""
+        """Of the first step, in a process of its own; None on a GPU and where blocks are compiled."""
         if device.type == "cuda" or config.engine.compile is True or plan[1] == "compiled":
             return None
         return in_child(lambda: cost(lambda: first_step(plan)))[1] * 2**20 / 1e6

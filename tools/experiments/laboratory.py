@@ -43,7 +43,6 @@ from megahead.run_folder import RunFolder
 from megahead.train.run import settle_precision
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSORS = "processors.txt"  # in a run's folder: a line for each session
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
 
 
@@ -151,8 +150,6 @@ class Laboratory:
         with one_at_a_time(run):
             if not _finished(run, wanted):
                 run.mkdir(parents=True, exist_ok=True)
-                with (run / PROCESSORS).open("a") as sessions:
-                    sessions.write(_processor() + "\n")
                 command = ["launch/pretrain.py", "--config", source]
                 command += [part for override in given for part in ("--set", override)]
                 if fork is not None and find_checkpoint(run) is None:
@@ -166,11 +163,6 @@ class Laboratory:
         self.runs[name]["config"] = wanted.model_dump(mode="json")
         self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
         return metrics
-
-    def processors(self, name: str) -> str:
-        """Those on which sessions of a run began; empty where it was trained before this was written down."""
-        sessions = self.folder / name / PROCESSORS
-        return ", ".join(dict.fromkeys(sessions.read_text().splitlines())) if sessions.exists() else ""
 
     def run(self, tool: str, *arguments: object) -> None:
         """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
@@ -315,18 +307,6 @@ def ended(run: Path) -> bool:
         return bool(json.loads(RunFolder(run).ending.read_text())["ending"] == "finished")
     except OSError:
         return False
-
-
-def _processor() -> str:
-    """Its name, and its fastest instructions for bf16 and fp32 where Linux tells them."""
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-    except OSError:
-        return platform.processor() or platform.machine()
-    known = {name.strip(): value.strip() for name, value in facts.items()}
-    flags = known.get("flags", "").split()
-    fast = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags][:1]
-    return " with ".join([known.get("model name", platform.machine()), *fast])
 
 
 def _cost(run: RunMetrics, seconds: float) -> float:

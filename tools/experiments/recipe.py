@@ -144,8 +144,8 @@ class Climb:
         run = self.laboratory.train(self.kind.config, name, *given, *course(steps))
         last, settings = run.validation[-1], {name: str(value) for name, value in recipe.items()}
         told = {key: last[key] for key in SCORES if last[key] is not None}
-        made = {"cpu_seconds": round(spent(run)), "processors": self.laboratory.processors(name)}
-        return {"side": self.side, "seed": seed, **settings, "tokens": run.training[-1]["tokens"], **told, **made}
+        told |= {"tokens": run.training[-1]["tokens"], "cpu_seconds": round(spent(run))}
+        return {"side": self.side, "seed": seed, **settings, **told}
 
     def _name(self, recipe: Recipe, seed: int, data_rows: int) -> str:
         """What is not as at the start."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 
+from benchmarks.command import PYTHIA_VOCABULARY, zipf_tokens
 from megahead.data.writer import IndexedDatasetWriter
 
 RESULT, SECONDS = "{result}", "{seconds}"  # in a part's command: the JSON file it is to write, and how long it may work
@@ -73,7 +73,6 @@ class Part:
         return Outcome(self.name, self.question, list(self.command), state, **found)
 
 
-VOCABULARY = 50277
 _DOCUMENT = 500
 
 
@@ -88,8 +87,13 @@ class Text:
     dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
 
     @property
+    def is_made(self) -> bool:
+        """Whether a part makes it."""
+        return self.dataset is None and bool(self.sources) and self.tokenizer is not None
+
+    @property
     def given(self) -> bool:
-        return self.dataset is not None or (bool(self.sources) and self.tokenizer is not None)
+        return self.dataset is not None or self.is_made
 
     @property
     def prefix(self) -> Path:
@@ -99,15 +103,6 @@ class Text:
     def index(self) -> Path:
         """Exists once the dataset is whole."""
         return self.prefix.with_suffix(".idx")
-
-    def parts(self) -> list[Part]:
-        """What makes it, if a text was given."""
-        if not self.given or self.dataset is not None:
-            return []
-        sources = [str(path) for path in self.sources]
-        command = ("tools/preprocess.py", "--input", *sources, "--tokenizer", str(self.tokenizer))
-        options = ("--output", str(self.prefix), "--holdout", "200")
-        return [Part("text", "How fast is a text turned into tokens?", (*command, *options), 40)]
 
     def obstacle_to_training(self) -> str:
         return "" if self.given else "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
@@ -122,12 +117,10 @@ class Text:
         """So many tokens by Zipf's law, in documents that end with 0, unless a text was given or they are there."""
         if self.given or self.index.exists():
             return
-        weights = 1 / (np.arange(VOCABULARY) + 2.7)
-        weights[0] = 0.0
-        drawn = np.random.default_rng(0).choice(VOCABULARY, (tokens // _DOCUMENT, _DOCUMENT), p=weights / weights.sum())
-        drawn[:, -1] = 0
-        with IndexedDatasetWriter(self.prefix, vocab_size=VOCABULARY) as writer:
-            for document in drawn:
+        documents = zipf_tokens(PYTHIA_VOCABULARY, (tokens // _DOCUMENT, _DOCUMENT), seed=0, without=0)
+        documents[:, -1] = 0
+        with IndexedDatasetWriter(self.prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
+            for document in documents:
                 writer.add_document(document)
 
 
@@ -141,15 +134,14 @@ FULL, DRY = PLAN["full"], PLAN["dry"]
 def parts_of(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
     """All of them; `folder`: where runs go."""
     parts: list[Part] = []
-    for row in scale["parts"]:
-        if row == "text":
-            parts += [replace(part, seconds=scale["slower"] * part.seconds) for part in text.parts()]
+    for kind, name, options, seconds, *more in scale["parts"]:
+        if kind == "text" and not text.is_made:
             continue
-        kind, name, options, seconds, *more = row
         words, device = " ".join([options, *more]).split(), scale["device"].split()
         lists = {"{options}": words, "{set}": _set(words), "{device}": device, "{where}": device[:2]}
-        lists["{data}"] = _set(text.settings())
+        lists |= {"{data}": _set(text.settings()), "{sources}": [str(path) for path in text.sources]}
         what, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
+        values |= {"tokenizer": text.tokenizer}
         values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
         command = [one for word in what["command"].split() for one in lists.get(word) or [word.format(**values)]]
         parts.append(
