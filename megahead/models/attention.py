@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """[B, T, H, d], or [N, H, d] for queries of targets."""
         if targets is None:
-            return self.attend(q, k, v, documents, dropout, causal=self.causal)
+            return self.attend(q, k, v, documents, dropout, self.causal)
         return targets.gather(attend_at(targets.spread(q), k, v, documents, targets, dropout, self.causal))
 
 

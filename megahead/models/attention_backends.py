@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,11 +198,11 @@ def _nearby(tokens: int, window: int, causal: bool, device: torch.device) -> Ten
 # (of this rank), d dimensions of a head.
 
 
-DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""Functions of q, k, v, dropout and causal, where each row is one document, seen as a whole."""
+Attend = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
+"""[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over its document, within `documents.window` where that is set.
 
-VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
-"""Functions of q, k, v, documents, dropout and causal."""
+Functions of q, k, v, documents, dropout, and causal: whether a token sees only itself and its predecessors.
+"""
 
 VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
 """Whether `varlen_attn` has `enable_gqa`; in torch 2.11 it has not."""
@@ -275,34 +275,6 @@ def attend_varlen(
     return output.view_as(q_BTHd)
 
 
-@dataclass(frozen=True)
-class FlashAttention:
-    """One of flash-attn's generations, which differ in where they are imported from and in what they return."""
-
-    load: Callable[[], Callable[..., Any]]
-    """Imports it; by an `import` statement, which `torch.compile` can trace."""
-    supports_dropout: bool
-
-    def varlen(
-        self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
-    ) -> Tensor:
-        """[B, T, H, d], as by `attend_masked`."""
-        cu_seqlens, longest, window = documents.cu_seqlens, q_BTHd.shape[1], documents.window
-        found = self.load()(
-            *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **({} if window is None else {"window_size": (window, 0 if causal else window)}),
-            **({"dropout_p": dropout} if self.supports_dropout else {}),
-        )
-        output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
-        return output.view_as(q_BTHd)
-
-
 def load_flash2() -> Callable[..., Any]:
     from flash_attn import flash_attn_varlen_func
 
@@ -328,24 +300,6 @@ def load_flash4() -> Callable[..., Any]:
 # 2,048 tokens in 4 documents each, 8 heads of 64: 198 ms, under a mask 613 ms), but for short rows in bf16.
 
 
-class Attend(Protocol):
-    """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over itself and its predecessors in its document.
-
-    Without `causal` over its whole document. Under local attention only what is within `documents.window` counts.
-    """
-
-    def __call__(
-        self,
-        q_BTHd: Tensor,
-        k_BTHd: Tensor,
-        v_BTHd: Tensor,
-        documents: Documents,
-        dropout: float = 0.0,
-        *,
-        causal: bool = True,
-    ) -> Tensor: ...
-
-
 class AttentionSpec(NamedTuple):
     """What a backend must support."""
 
@@ -361,13 +315,13 @@ class AttentionSpec(NamedTuple):
 
 
 def attend(
-    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float = 0.0, *, causal: bool = True
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float = 0.0, causal: bool = True
 ) -> Tensor:
-    """As `Attend` describes, by the best backend for these tensors."""
+    """An `Attend`: by the best backend for these tensors."""
     local, masked = documents.window is not None, serves_masked(q_BTHd, q_BTHd.shape[1], dropout)
     spec = AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local, masked)
     backend = choose_backend("auto", spec)
-    return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
+    return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
 
 @dataclass(frozen=True)
@@ -375,11 +329,11 @@ class Backend:
     """One way to compute attention, and where it can be used."""
 
     name: str
-    varlen: VarlenAttention
+    varlen: Attend
     """Where rows may have several documents, or tokens see a window of theirs."""
     description: str
-    dense: DenseAttention | None = attend_rows
-    """Where each row is one document, seen as a whole; None: by `varlen` as well."""
+    dense: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] | None = attend_rows
+    """The same without documents, where each row is one, seen as a whole; None: by `varlen` as well."""
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
@@ -393,19 +347,12 @@ class Backend:
     """Whether `torch.compile` can trace it: not if the host reads lengths, or a kernel is not a torch operator."""
 
     def attend(
-        self,
-        q_BTHd: Tensor,
-        k_BTHd: Tensor,
-        v_BTHd: Tensor,
-        documents: Documents,
-        dropout: float = 0.0,
-        *,
-        causal: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float = 0.0, causal: bool = True
     ) -> Tensor:
-        """As `Attend` describes."""
+        """An `Attend`."""
         if documents.need_no_mask and self.dense is not None:
-            return self.dense(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
-        return self.varlen(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
+            return self.dense(q, k, v, dropout, causal)
+        return self.varlen(q, k, v, documents, dropout, causal)
 
     def obstacle(self, spec: AttentionSpec) -> str:
         """Why it cannot serve `spec`; empty where it can."""
@@ -436,15 +383,29 @@ def _flash(
     supports_dropout: bool = False,
     **where: Any,
 ) -> Backend:
-    return Backend(
-        name,
-        FlashAttention(load, supports_dropout).varlen,
-        description,
-        dense=None,
-        kernel=(module, "flash_attn_varlen_func"),
-        supports_dropout=supports_dropout,
-        **where,
-    )
+    """One of flash-attn's generations, which differ in where they are imported from and in what they return; `load`
+    imports it by an `import` statement, which `torch.compile` can trace."""
+
+    def varlen(
+        q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+    ) -> Tensor:
+        cu_seqlens, longest, window = documents.cu_seqlens, q_BTHd.shape[1], documents.window
+        found = load()(
+            *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **({} if window is None else {"window_size": (window, 0 if causal else window)}),
+            **({"dropout_p": dropout} if supports_dropout else {}),
+        )
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
+        return output.view_as(q_BTHd)
+
+    kernel = module, "flash_attn_varlen_func"
+    return Backend(name, varlen, description, dense=None, kernel=kernel, supports_dropout=supports_dropout, **where)
 
 
 _FLASH4: dict[str, Any] = {

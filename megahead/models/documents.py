@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +26,7 @@ class _Once(Generic[Form]):
     def __init__(self, compute: Callable[[Any], Form]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__
 
-    @overload
-    def __get__(self, documents: None, owner: type) -> _Once[Form]: ...
-    @overload
-    def __get__(self, documents: object, owner: type) -> Form: ...
-    def __get__(self, documents: object | None, owner: type) -> Form | _Once[Form]:
-        if documents is None:
-            return self
+    def __get__(self, documents: object, owner: type) -> Form:
         form = self.compute(documents)
         if not torch.compiler.is_compiling():
             documents.__dict__[self.compute.__name__] = form

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -175,30 +174,13 @@ def window_of(betas: tuple[float, float]) -> float:
     return math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio)) if ratio < 1 else math.inf
 
 
-@dataclass(frozen=True)
-class LazyUpdate:
-    """What later steps would have done to rows last updated at each of S steps, as K summands (float64)."""
-
-    kept_S: Floats
-    """W(s, t), what weight decay leaves."""
-    weights_SK: Floats
-    """The weight of each node: the sum over terms j of A_j times the node's Lagrange polynomial at j; or A_j itself."""
-    offsets_SK: Floats
-    """E at the nodes, or at every term."""
-    first_S: Floats
-    """b1^n, the factor of the first moment."""
-    second_S: Floats
-    """b2^n, that of the second."""
-
-    def columns(self) -> Floats:
-        """[S, 3 + 2 K]: W, b1^n, b2^n, then A and E in turn."""
-        in_turn = np.stack([self.weights_SK, self.offsets_SK], 2)
-        in_turn = in_turn.reshape(len(self.kept_S), 2 * self.weights_SK.shape[1])
-        return np.concatenate([np.stack([self.kept_S, self.first_S, self.second_S], 1), in_turn], 1)
-
-
 class LazyUpdates:
-    """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied."""
+    """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied.
+
+    What later steps would have done to rows last updated at each of S steps is [S, 3 + 2 K], float64: W, b1^n and b2^n,
+    then K summands of two columns, their weight and E: one for each node, whose weight is the sum over terms j of A_j
+    times the node's Lagrange polynomial at j, or one for each term, whose weight is A_j.
+    """
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
         self._betas, self._eps, self._history = betas, eps, history
@@ -230,7 +212,7 @@ class LazyUpdates:
         answer: NDArray[np.bool_] = has_terms & ((last_step < EARLY_STEPS) | (jumps > 0))
         return answer
 
-    def by_quadrature(self, last_step: Ints) -> LazyUpdate:
+    def by_quadrature(self, last_step: Ints) -> Floats:
         """By quadrature; for steps of which `needs_every_term` is false."""
         self._extend()
         gaps = np.minimum(self._history.steps - last_step, self._window)
@@ -239,7 +221,7 @@ class LazyUpdates:
         weights[~in_window] = self._settled.values[last_step[~in_window]]
         return self._with(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
 
-    def term_by_term(self, last_step: Ints) -> LazyUpdate:
+    def term_by_term(self, last_step: Ints) -> Floats:
         """By adding every term; for any steps."""
         self._extend()
         now = self._history.steps
@@ -250,10 +232,12 @@ class LazyUpdates:
         weights = live * self._corrected.values[steps] / self._history.kept(last_step[:, None], steps)
         return self._with(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
 
-    def _with(self, last_step: Ints, weights: Floats, offsets: Floats) -> LazyUpdate:
-        now = self._history.steps
-        kept, gaps, (b1, b2) = self._history.kept(last_step, now), (now - last_step).astype(np.float64), self._betas
-        return LazyUpdate(kept, kept[:, None] * weights, offsets, b1**gaps, b2**gaps)
+    def _with(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
+        now, (b1, b2) = self._history.steps, self._betas
+        kept_S, gaps_S = self._history.kept(last_step_S, now), (now - last_step_S).astype(np.float64)
+        in_turn = np.stack([kept_S[:, None] * weights_SK, offsets_SK], 2)
+        in_turn = in_turn.reshape(len(kept_S), 2 * weights_SK.shape[1])
+        return np.concatenate([np.stack([kept_S, b1**gaps_S, b2**gaps_S], 1), in_turn], 1)
 
     def _at_nodes(self, last_step: Ints, gaps: Ints) -> Floats:
         """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, but for the decay up to now."""
@@ -378,10 +362,11 @@ def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
     return RULES[name](config)
 
 
-def _apply_(rows: Rows, update: LazyUpdate, place_n: Ints) -> None:
-    """Applies `update`; row i was last updated at its step place_n[i]. One pass over them for each summand."""
+def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:
+    """Applies an update of `LazyUpdates`; row i was last updated at its step place_n[i]. One pass over them for each
+    summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
-    kept, first, second, *summands = _columns(update.columns(), place_n, weight)
+    kept, first, second, *summands = _columns(update_SC, place_n, weight)
     root, total = square.sqrt(), torch.zeros_like(square)
     for share, offset in zip(summands[0::2], summands[1::2], strict=True):
         total.addcdiv_(share.expand_as(root), root + offset)

@@ -22,7 +22,7 @@ from megahead.sharded_embedding.optimizer import build_row_rule
 
 _LAZY = "late/"
 """What the names of a sharded embedding's tensors begin with in a checkpoint."""
-_LAST_STEP, _RATES = "touched", "rates"
+LAST_STEP, RATES = "touched", "rates"
 
 
 class Stored(Protocol):
@@ -43,7 +43,7 @@ class Stored(Protocol):
 def names_up_to_date(stored: Iterable[str]) -> list[str]:
     """The names that can be read because rows with pending updates were saved for them."""
     names = [name.removeprefix(_LAZY) for name in stored if name.startswith(_LAZY)]
-    return [name for name in names if name.split("/")[0] not in (_LAST_STEP, _RATES)]
+    return [name for name in names if name.split("/")[0] not in (LAST_STEP, RATES)]
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def derive(checkpoint: Stored, name: str) -> DerivedTensor:
         return DerivedTensor(checkpoint.tensors[f"{_LAZY}{name}"].shape, _up_to_date(checkpoint, name))
     kind, _, parameter = name.removeprefix(_LAZY).partition("/")
     known = name.startswith(_LAZY) and f"weight/{parameter}" in checkpoint.tensors
-    if known and kind == _LAST_STEP:
+    if known and kind == LAST_STEP:
         rows = checkpoint.tensors[f"weight/{parameter}"].shape[:1]
         last_step = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
         return DerivedTensor(rows, iter([last_step]))
-    if known and kind == _RATES:
+    if known and kind == RATES:
         rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
         return DerivedTensor(rates.shape, iter([rates]))
     if known and f"{kind}/{parameter}" in checkpoint.tensors:
@@ -81,9 +81,9 @@ def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
     kind, _, parameter = name.partition("/")
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
     rule = build_row_rule(config.table.rule, config)
-    rule.resume(checkpoint.read(f"{_LAZY}{_RATES}/{parameter}").numpy())
+    rule.resume(checkpoint.read(f"{_LAZY}{RATES}/{parameter}").numpy())
     kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_LAZY}{name}"].shape[0]
     for block in block_ranges(count):
         rows = {each: checkpoint.read_rows(f"{_LAZY}{each}/{parameter}", block) for each in kinds}
-        rule.catch_up_(rows, checkpoint.read_rows(f"{_LAZY}{_LAST_STEP}/{parameter}", block))
+        rule.catch_up_(rows, checkpoint.read_rows(f"{_LAZY}{LAST_STEP}/{parameter}", block))
         yield rows[kind]

@@ -23,7 +23,8 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, joined
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import RowRule, Rows, build_row_rule
+from megahead.sharded_embedding.optimizer import WEIGHT, RowRule, Rows, build_row_rule
+from megahead.sharded_embedding.saved import LAST_STEP, RATES
 
 # The exchange of a step's rows, planned ahead of it.
 #
@@ -117,9 +118,6 @@ def _summed_share(gradients_UD: Tensor, sharing: Group) -> Tensor:
 
 
 # The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
-
-
-WEIGHT = "weight"
 
 
 class OwnedRows:
@@ -255,7 +253,6 @@ def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
 
 NORM_PROXY_SIZE = 4096
 """Numbers of the norm proxy: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
-LAST_STEP, RATES = "touched", "rates"
 _BLOCK = 1 << 14
 """Rows of all ranks that are scored against at once."""
 
@@ -281,9 +278,20 @@ class RowTable(nn.Module):
         self._fetched: FetchedRows | None = None
         self._now_nD: Tensor | None = None
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[..., D]: the rows of `ids`."""
-        return self._look_up(ids)
+    def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
+
+        With `scattered_ids_U` also [u, D]: this rank's even share of their rows, as of a `VocabularyParallelEmbedding`.
+        U must be a multiple of the tensor ranks; an id of -1 has a row of zeros.
+        """
+        tensor = self._mesh.tensor_group
+        num_duplicates = ids.numel() if tensor.rank else 0
+        if scattered_ids_U is None:
+            return self._look_up(ids, num_duplicates)
+        share_u = tensor.shard(scattered_ids_U, 0)
+        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
+        inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
+        return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
 
     def fill_(self, blocks: Iterable[Tensor]) -> None:
         """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
@@ -335,18 +343,15 @@ class RowTable(nn.Module):
             even_bD = F.pad(part_bD, (0, 0, 0, min(of_each, most - place) - len(part_bD)))
             yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
 
-    def _look_up(self, ids: Tensor, num_duplicates: int = 0) -> Tensor:
+    def _look_up(self, ids: Tensor, num_duplicates: int) -> Tensor:
         """Rows of `ids`; another rank counts the gradients of the first `num_duplicates` of them."""
         if not self.training:
-            return self._look_up_now(ids)
+            plan = plan_rows(ids.flatten().cpu(), self._planning_group).to(ids.device)
+            rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
+            return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
         if self._fetched is None:
             raise RuntimeError("rows are fetched before they are looked up")
         return self._fetched.look_up(ids, self.norm_proxy, num_duplicates)
-
-    def _look_up_now(self, ids: Tensor) -> Tensor:
-        plan = plan_rows(ids.flatten().cpu(), self._planning_group).to(ids.device)
-        rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
-        return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
 
     def _now(self) -> Tensor:
         """[n, D]: this rank's rows as they would be now."""
@@ -364,34 +369,13 @@ def _of_rows(block: Tensor, shape: torch.Size, kind: str) -> Tensor:
     return block
 
 
-class SplitRowTable(RowTable):
-    """The same for a model whose weights are split over the mesh's tensor ranks, as a
-    `VocabularyParallelEmbedding`: it looks inputs up on every rank and candidates in shares."""
-
-    def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
-
-        With `scattered_ids_U` also [u, D]: this rank's even share of their rows. U must be a multiple of the tensor
-        ranks; an id of -1 has a row of zeros.
-        """
-        tensor = self._mesh.tensor_group
-        num_duplicates = ids.numel() if tensor.rank else 0
-        if scattered_ids_U is None:
-            return self._look_up(ids, num_duplicates)
-        share_u = tensor.shard(scattered_ids_U, 0)
-        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
-        inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
-        return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
-
-
 def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
     """Replaces `backbone.embedding`, which has no memory yet, by a `RowTable` of zeros, if `config` says so.
     Collective over `mesh`."""
     if shards_embedding(config):
         rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
         rule = build_row_rule(settings.rule, config.optimizer)
-        kind = SplitRowTable if mesh.tensor_group.size > 1 else RowTable
-        table = kind(rows, features, rule, mesh, device, settings.learning_rate_ratio)
+        table = RowTable(rows, features, rule, mesh, device, settings.learning_rate_ratio)
         backbone.register_module("embedding", table)
 
 

@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
 from megahead.sharded_embedding.optimizer import build_row_rule
-from megahead.sharded_embedding.table import OwnedRows, RowTable, SplitRowTable, plan_rows, vector_of_norm
+from megahead.sharded_embedding.table import OwnedRows, RowTable, plan_rows, vector_of_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4
@@ -38,8 +38,7 @@ def whole_table() -> Tensor:
 
 
 def table_of(mesh: Mesh) -> RowTable:
-    kind = SplitRowTable if mesh.tensor_group.size > 1 else RowTable
-    table = kind(ROWS, WIDTH, build_row_rule("adamw", CONFIG), mesh, CPU)
+    table = RowTable(ROWS, WIDTH, build_row_rule("adamw", CONFIG), mesh, CPU)
     table.fill_([whole_table()])
     return table
 
