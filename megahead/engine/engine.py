@@ -215,10 +215,10 @@ class Engine:
         module: nn.Module = self._deepspeed.module
         return module
 
-    def begin(self, rows: RowPlan | None) -> int:
+    def begin(self, rows: RowPlan | None) -> dict[str, float]:
         """To be called before the micro-steps of a step. A `RowEngine` exchanges the embedding's rows that the step
-        needs (`rows`) here, and returns how many were stale; this engine has nothing to do."""
-        return 0
+        needs (`rows`) here, and returns what is logged of them; this engine has nothing to do."""
+        return {}
 
     def micro_step(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; the (detached) scalar that the module returned. Collective."""
@@ -350,14 +350,13 @@ class RowEngine(Engine):
         super().__init__(module, weights=Whole(body), **arguments)
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
-    def begin(self, rows: RowPlan | None) -> int:
-        """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were stale.
-
-        Collective."""
+    def begin(self, rows: RowPlan | None) -> dict[str, float]:
+        """Fetches the rows that the next micro-steps look up; returns how many these are, and how many of those that
+        this rank owns and any rank looks up were stale: not updated by the step before. Collective."""
         assert rows is not None
         stale = self._table.owned.count_stale(rows.owned_O)
         self._table.fetch(rows)
-        return stale
+        return {"rows_fetched": len(rows.ids_U), "rows_late": stale}
 
     def step(self, learning_rate: float) -> StepResult:
         loss_scale = self.loss_scale.value

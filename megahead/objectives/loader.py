@@ -20,7 +20,7 @@ from megahead.data.samples import derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import Objective, Pool
-from megahead.objectives.micro_batch import MicroBatch, StepBatches
+from megahead.objectives.micro_batch import MicroBatch
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
 # A candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
@@ -100,6 +100,23 @@ def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One rank's part of the global batch of one optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    """In the order of their samples; one for each accumulation step."""
+
+    targets: int
+    """Targets of the global batch, over all ranks."""
+
+    candidates: float
+    """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
+
+    rows: RowPlan | None = None
+    """How ranks exchange the embedding's rows for this step, where these are sharded."""
 
 
 class Feed:

@@ -13,7 +13,6 @@ from megahead.data.batch import Batch
 from megahead.losses.candidates import Candidates
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import LayerNorm
-from megahead.sharded_embedding.table import RowPlan
 
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
@@ -106,23 +105,6 @@ class MicroBatch:
 
     def _padded(self, multiple: int) -> MicroBatch:
         return replace(self, candidates=tuple(one.padded(multiple) for one in self.candidates))
-
-
-@dataclass(frozen=True)
-class StepBatches:
-    """One rank's part of the global batch of one optimizer step."""
-
-    micro_batches: list[MicroBatch]
-    """In the order of their samples; one for each accumulation step."""
-
-    targets: int
-    """Targets of the global batch, over all ranks."""
-
-    candidates: float
-    """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
-
-    rows: RowPlan | None = None
-    """How ranks exchange the embedding's rows for this step, if these are in a table beside the model (`table`)."""
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,7 @@ class Interval:
             found = [self._auxiliary.means(r.auxiliary) for r in reports]
             means |= {f"{self._auxiliary.metric}_{name}": _mean(each[name] for each in found) for name in found[0]}
             means |= self._auxiliary.logged(means)
-        if fetched := [r.rows_fetched for r in reports if r.rows_fetched is not None]:
-            means["rows_fetched"] = _mean(fetched)
-            means["rows_late"] = _mean(r.rows_stale for r in reports)
-        return means
+        return means | {name: _mean(r.counts[name] for r in reports) for name in reports[0].counts}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -9,8 +9,7 @@ import torch
 
 from megahead.config.run import RunConfig
 from megahead.errors import UserError
-from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.loader import Feed, StepBatches
 from megahead.optim import learning_rate_ratio
 from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, Guard, Health, StopRequest

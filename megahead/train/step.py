@@ -15,7 +15,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, ForwardTime
 from megahead.estimate import peak_flops, run_flops
-from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.loader import StepBatches
 from megahead.train.faults import Fault, Guard, found_afterwards
 
 # What the micro-batches of a step measured, told to all ranks in one message.
@@ -90,11 +90,8 @@ class StepReport:
     targets: int
     candidates: float
 
-    rows_fetched: int | None
-    """Rows of the embedding that this rank looked up; None unless `engine.embedding` is `rows`."""
-
-    rows_stale: int
-    """How many of the rows that this rank owns and any rank looked up were stale: not updated by the step before."""
+    counts: Mapping[str, float]
+    """What the engine counted in it on this rank, by its name in the log."""
 
     forward_seconds: list[float]
     """How long each rank's forward passes took."""
@@ -118,7 +115,7 @@ def train_step(
     """Forward and backward of every micro-batch, then one update, unless the guard or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
-    stale = engine.begin(batches.rows)
+    counts = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     measured = tally.gather(losses, engine.forward_time)
@@ -135,8 +132,7 @@ def train_step(
         learning_rate=learning_rate,
         targets=batches.targets,
         candidates=batches.candidates,
-        rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
-        rows_stale=stale,
+        counts=counts,
         forward_seconds=measured.forward_seconds,
         cpu_seconds=time.process_time() - cpu_seconds,
         auxiliary=measured.auxiliary,

@@ -20,8 +20,8 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import StepBatches, documents_of
+from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.micro_batch import documents_of
 from megahead.objectives.pretraining import Pretraining
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain

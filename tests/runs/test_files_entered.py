@@ -69,6 +69,7 @@ def test_a_step_and_an_export_enter_few_files(tmp_path: Path) -> None:
             r"copy_every|NodeMemory|checkpoints\.memory|Replicas\b|replicate\(|in-memory|cop(y|ies) in memory",
             6,
         ),
+        (r"[Ss]hards?(ed)?[_ ]embedding|Row(Plan|Table|Engine)|rows_(fetched|late)", 10),
     ],
 )
 def test_a_feature_is_named_in_few_files(pattern: str, most: int) -> None:

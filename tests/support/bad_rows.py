@@ -8,8 +8,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.loader import Feed, StepBatches
 from megahead.train.run import pretrain
 
 BAD = 24

@@ -19,8 +19,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.errors import ConfigError
-from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.loader import Feed, StepBatches
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks

@@ -24,8 +24,8 @@ from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
-from megahead.objectives.loader import Feed
-from megahead.objectives.micro_batch import MicroBatch, StepBatches
+from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.micro_batch import MicroBatch
 
 
 def changed(config: RunConfig, *overrides: str) -> RunConfig:
