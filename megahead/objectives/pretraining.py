@@ -37,12 +37,10 @@ from megahead.objectives.micro_batch import (
     target_positions_of,
 )
 
-# The module that is trained: one embedding lookup, the backbone, and a softmax over candidates.
-#
 # In a headless run (contrastive weight tying) the candidates are the input embeddings of a candidate group's targets;
 # such a group is consecutive samples. In a vanilla run they are the whole vocabulary.
 #
-# B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
+# B rows, T inputs a row, M = B T, D features, N targets, U candidates, w: one rank's share of them, V vocabulary.
 
 
 Part = tuple[Tensor, Tensor, Candidates]
@@ -63,6 +61,10 @@ class Pretraining(nn.Module):
 
     With an `auxiliary` objective its loss counts beside the softmax's; `note_metrics` receives its sums of each batch.
     If it has a generator, that learns the targets in the backbone's place.
+
+    Weights may be split over a tensor `group`, every rank of which is called with the same inputs. A headless softmax
+    splits its candidates evenly over the ranks; a softmax over the vocabulary leaves each row on the rank that owns it,
+    which also balances the work. An encoder's transform, and biases, are full on every rank.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Pretraining(nn.Module):
         self.head = head
         self.mask_head = mask_head
         self.output_bias = output_bias
+        self.group = Group()
         self._auxiliary_key = "" if auxiliary is None else auxiliary.key
         if auxiliary is not None:
             self.add_module(auxiliary.key, auxiliary)
@@ -163,20 +166,42 @@ class Pretraining(nn.Module):
         candidates = candidates if bias_V is None else replace(candidates, bias_U=bias_V)
         return self._softmax(hidden_ND, rows_UD, candidates)
 
-    def _softmax(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
-        return Softmax(hidden_ND, rows_UD, candidates, self._score())
+    def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
+        return Softmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+
+    def _shard(self, candidates: Candidates) -> CandidateShard | None:
+        """This rank's share of the candidates: an even one, or of the whole vocabulary the rows that it owns; None
+        where it has all."""
+        if self.group.size == 1:
+            return None
+        if candidates.ids_U is None:
+            return CandidateShard.of(self.vocab_size, len(self._output_rows()), self.group)
+        count = candidates.ids_U.numel()
+        return CandidateShard.of(count, self._even(count), self.group)
+
+    def _even(self, candidates: int) -> int:
+        """How many candidates each rank gets, padding included."""
+        return max(1, -(-candidates // self.group.size))
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
-
-        If the candidates are the whole vocabulary, they are the rows of the output matrix.
-        """
-        sizes = [0 if candidates.ids_U is None else candidates.ids_U.numel() for candidates in per_group]
+        """Embeddings of the inputs [B, T, D], and of this rank's share of each candidate group [w, D], in one embedding
+        call. If the candidates are the whole vocabulary, they are the rows of the output matrix."""
         ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
-        looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
-        inputs, *rows = looked_up.split([input_ids_BT.numel(), *sizes])
-        tables = [self._output_rows() if g.ids_U is None else r for g, r in zip(per_group, rows, strict=True)]
-        return inputs.view(*input_ids_BT.shape, -1), tables
+        if not ids:
+            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
+        if self.group.size == 1:
+            looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
+            inputs_MD, *rows = looked_up.split([input_ids_BT.numel(), *map(len, ids)])
+            return inputs_MD.view(*input_ids_BT.shape, -1), rows
+        by_rank = [self._split_evenly(ids_U) for ids_U in ids]
+        scattered_ids = torch.cat(by_rank, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
+        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
+        return inputs_BTD, list(shares_WD.split([ids_Rw.shape[1] for ids_Rw in by_rank]))
+
+    def _split_evenly(self, ids_U: Tensor) -> Tensor:
+        """[ranks, w]: the ids split evenly, padded with -1."""
+        width = self._even(len(ids_U))
+        return F.pad(ids_U, (0, width * self.group.size - len(ids_U)), value=-1).view(self.group.size, width)
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states that have targets."""
@@ -240,12 +265,10 @@ class Pretraining(nn.Module):
         return {name: float(value) for name, value in sums.items()}
 
     def _output_rows(self) -> Tensor:
-        """[V, D]: the output matrix without its padding."""
-        return self._output_matrix().weight[: self.vocab_size]
-
-    def _output_matrix(self) -> nn.Embedding | OutputEmbedding:
-        """The matrix that outputs are multiplied by: the input embedding itself unless there is a head."""
-        return self.backbone.embedding if self.head is None else self.head
+        """[V, D]: the matrix that outputs are multiplied by, without its padding: the input embedding itself unless
+        there is a head. Of several ranks this one's rows, with the padding, which `_shard` leaves out."""
+        matrix: Tensor = (self.backbone.embedding if self.head is None else self.head).weight
+        return matrix[: self.vocab_size] if self.group.size == 1 else matrix
 
 
 # A run's model as plain (unsharded) modules, and the weights that it starts from.
@@ -303,78 +326,10 @@ def first_weights(config: RunConfig) -> FirstWeights:
     return FirstWeights(config, weight_shapes(config))
 
 
-# Pretraining with its weights split over a tensor group: the same losses and evaluation sums (of losses, right
-# predictions and targets) as on one rank.
-#
-# Headless (contrastive weight tying): the softmax runs over the embeddings of a candidate group's targets. A candidate
-# group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
-#
-# B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: one rank's candidates of a candidate
-# group, W: of all candidate groups.
-
-
 class SplitOutputEmbedding(OutputEmbedding):
     """This rank's rows of an untied head, split like those of the embedding table."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
-
-
-class TensorParallelPretraining(Pretraining):
-    """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
-
-    A headless softmax splits its candidates evenly over the ranks; a softmax over the vocabulary leaves each row on the
-    rank that owns it, which also balances the work. An encoder's transform (`mask_head`), and biases, are full on every
-    rank.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        objective: ObjectiveConfig,
-        vocab_size: int,
-        head: SplitOutputEmbedding | None,
-        mask_head: MaskHead | None,
-        output_bias: OutputBias | None,
-        auxiliary: Auxiliary | None,
-        group: Group,
-    ) -> None:
-        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias, auxiliary)
-        self.group = group
-
-    def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D].
-
-        The split embedding looks up both at once: it returns the rows of all inputs on every rank, and scatters those
-        of `scattered_ids`, an even share to each rank."""
-        by_rank = [self._split_evenly(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
-        if not by_rank:
-            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
-        scattered_ids = torch.cat(by_rank, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
-        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
-        return inputs_BTD, list(shares_WD.split([ids.shape[1] for ids in by_rank]))
-
-    def _split_evenly(self, ids_U: Tensor) -> Tensor:
-        """[ranks, w]: the ids split evenly, padded with -1."""
-        width = self._even(ids_U.numel())
-        return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
-
-    def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
-        return Softmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
-
-    def _output_rows(self) -> Tensor:
-        """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""
-        return self._output_matrix().weight
-
-    def _shard(self, candidates: Candidates) -> CandidateShard:
-        """This rank's share of the candidates; if they are the whole vocabulary, the rows that this rank owns."""
-        if candidates.ids_U is None:
-            return CandidateShard.of(self.vocab_size, self._output_rows().shape[0], self.group)
-        count = candidates.ids_U.numel()
-        return CandidateShard.of(count, self._even(count), self.group)
-
-    def _even(self, candidates: int) -> int:
-        """How many candidates each rank gets, padding included."""
-        return max(1, -(-candidates // self.group.size))
 
 
 # Makes a run's model: `assemble` makes its layers, `fill_` gives them values. No rank ever holds the full model.
@@ -387,9 +342,9 @@ def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraini
     are the plain ones. Sends nothing.
     """
     with torch.device("meta"):
-        module: Pretraining = build_pretraining(config)
+        module = build_pretraining(config)
         if group.size > 1:
-            module = _split(module, config, group)
+            _split_(module, config, group)
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             one_number = torch.zeros((), dtype=parameter.dtype, device=device)
@@ -414,13 +369,13 @@ def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
         parameter.data = part
 
 
-def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
+def _split_(module: Pretraining, config: RunConfig, group: Group) -> None:
     sharding, sequence = SHARDING[config.model.family], config.parallel.sequence
-    parallelize_(full.backbone, sharding, group, sequence=sequence)
-    for generator in full.encoders()[1:]:
+    parallelize_(module.backbone, sharding, group, sequence=sequence)
+    for generator in module.encoders()[1:]:
         of_blocks = {pattern: kind for pattern, kind in sharding.items() if pattern != "embedding"}
         parallelize_(generator, of_blocks, group, sequence=sequence)
-    rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
-    head = None if full.head is None else SplitOutputEmbedding(rows, features)
-    layers = head, full.mask_head, full.output_bias, full.auxiliary
-    return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)
+    if module.head is not None:
+        rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
+        module.head = SplitOutputEmbedding(rows, features)
+    module.group = group
