@@ -263,7 +263,7 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     model, generator, head = config.trained_model(), config.generator(), _scores(config, candidate_rows)
     head += 0.0 if auxiliary is None else auxiliary.head_flops(model)
     if generator is None:
-        computed = None if auxiliary is not None and auxiliary.reads_all_outputs else targets
+        computed = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
         learned = training_flops(model, length, 0, targets=computed, subsets=subset_layers(config))
         return replace(learned, head=head)
     learned = training_flops(generator, length, 0, targets=targets)

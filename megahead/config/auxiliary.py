@@ -33,7 +33,7 @@ class AuxiliarySettings(Settings):
     metric: ClassVar[str] = "auxiliary"
     """Its numbers are METRIC_NAME in the log."""
 
-    reads_all_outputs: ClassVar[bool] = False
+    needs_all_outputs: ClassVar[bool] = False
     """Whether it needs the hidden states of all tokens; else those that have targets."""
 
     weighs_ids: ClassVar[bool] = False
@@ -139,7 +139,7 @@ class CustomConfig(AuxiliarySettings):
         return ", ".join([super().held_out(means), *others])
 
     @property
-    def reads_all_outputs(self) -> bool:  # type: ignore[override]  # a constant of the others
+    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a constant of the others
         """As the class says. Imports it, and with it torch."""
         kind = load_named("objective.custom.objective", self.objective)
         return bool(getattr(kind, "needs_all_outputs", False))

@@ -45,7 +45,7 @@ class PhrasesConfig(AuxiliarySettings):
         return self
 
     metric: ClassVar = "phrase"
-    reads_all_outputs: ClassVar = True
+    needs_all_outputs: ClassVar = True
     weighs_ids: ClassVar = True
     curves: ClassVar = (
         Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),

@@ -36,7 +36,6 @@ class ReplacedTokensConfig(AuxiliarySettings):
     """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
 
     metric: ClassVar = "detection"
-    reads_all_outputs: ClassVar = True
     draws_tokens: ClassVar = True
     whose_targets: ClassVar = "generator's "
     why_headless: ClassVar = "tells replaced tokens and predicts none"

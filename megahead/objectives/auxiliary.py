@@ -69,7 +69,8 @@ class Auxiliary(nn.Module):
     """Under this name its parameters are in checkpoints."""
 
     needs_all_outputs = False
-    """Whether `Pass.hidden_MD` is needed; by default targets' outputs alone are computed."""
+    """Whether `Pass.hidden_MD` is needed; by default targets' outputs alone are computed. The settings of what is
+    built in say it, for estimates too."""
 
     evaluated = False
     """Whether held-out text is scored by it, too."""
@@ -84,7 +85,8 @@ class Auxiliary(nn.Module):
         super().__init__()
         settings = config.objective.auxiliary()
         assert settings is not None
-        self.weight, self.generator, self.drawn_bias_V = settings.weight, None, None
+        self.weight, self.needs_all_outputs = settings.weight, settings.needs_all_outputs
+        self.generator, self.drawn_bias_V = None, None
 
     @classmethod
     def head_parameters(cls, model: ModelConfig) -> int:

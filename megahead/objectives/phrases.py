@@ -31,7 +31,6 @@ class Phrases(Auxiliary):
     """Compares the hidden states of all tokens, group by group."""
 
     key = "phrases"
-    needs_all_outputs = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -131,42 +131,33 @@ class Pretraining(nn.Module):
             return (loss + auxiliary.weight * sums["loss"]) * micro.loss_weight
         return loss * micro.loss_weight + auxiliary.weight * micro.auxiliary_weight * sums["loss"]
 
+    @torch.no_grad()
     def _predictions(
         self, parts: Sequence[Part], outputs_ND: Tensor, batch: Batch, bias_V: Tensor | None = None, *, all_ids: bool
     ) -> list[Softmax]:
         """What the outputs say of their targets (see `auxiliary.Predictions`), in the order of these."""
         if not all_ids:
-            return [self._prediction(*part) for part in parts]
+            return [self._among(*part) for part in parts]
         vocabulary = vocabulary_candidates(batch.target_ids_N, bias_V)
-        return [self._prediction(outputs_ND, self._output_rows(), vocabulary)]
+        return [self._among(outputs_ND, self._output_rows(), vocabulary)]
 
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
         """The loss summed over all targets."""
-        loss = torch.stack([self._loss_among(*part) for part in parts]).sum()
+        softmaxes = [self._among(*part) for part in parts]
+        loss = torch.stack([each.loss() for each in softmaxes]).sum()
         if self.note_misses is not None:
-            self.note_misses(batch.target_ids_N, torch.cat([self._prediction(*part).misses() for part in parts]))
+            self.note_misses(batch.target_ids_N, torch.cat([each.misses() for each in softmaxes]))
         share = self.objective.vanilla_weight
         if share:
             all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
-            vanilla = self._loss_among(outputs_ND, self._output_rows(), all_ids)
-            loss = (1 - share) * loss + share * vanilla
+            loss = (1 - share) * loss + share * self._among(outputs_ND, self._output_rows(), all_ids).loss()
         return loss
 
-    def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """The loss summed over the outputs."""
+    def _among(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
+        """The outputs and their candidates; all ids have the learned bias, where there is one."""
         hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
         if bias_V is not None:
             candidates = replace(candidates, bias_U=bias_V, subtracts_target_bias=True)
-        return self._softmax(hidden_ND, rows_UD, candidates).loss()
-
-    @torch.no_grad()
-    def _prediction(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
-        """What the outputs say of their targets: as in the loss, but that targets have a learned bias, too."""
-        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        candidates = candidates if bias_V is None else replace(candidates, bias_U=bias_V)
-        return self._softmax(hidden_ND, rows_UD, candidates)
-
-    def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
         return Softmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _shard(self, candidates: Candidates) -> CandidateShard | None:
@@ -245,7 +236,8 @@ class Pretraining(nn.Module):
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
             sums = streamed_sums(hidden_ND, blocks, vocabulary, self._score())
         else:
-            sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
+            shard = self._shard(vocabulary)
+            sums = Softmax(hidden_ND, self._output_rows(), vocabulary, self._score(), shard).sums()
         if self.auxiliary is None or not self.auxiliary.evaluated:
             return sums
         return sums._replace(auxiliary=self._auxiliary_sums(self.auxiliary, outputs, request))

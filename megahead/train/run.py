@@ -254,7 +254,7 @@ def _what_is_compiled(config: RunConfig) -> str:
     """All blocks but those whose shapes are another batch's each time."""
     plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     auxiliary = config.objective.auxiliary()
-    needs_all = config.model.is_causal or (auxiliary is not None and auxiliary.reads_all_outputs)
+    needs_all = config.model.is_causal or config.generator() or (auxiliary and auxiliary.needs_all_outputs)
     if config.model.is_encoder() and not needs_all:
         plain.append("the last (masked tokens alone)")
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
