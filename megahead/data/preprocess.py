@@ -174,6 +174,10 @@ class Recipe:
     end_inside: EndInside = "report"
     """Whether texts may spell the end token, and so be cut there."""
 
+    def outputs(self, output: str | Path) -> list[str]:
+        """The prefixes of what it makes under this one: two where documents are held out."""
+        return [str(output)] if self.holdout is None else [str(output), f"{output}-validation"]
+
 
 @dataclass
 class PreprocessReport:
@@ -267,7 +271,7 @@ def write_dataset(
     chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, pool: EncodingPool, progress: ByteProgress
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
-    if recipe.tokenizer.absolute() in {Path(f"{output}{part}.json").absolute() for part in ("", "-validation")}:
+    if recipe.tokenizer.absolute() in {Path(f"{prefix}.json").absolute() for prefix in recipe.outputs(output)}:
         raise DataError(
             f"`{recipe.tokenizer}` must not be named like the dataset's description, but `{output}` would write over "
             "it; give one of them another name."
@@ -277,12 +281,11 @@ def write_dataset(
     encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error)
     report = PreprocessReport()
     share = recipe.holdout
-    outputs = [output] if share is None else [output, f"{output}-validation"]
     identity = loaded.identity()
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(each, vocab_size=loaded.vocab_size, tokenizer=identity))
-            for each in outputs
+            for each in recipe.outputs(output)
         ]
         for encoded in pool.encode(chunks, encoder):
             _add(encoded, writers, share)

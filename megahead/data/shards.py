@@ -50,7 +50,7 @@ def preprocess_shards(
         progress.begin(total_bytes(shards))
         with EncodingPool(workers) as pool:
             for shard in shards:
-                report = manifest.report(shard)
+                report = manifest.report(shard, recipe)
                 if report is None:
                     chunks = shard.chunks(recipe.selection)
                     report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
@@ -93,14 +93,14 @@ class ShardManifest:
             )
         return ShardManifest(folder, ours, shards)
 
-    def report(self, shard: Input) -> PreprocessReport | None:
+    def report(self, shard: Input, recipe: Recipe) -> PreprocessReport | None:
         """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
         its files are incomplete."""
         noted = self.shards.get(shard.name)
         if noted is None or noted["input"] != _fingerprint(shard):
             return None
         try:
-            for name in _names(shard, held_out=self.recipe["holdout"] is not None):
+            for name in recipe.outputs(shard.name):
                 if IndexedDataset(self.folder / name).info is None:  # PREFIX.json is missing: it is incomplete
                     return None
         except DataError:
@@ -114,18 +114,13 @@ class ShardManifest:
         write_atomically(self.folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
-def _names(shard: Input, *, held_out: bool) -> list[str]:
-    """Of the datasets that it becomes."""
-    return [shard.name, f"{shard.name}-validation"] if held_out else [shard.name]
-
-
 def _shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
     shards = find_inputs(inputs)
     seen: dict[str, str] = {Path(MANIFEST).stem: "the list of shards"}
     for shard in shards:
         if shard.path == STANDARD_INPUT:
             raise DataError("with one dataset per input every input must be a file, but `-` is standard input.")
-        for name in _names(shard, held_out=recipe.holdout is not None):
+        for name in recipe.outputs(shard.name):
             if name in seen:
                 raise DataError(
                     f"with one dataset per input, input names must differ, but {seen[name]} and `{shard.path}` would "

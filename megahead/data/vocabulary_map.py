@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -111,25 +111,16 @@ def _special(content: dict[str, Any]) -> set[str]:
 def _speller(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
     """What turns this tokenizer's spelling of a token into its bytes."""
     model = content["model"]
-    ways = {part: content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")}
-    kinds = {kind for way in ways.values() for kind in _kinds(way)}
-    if "WordPiece" in kinds or model.get("type") == "WordPiece":
+    ways = [content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    written = json.dumps(ways, ensure_ascii=False)
+    if '"WordPiece"' in written or model.get("type") == "WordPiece":
         return _of_wordpiece(model.get("continuing_subword_prefix") or "##")
-    if "ByteLevel" in kinds:
+    if '"ByteLevel"' in written:
         bytes_of = _bytes_of_characters()
         return lambda spelled: b"".join(bytes_of.get(char) or char.encode() for char in spelled)
-    if _SPACE in json.dumps(ways, ensure_ascii=False):
+    if _SPACE in written:
         return _of_sentencepiece
     raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
-
-
-def _kinds(part: Any) -> Iterator[str]:
-    """The types in a part of the file, also of what sequences are made of."""
-    if isinstance(part, dict):
-        yield part.get("type", "")
-        for key in ("normalizers", "pretokenizers", "decoders"):
-            for inner in part.get(key, ()):
-                yield from _kinds(inner)
 
 
 def _of_sentencepiece(spelled: str) -> bytes:
