@@ -39,6 +39,12 @@ class Settings(BaseModel):
                     raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
         return value
 
+    def changed(self, *fields: str) -> dict[str, Any]:
+        """Those of the fields, or of all, that are not at their defaults, and what an error says of their values."""
+        values = {name: getattr(self, name) for name in fields or type(self).model_fields}
+        changed = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
+        return {name: "given" if isinstance(value, Settings) else value for name, value in changed.items()}
+
 
 def require(holds: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:
     """ConfigError, which says that `field` must RULE, unless that `holds`."""

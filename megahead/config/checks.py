@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megahead.config.base import Settings, refuse, require
 from megahead.config.embedding import check_embedding
-from megahead.config.masking import FRAMING, WEIGHING, MaskingConfig
-from megahead.config.token_subsets import check_token_subsets, given_subsets
+from megahead.config.masking import FRAMING, WEIGHING
+from megahead.config.token_subsets import SUBSET_FIELDS, check_token_subsets
 from megahead.errors import ConfigError
 from megahead.remote_files import is_remote
 
@@ -49,14 +49,14 @@ def without_unused(config: RunConfig) -> RunConfig:
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(section, field, why nothing reads it)."""
     masking, causal = config.masking, config.model.is_causal
-    for field in [] if masking is None else MaskingConfig.model_fields if causal else _READ_BY:
-        if field in FRAMING or getattr(masking, field) == MaskingConfig.model_fields[field].default:
-            continue
-        if causal:
+    strategies = set[str]() if masking is None else set(masking.weighed_by().values())
+    for field in () if masking is None else masking.changed():
+        readers = _READ_BY.get(field, ())
+        if causal and field not in FRAMING:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
-        elif masking and not set(masking.weighed_by().values()) & set(_READ_BY[field]):
-            settings = [setting for setting, known in WEIGHING.items() if set(known) & set(_READ_BY[field])]
-            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(_READ_BY[field])}"
+        elif readers and not strategies.intersection(readers):
+            settings = [setting for setting, known in WEIGHING.items() if set(known) & set(readers)]
+            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(readers)}"
     if config.data.id_weights is not None and (masking is None or causal or not masking.reads_weights()):
         yield "data", "id_weights", f"without {' or '.join(WEIGHING)}: weights"
 
@@ -75,7 +75,7 @@ def _check_causal(config: RunConfig) -> None:
         return
     if masking is not None:
         setting = "model.is_causal" if model.is_causal else setting
-        for field, value in given_subsets(masking):
+        for field, value in masking.changed(*SUBSET_FIELDS).items():
             refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
         require(not masking.adapts(), "masking.strategy", rule, got=masking.strategy)

@@ -12,6 +12,7 @@ from megahead.config.base import Settings, refuse, require, require_named
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
+from megahead.errors import ConfigError
 
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
@@ -156,10 +157,8 @@ class MaskingConfig(Settings):
 
     def _refuse_beside_diffusion(self) -> None:
         rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-        for field in _OF_OTHER_MASKS:
-            value = getattr(self, field)
-            got = "given" if isinstance(value, Settings) else value
-            require(value == type(self).model_fields[field].default, field, rule, got=got)
+        for field, value in self.changed(*_OF_OTHER_MASKS).items():
+            raise ConfigError(field, rule, got=value)
         rule = f"be one of {', '.join(_DIFFUSED)} with diffusion"
         require(self.strategy in _DIFFUSED, "strategy", rule, got=self.strategy)
 

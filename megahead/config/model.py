@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings, require
+from megahead.errors import ConfigError
 
 # Families of models: named sizes, where a family's defaults differ from Pythia's, and settings that it cannot have.
 
@@ -123,10 +124,9 @@ class RotaryScalingConfig(Settings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> RotaryScalingConfig:
-        for field in self.model_fields_set - {"kind", "factor"} if self.kind == "linear" else ():
-            value = getattr(self, field)
-            default = value == type(self).model_fields[field].default
-            require(default, field, "be left out of `linear` scaling", got=value)
+        of_llama = ("low_frequency_factor", "high_frequency_factor", "original_positions")
+        for field, value in self.changed(*of_llama).items() if self.kind == "linear" else ():
+            raise ConfigError(field, "be left out of `linear` scaling", got=value)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         require(high > low, "high_frequency_factor", f"be above low_frequency_factor ({low:g})", got=f"{high:g}")
         return self

@@ -13,6 +13,7 @@ from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.errors import ConfigError
 
 
 class ObjectiveScheduleConfig(Settings):
@@ -175,9 +176,9 @@ class ObjectiveConfig(Settings):
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
             rule, hint = "be left out of a vanilla objective", "use name: headless"
-            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight"):
-                value = getattr(self, field)
-                require(value == type(self).model_fields[field].default, field, rule, got=value, hint=hint)
+            fields = ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
+            for field, value in self.changed(*fields).items():
+                raise ConfigError(field, rule, got=value, hint=hint)
             require(not self.ends_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
         else:
             if self.vanilla_weight == 0 and not self.ends_vanilla():

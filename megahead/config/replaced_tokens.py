@@ -10,7 +10,7 @@ from pydantic import Field
 from megahead.config.auxiliary import AuxiliarySettings, Curve
 from megahead.config.base import refuse, require
 from megahead.config.model import ModelConfig
-from megahead.config.token_subsets import given_subsets
+from megahead.config.token_subsets import SUBSET_FIELDS
 from megahead.errors import ConfigError
 from megahead.wording import counted
 
@@ -65,7 +65,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
             require(self.draws == "group", f"{_WHERE}.draws", rule, got=self.draws)
         _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
-        for field, value in given_subsets(masking):
+        for field, value in masking.changed(*SUBSET_FIELDS).items():
             _refuse(f"masking.{field}", value, "whose model reads all tokens, and no mask tokens")
         _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
         _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")

@@ -6,7 +6,6 @@ token dropping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
@@ -59,19 +58,12 @@ class DroppingConfig(Settings):
         require(self.keep_share >= targets, f"{where}.keep_share", rule, got=self.keep_share)
 
 
-def given_subsets(masking: MaskingConfig) -> Iterator[tuple[str, object]]:
-    """The fields that are given, and what an error says of each."""
-    for field in SUBSET_FIELDS:
-        if value := getattr(masking, field):
-            yield field, "given" if isinstance(value, Settings) else value
-
-
 def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
     """ConfigError unless the model has such layers, and all else fits."""
     model, init, late = config.model, config.init, masking.masks_from_layer
     rule = f"be below model.num_layers ({model.num_layers})"
     require(late < model.num_layers, "masking.masks_from_layer", rule, got=late)
-    for field, value in given_subsets(masking):
+    for field, value in masking.changed(*SUBSET_FIELDS).items():
         if config.parallel.sequence:
             refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
         if masking.mask_share == 0 and field != "dropping":
