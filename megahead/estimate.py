@@ -29,8 +29,6 @@ def candidate_rows(config: RunConfig) -> int:
     return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
 
 
-# Exact parameter counts of a model, from its config.
-#
 # D hidden size, A total width of the query heads (mostly D), K total width of the key heads, F width of the MLP, L
 # blocks, V rows of the embedding table (padding included).
 
@@ -126,8 +124,6 @@ def _auxiliary_head(config: RunConfig) -> int:
     return 0 if auxiliary is None else auxiliary.head_parameters(config.model)
 
 
-# Peak operations per second of devices.
-#
 # Dense peaks in operations a second, as their makers state them (no sparsity): NVIDIA's data sheets of V100, T4, A10,
 # A100, RTX 3090 and 4090, L4, L40S, H100, H200 and B200.
 

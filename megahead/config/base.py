@@ -103,9 +103,6 @@ def _load_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-# Finds config files by name; the last place to look is the `configs/` that ships with megahead.
-
-
 def shipped_folder() -> Path:
     """`configs/`: inside of an installed package, beside the package in a checkout."""
     package = Path(__file__).parents[1]

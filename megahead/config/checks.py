@@ -101,9 +101,6 @@ def _check_corrected(config: RunConfig) -> None:
     require(not weighs, "objective.bias", rule, got="corrected", hint="take paper or once")
 
 
-# Which settings of a run fit together, beyond what each of its sections knows of itself.
-
-
 def check_fit(config: RunConfig) -> None:
     """ConfigError for the first settings that do not."""
     _check_rows(config)

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings, require
 from megahead.errors import ConfigError
 
-# Families of models: named sizes, where a family's defaults differ from Pythia's, and settings that it cannot have.
-
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], **shared: Any) -> dict[str, dict[str, Any]]:
     """Settings by name: layers, width, heads, and width of the MLP where it is no default, with those of all."""

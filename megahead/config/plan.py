@@ -15,12 +15,10 @@ from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.errors import UserError
 
-# The phases of a run whose objective changes on the way: each is an ordinary run, which the next one goes on from.
-
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive steps of a run that learn by one objective."""
+    """Consecutive steps of a run that learn by one objective: an ordinary run, which the next one goes on from."""
 
     config: RunConfig
     """The run's, but for the objective and the direction of attention, which are those of these steps alone, and
@@ -120,10 +118,6 @@ def tuned_settings(zero: Mapping[str, Any], device: str, precision: str, data_ra
         if device == "cuda":  # each gradient is added to its sum and freed while the backward pass goes on
             settings["bf16"] = {"immediate_grad_update": True}
     return settings
-
-
-# Completes DeepSpeed's JSON from the run's config; a key that it does not know, or that contradicts the config, is
-# refused.
 
 
 _Keys = Mapping[str, "_Keys | None"]

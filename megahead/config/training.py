@@ -201,9 +201,6 @@ class TrainingConfig(Settings):
         return self
 
 
-# What a run does when a step goes wrong, and which settings may change when it is resumed.
-
-
 Policy = Literal["skip", "rollback", "stop"]
 
 

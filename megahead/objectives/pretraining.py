@@ -263,9 +263,6 @@ class Pretraining(nn.Module):
         return matrix[: self.vocab_size] if self.group.size == 1 else matrix
 
 
-# A run's model as plain (unsharded) modules, and the weights that it starts from.
-
-
 TEMPERATURE = "temperature.log_value"
 
 
@@ -324,14 +321,11 @@ class SplitOutputEmbedding(OutputEmbedding):
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
 
-# Makes a run's model: `assemble` makes its layers, `fill_` gives them values. No rank ever holds the full model.
-
-
 def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
     """The model of `config`, split over `group`, with unallocated parameters: a shape on `device`, no memory.
 
-    `fill_` gives them memory and values; so does an engine, which may partition them further. With one rank the layers
-    are the plain ones. Sends nothing.
+    `fill_` gives them memory and values; so does an engine, which may partition them further. No rank ever holds the
+    full model. With one rank the layers are the plain ones. Sends nothing.
     """
     with torch.device("meta"):
         module = build_pretraining(config)
