@@ -65,19 +65,8 @@ class Framing:
 
         document_starts: bool [B, t], where documents begin other than after end tokens.
         """
-        tokens_BT, ends_BT, last_B = self._framed(text, document_starts)
-        closed_BT = np.arange(tokens_BT.shape[1]) == last_B[:, None]
-        if self.isolate_documents:
-            closed_BT |= ends_BT
-        isolated = bool((text < 0).any()) or bool(closed_BT[:, :-1].any())
-        positions_BT = document_positions(closed_BT) if isolated else None
-        return FramedRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
-
-    def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array, Array]:
-        """Tokens, whether a document ends there (both [B, T]), and the place of [SEP] [B]; what is empty follows it,
-        as end tokens."""
         rows, length = text.shape
-        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
+        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)  # what is empty is read as end tokens
         tokens_BT[:, 0] = self.masking.cls_token
         tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
         last_B = 1 + (text >= 0).sum(1)
@@ -85,8 +74,14 @@ class Framing:
         ends_BT = tokens_BT == self.end_token
         if document_starts is not None:
             ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before one that begins a document
-        ends_BT &= np.arange(length + 2) < last_B[:, None]
-        return tokens_BT, ends_BT, last_B
+        place_T = np.arange(length + 2)
+        ends_BT &= place_T < last_B[:, None]
+        closed_BT = place_T == last_B[:, None]
+        if self.isolate_documents:
+            closed_BT |= ends_BT
+        isolated = bool((text < 0).any()) or bool(closed_BT[:, :-1].any())
+        positions_BT = document_positions(closed_BT) if isolated else None
+        return FramedRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
 
 
 @dataclass(frozen=True)

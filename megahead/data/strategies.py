@@ -107,14 +107,11 @@ class Hardest(WeighedIds):
         """With the weights of a step."""
         counts_V2 = self.difficulty.at(step)
         if not self._latest or self._latest[0][0] is not counts_V2:
-            self._latest[:] = [(counts_V2, self._weighed_by(counts_V2))]
+            misses_V, targets_V = counts_V2.numpy().astype(np.float64).T
+            share = (misses_V.sum() + PRIOR) / (targets_V.sum() + PRIOR)
+            weight_V = FLOOR + (misses_V + PRIOR * share) / (targets_V + PRIOR)
+            self._latest[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.difficulty))]
         return self._latest[0][1]
-
-    def _weighed_by(self, counts_V2: Tensor) -> Hardest:
-        misses_V, targets_V = counts_V2.numpy().astype(np.float64).T
-        share = (misses_V.sum() + PRIOR) / (targets_V.sum() + PRIOR)
-        weight_V = FLOOR + (misses_V + PRIOR * share) / (targets_V + PRIOR)
-        return Hardest(weight_V[: len(self.weight_V)], self.difficulty)
 
 
 class Informative(WeighedIds):
