@@ -61,6 +61,13 @@ def existing(text: str) -> Path:
     return path
 
 
+def at_least(least: float, **options: float | None) -> None:
+    """FieldError for the first of a command's options that is below `least`; None was not given."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=value)
+
+
 def print_error(sentence: str) -> None:
     """Prints what went wrong to stderr."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_pa
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import FieldError, existing
+from megahead.errors import FieldError, at_least, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.report.tables import to_rich
@@ -39,10 +38,7 @@ PAPER = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sc
 
 def main() -> None:
     arguments = _parser().parse_args()
-    for name in ("limit", "batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    at_least(1, limit=arguments.limit, batch_size=arguments.batch_size)
     if not arguments.model and not arguments.write_tasks:
         raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
     files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
@@ -79,7 +75,6 @@ def evaluate_model(
     model: Path, folder: Path, files: Mapping[str, Path], kept: ResultsFile, limit: int | None, batch_size: int | None
 ) -> HarnessResult:
     """Results of all tasks in the order requested; those in `kept` are not computed again, others are added to it."""
-    begin = time.monotonic()
     found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if found[task] is None}
     if missing:
@@ -88,7 +83,7 @@ def evaluate_model(
         for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             kept.add(model, folder, files[result.task], result)
             found[result.task] = result
-    return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
+    return HarnessResult(str(model), [result for result in found.values() if result])
 
 
 def names_of_runs(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import FieldError, existing
+from megahead.errors import FieldError, at_least, existing
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
     FineTuning,
@@ -31,10 +31,7 @@ from megahead.terminal import terminal
 
 def main() -> None:
     arguments = _parser().parse_args()
-    for name in ("seeds", "max_train_rows", "threads"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = Sources(arguments.data)
     console = terminal(soft_wrap=True)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]

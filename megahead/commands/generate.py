@@ -23,14 +23,13 @@ from typing import Any
 from rich.console import Console
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import DataError, FieldError, existing
+from megahead.errors import DataError, FieldError, at_least, existing
 from megahead.terminal import terminal
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    if arguments.max_tokens < 1:
-        raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
+    at_least(1, max_tokens=arguments.max_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
     from megahead.evaluate.generation import sampling_options

@@ -16,14 +16,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-from megahead.data.preprocess import (
-    END_TOKEN,
-    PreprocessReport,
-    Recipe,
-    held_out_share,
-    preprocess,
-    suitable_workers,
-)
+from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess, suitable_workers
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import Selection, conditions, find_inputs, total_bytes
 from megahead.data.writer import Bar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megahead.config.training import OptimizerConfig, ScheduleConfig
 from megahead.errors import UserError
@@ -145,14 +146,15 @@ def by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
 
 def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `token_type_ids`, [examples x choices, longest], padded on the right."""
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    longest = max(len(ids) for ids, _ in sequences)
-    rows = [
-        (ids + [padding] * (gap := longest - len(ids)), [1] * len(ids) + [0] * gap, token_types + [0] * gap)
-        for ids, token_types in sequences
-    ]
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    return {name: torch.tensor(part, device=device) for name, part in zip(names, zip(*rows, strict=True), strict=True)}
+
+    def padded(rows: Iterable[list[int]], value: int = 0) -> Tensor:
+        return pad_sequence(
+            [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=value
+        ).to(device)
+
+    ids, token_types = zip(*(sequence for example in examples for sequence in example.sequences), strict=True)
+    attended = padded([1] * len(row) for row in ids)
+    return {"input_ids": padded(ids, padding), "attention_mask": attended, "token_type_ids": padded(token_types)}
 
 
 # The loop: an epoch of steps, then all evaluation sets, and again.

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megahead.errors import DataError, FieldError
+from megahead.errors import DataError, FieldError, at_least
 from megahead.evaluate.harness_tasks import Row, json_lines, text_of
 from megahead.wording import counted
 
@@ -48,10 +48,8 @@ class FineTuning:
         for name in ("learning_rate", "batch_size", "epochs"):
             if getattr(self, name) <= 0:
                 raise FieldError(f"--{name.replace('_', '-')}", "be above 0", got=getattr(self, name))
-        if self.weight_decay < 0:
-            raise FieldError("--weight-decay", "be at least 0", got=self.weight_decay)
-        if self.max_length < 8:
-            raise FieldError("--max-length", "be at least 8", got=self.max_length)
+        at_least(0, weight_decay=self.weight_decay)
+        at_least(8, max_length=self.max_length)
 
 
 def paper_settings(task: str, loss: LossName | None = None, **changes: float | None) -> FineTuning:

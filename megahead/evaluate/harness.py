@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -34,9 +33,7 @@ def evaluate_harness(
     model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
 ) -> HarnessResult:
     """Scores the language model in `model_dir` on all tasks of `files`; see `evaluate_tasks`."""
-    begin = time.monotonic()
-    tasks = list(evaluate_tasks(model_dir, files, limit=limit, batch_size=batch_size))
-    return HarnessResult(str(model_dir), tasks, time.monotonic() - begin)
+    return HarnessResult(str(model_dir), list(evaluate_tasks(model_dir, files, limit=limit, batch_size=batch_size)))
 
 
 def evaluate_tasks(

@@ -107,11 +107,6 @@ class HarnessResult:
 
     model: str
     tasks: list[TaskResult]
-    seconds: float
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 class ResultsFile:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, fsum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,26 +112,85 @@ class TokenPredictor:
         return logits_1OV[0]
 
 
-# Rows with which an encoder scores a text: one for each token, in which that token is masked.
+# Log-probabilities of whole texts, by a decoder, or by an encoder as pseudo-log-likelihoods (each token masked in
+# turn).
 
 
-class MaskedRows:
-    """Makes rows with an encoder's tokenizer; CheckpointError if that lacks [CLS], [SEP] or [MASK]."""
+class LanguageModel(ABC):
+    """A Hugging Face model with its tokenizer that gives texts a probability: in fp32, on a GPU if there is one."""
 
-    def __init__(self, tokenizer: Any, folder: Path) -> None:
-        self._tokenizer = tokenizer
-        self._start, self._end, self._mask = _special_ids(tokenizer, folder)
+    def __init__(self, folder: Path, batch_size: int | None, *, causal: bool) -> None:
+        self.tokenizer = load_tokenizer_folder(folder)
+        self.model = (load_causal if causal else load_masked)(folder)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.predictor = TokenPredictor(self.model, causal=causal, batch_size=batch_size)
 
-    def of_texts(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
-        """For each text one row per token; texts are cut at `max_length` tokens.
+    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
+        """Of each text, in nats: the sum over its tokens."""
+        rows = self.rows_of(texts)
+        found = iter(self.predictor.log_probabilities([row for its in rows for row in its]))
+        return [sum(next(found) for _ in its) for its in rows]
 
-        whole_words: the tokens after it in the same word are masked too. Otherwise the tokens of a long word give each
-        other away, and rare words count as likely (Kauf & Ivanova 2023, arXiv 2305.10588).
+    @abstractmethod
+    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
+        """Of each text the rows in which its tokens are predicted, each token in one."""
+
+
+def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
+    """The model in `folder`; CheckpointError if it lacks a head or a tokenizer.
+
+    batch_size: rows of tokens at once; None: `TokenPredictor` chooses.
+    """
+    return (Encoder if is_encoder(folder) else Decoder)(folder, batch_size)
+
+
+class Decoder(LanguageModel):
+    """Predicts each token of a text from those before it, within the model's context; the first from an end token."""
+
+    def __init__(self, folder: Path, batch_size: int | None) -> None:
+        super().__init__(folder, batch_size, causal=True)
+
+    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
+        """As in lm-eval, a text longer than the context is read in windows."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [list(self._windows(ids)) for ids in encoded]
+
+    def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
+        """Windows of a text; the last one begins early enough to fill the context."""
+        tokens, context = (first_token(self.tokenizer), *ids), context_of(self.model)
+        for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
+            begin = max(0, end - context)
+            yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
+
+
+class Encoder(LanguageModel):
+    """Predicts each token of a text from all others, except those that follow in its own word (Kauf & Ivanova 2023,
+    arXiv 2305.10588): otherwise the tokens of a long word give each other away, and rare words count as likely.
+
+    CheckpointError if its tokenizer lacks [CLS], [SEP] or [MASK].
+    """
+
+    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
+        super().__init__(folder, batch_size, causal=False)
+        self._start, self._end, self._mask = _special_ids(self.tokenizer, folder)
+
+    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
+        """DataError for a text longer than the context."""
+        rows, context = self.masked_rows(texts, whole_words=True), context_of(self.model)
+        for text, its in zip(texts, rows, strict=True):
+            if len(its) + 2 > context:
+                raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")
+        return rows
+
+    def masked_rows(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
+        """For each text one row per token, in which that token is masked; texts are cut at `max_length` tokens.
+
+        whole_words: the tokens after it in the same word are masked too.
         """
         if not texts:
             return []
         kept = None if max_length is None else max_length - 2
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         rows = []
         for k, ids in enumerate(encoded["input_ids"]):
             words = encoded.word_ids(k) if whole_words else range(len(ids))
@@ -153,6 +213,17 @@ def _special_ids(tokenizer: Any, folder: Path) -> tuple[int, int, int]:
     if None in found:
         raise CheckpointError(f"`{folder}` must hold a tokenizer with [CLS], [SEP] and [MASK], but it lacks one.")
     return found[0], found[1], found[2]
+
+
+def first_token(tokenizer: Any) -> int:
+    """What begins a document, else what ends the one before; CheckpointError where the tokenizer names neither."""
+    named = [id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None]
+    if not named:
+        raise CheckpointError(
+            f"`{tokenizer.name_or_path}` must hold a tokenizer that names a begin or end token, to begin a text with, "
+            "but names neither; add one to its tokenizer_config.json."
+        )
+    return int(named[0])
 
 
 # Pseudo-perplexity of an encoder (Salazar et al. 2020, arXiv 1910.14659): each token predicted from all others.
@@ -180,97 +251,10 @@ def pseudo_perplexity(
     Cost: a forward pass over a text for each of its tokens. Raises CheckpointError for a folder without a masked
     language model or a tokenizer with [CLS], [SEP] and [MASK], DataError for texts without a token.
     """
-    tokenizer, model = load_tokenizer_folder(model_dir), load_masked(model_dir)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    encoder = Encoder(model_dir, batch_size)
     max_length = min(max_length, context_length(model_dir) or max_length)
-    texts_rows = MaskedRows(tokenizer, model_dir).of_texts(texts, whole_words=False, max_length=max_length)
-    rows = [row for rows in texts_rows for row in rows]
+    rows = [row for its in encoder.masked_rows(texts, whole_words=False, max_length=max_length) for row in its]
     if not rows:
         raise DataError("The texts must hold tokens to predict, but hold none.")
-    nats = TokenPredictor(model, causal=False, batch_size=batch_size).log_probabilities(rows)
+    nats = encoder.predictor.log_probabilities(rows)
     return PseudoPerplexity(len(rows), -fsum(nats) / len(rows))
-
-
-def first_token(tokenizer: Any) -> int:
-    """What begins a document, else what ends the one before; CheckpointError where the tokenizer names neither."""
-    named = [id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None]
-    if not named:
-        raise CheckpointError(
-            f"`{tokenizer.name_or_path}` must hold a tokenizer that names a begin or end token, to begin a text with, "
-            "but names neither; add one to its tokenizer_config.json."
-        )
-    return int(named[0])
-
-
-# Log-probabilities of whole texts, by a decoder, or by an encoder as pseudo-log-likelihoods (each token masked in
-# turn).
-
-
-class LanguageModel(Protocol):
-    """A model that gives texts a probability."""
-
-    model: Any
-    """The Hugging Face model."""
-
-    tokenizer: Any
-
-    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Of each text, in nats: the sum over its tokens."""
-
-
-def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
-    """The model in `folder` in fp32, on a GPU if there is one; CheckpointError if it lacks a head or a tokenizer.
-
-    batch_size: rows of tokens at once; None: `TokenPredictor` chooses.
-    """
-    return (Encoder if is_encoder(folder) else Decoder)(folder, batch_size)
-
-
-class Decoder:
-    """Predicts each token of a text from those before it, within the model's context; the first from an end token."""
-
-    def __init__(self, folder: Path, batch_size: int | None) -> None:
-        self.tokenizer = load_tokenizer_folder(folder)
-        self.model = _placed(load_causal(folder))
-        self._predictor = TokenPredictor(self.model, causal=True, batch_size=batch_size)
-
-    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """As in lm-eval, a text longer than the context is read in windows, and each token is predicted in one."""
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        rows = [list(self._windows(ids)) for ids in encoded]
-        return _by_text(rows, self._predictor)
-
-    def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
-        """Windows of a text; the last one begins early enough to fill the context."""
-        tokens, context = (first_token(self.tokenizer), *ids), context_of(self.model)
-        for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
-            begin = max(0, end - context)
-            yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
-
-
-class Encoder:
-    """Predicts each token of a text from all others, except those that follow in its own word (Kauf & Ivanova 2023)."""
-
-    def __init__(self, folder: Path, batch_size: int | None) -> None:
-        self.tokenizer = load_tokenizer_folder(folder)
-        self.model = _placed(load_masked(folder))
-        self._predictor = TokenPredictor(self.model, causal=False, batch_size=batch_size)
-        self._rows = MaskedRows(self.tokenizer, folder)
-
-    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Pseudo-log-likelihoods; DataError for a text longer than the context."""
-        rows, context = self._rows.of_texts(texts, whole_words=True), context_of(self.model)
-        for text, its in zip(texts, rows, strict=True):
-            if len(its) + 2 > context:
-                raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")
-        return _by_text(rows, self._predictor)
-
-
-def _by_text(rows: Sequence[Sequence[Row]], predictor: TokenPredictor) -> list[float]:
-    """Sums over the rows of each text."""
-    found = iter(predictor.log_probabilities([row for its in rows for row in its]))
-    return [sum(next(found) for _ in its) for its in rows]
-
-
-def _placed(model: Any) -> Any:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -149,13 +149,11 @@ class Run:
 
     def number(self, path: str) -> float | None:
         """The number at `section.field`, or None if the configuration has none there."""
-        value = self._setting(path)
-        return value if isinstance(value, (int, float)) else None
+        return value if isinstance(value := self._setting(path), (int, float)) else None
 
     def text(self, path: str) -> str | None:
         """As `number`, of texts."""
-        value = self._setting(path)
-        return value if isinstance(value, str) else None
+        return value if isinstance(value := self._setting(path), str) else None
 
     def _setting(self, path: str) -> Any:
         value: Any = self.config
@@ -173,11 +171,17 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
+def _text(path: Path) -> str:
+    """Empty where there is no such file."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def _config(path: Path) -> Config:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
+    tree = None
+    with suppress(ValueError, yaml.YAMLError):
+        tree = yaml.safe_load(_text(path))
     return tree if isinstance(tree, dict) else {}
 
 
@@ -189,22 +193,17 @@ def _geometry(path: Path) -> list[Record]:
 
 
 def _samples(path: Path) -> list[Record]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other ends of lines
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in _text(path).split("\n"):  # a text may hold other ends of lines
         with suppress(ValueError):  # cut short
             found.append(json.loads(line))
     return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
 
 def _ending(path: Path) -> str | None:
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["ending"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(_text(path))["ending"])
+    return None
 
 
 # Events of a run: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
@@ -230,10 +229,35 @@ def events_of(run: Run) -> list[Event]:
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
-        for kind, describe in _DESCRIPTIONS.items()
-        if kind in record
-        for text, wrong in describe(record[kind])
+        for text, wrong in _sentences(record)
     ]
+
+
+def _sentences(record: Record) -> Iterator[tuple[str, bool]]:
+    """What a record tells, and whether it is a problem."""
+    match record:
+        case {"session": session}:
+            yield from _session(session)
+        case {"fault": fault}:
+            yield _fault(fault), fault["kind"] != "overflow"
+        case {"rollback": rollback}:
+            yield f"went back to {rollback['checkpoint']}", False
+        case {"slow": slow}:
+            times = slow["seconds"] / slow["usual"]
+            yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
+        case {"replica": replica}:
+            what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
+            yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
+        case {"copy": {"off": reason}}:
+            yield f"kept no more copies in memory: {reason}", True
+        case {"copy": {"skipped": 1}}:
+            yield "a copy in memory was left out, since the last one was still on its way", True
+        case {"mirror": {"failed": reason, **sent}}:
+            what = f"step {sent['step']:,}" if "step" in sent else "the log"
+            yield f"{what} did not get to the mirror: {reason}", True
+        case {"mirror": {"skipped": _, "step": step}}:
+            reason = "since an older checkpoint was still on its way"
+            yield f"step {step:,} was not copied to the mirror, {reason}", True
 
 
 def _session(session: Record) -> Iterator[tuple[str, bool]]:
@@ -263,51 +287,10 @@ def _ranks(mesh: Mapping[str, int]) -> str:
     return f"{counted(mesh['data'], 'data rank')}{tensor}{waiting}"
 
 
-def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
+def _fault(fault: Record) -> str:
     where = fault.get("where", ())
     ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
     rows = ", ".join(span("row", range(place["first"], place["last"] + 1)) for place in where[:3])
     on = f" on {listed('rank', ranks)}" if ranks else ""
     what = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
-    yield f"{what}{on}, {rows}: {_DONE[fault['action']]}", fault["kind"] != "overflow"
-
-
-def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
-    yield f"went back to {rollback['checkpoint']}", False
-
-
-def _slow(slow: Record) -> Iterator[tuple[str, bool]]:
-    times = slow["seconds"] / slow["usual"]
-    yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
-
-
-def _replica(replica: Record) -> Iterator[tuple[str, bool]]:
-    what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
-    yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
-
-
-def _copy(copy: Record) -> Iterator[tuple[str, bool]]:
-    if "off" in copy:
-        yield f"kept no more copies in memory: {copy['off']}", True
-    if copy.get("skipped") == 1:
-        yield "a copy in memory was left out, since the last one was still on its way", True
-
-
-def _mirror(mirror: Record) -> Iterator[tuple[str, bool]]:
-    if "failed" in mirror:
-        what = f"step {mirror['step']:,}" if "step" in mirror else "the log"
-        yield f"{what} did not get to the mirror: {mirror['failed']}", True
-    if "skipped" in mirror:
-        reason = "since an older checkpoint was still on its way"
-        yield f"step {mirror['step']:,} was not copied to the mirror, {reason}", True
-
-
-_DESCRIPTIONS = {
-    "session": _session,
-    "fault": _fault,
-    "rollback": _rollback,
-    "slow": _slow,
-    "replica": _replica,
-    "copy": _copy,
-    "mirror": _mirror,
-}
+    return f"{what}{on}, {rows}: {_DONE[fault['action']]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
-from megahead.evaluate import harness_tasks as harness_rows
 from megahead.evaluate.harness import evaluate_harness, fitting_batch_size
-from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.harness_tasks import task_files, task_rows
 from megahead.hf.export import hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -62,7 +62,7 @@ def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, pa
     assert scores["perplexity"].value == pytest.approx(perplexity, rel=1e-4)
     assert scores["acc"].stderr is not None
     assert scores["perplexity"].stderr is not None
-    assert json.loads(json.dumps(result.record()))["tasks"][0]["task"] == "cloze"
+    assert json.loads(json.dumps(asdict(result)))["tasks"][0]["task"] == "cloze"
 
 
 def test_several_tasks_and_a_limit(folder: Path, passages: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_example_that_is_not_as_published_is_named_by_its_number(
     lines = [json.dumps(row) for row in (GOOD[reader], GOOD[reader] | wrong)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=f"must hold examples as published, but example 2 .*{sentence}"):
-        getattr(harness_rows, reader)(tmp_path / "rows.jsonl")
+        task_rows({"arc": "arc_easy"}.get(reader, reader), tmp_path / "rows.jsonl")
 
 
 def test_a_batch_shrinks_with_length_and_memory_and_never_vanishes(folder: Path) -> None:

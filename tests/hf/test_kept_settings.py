@@ -27,10 +27,10 @@ from megahead.config.loading import config_from_checkpoint
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
-from megahead.evaluate.scoring import MaskedRows
+from megahead.evaluate.scoring import Encoder
 from megahead.hf.export import export
 from megahead.hf.families import _FAMILIES
-from megahead.hf.published import from_hf, load_tokenizer_folder
+from megahead.hf.published import from_hf
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
@@ -257,5 +257,5 @@ def test_an_encoder_without_cls_and_sep_begins_and_ends_rows_with_bos_and_eos(tm
     (before / "config.json").write_text(json.dumps(content))
     after = export(from_hf(before, tmp_path / "run"), tmp_path / "back", "trained").folder
     kept(before, after)
-    row = MaskedRows(load_tokenizer_folder(after), after).of_texts(["cat"], whole_words=False)[0][0]
+    row = Encoder(after).masked_rows(["cat"], whole_words=False)[0][0]
     assert (row.ids[0], row.ids[1], row.ids[-1]) == (BEGIN, MASK, END)
