@@ -94,8 +94,9 @@ class AuxiliarySettings(Settings):
         return {}
 
     def progress(self, means: Mapping[str, float]) -> str:
-        """Its part of a progress line, from what is logged."""
-        return f"{self.metric} {means[f'{self.metric}_loss']:.4f}"
+        """Its part of a progress line, from what is logged: as `held_out`, of all that it logs."""
+        own = f"{self.metric}_"
+        return self.held_out({name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)})
 
     def held_out(self, means: Mapping[str, float]) -> str:
         """What the line on an evaluation says of it; `means` by NAME."""
@@ -127,11 +128,6 @@ class CustomConfig(AuxiliarySettings):
 
     def implementation(self) -> str:
         return self.objective
-
-    def progress(self, means: Mapping[str, float]) -> str:
-        """As `held_out`, of all that it logs."""
-        own = f"{self.metric}_"
-        return self.held_out({name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)})
 
     def held_out(self, means: Mapping[str, float]) -> str:
         """For example: auxiliary 4.2310, right 0.3121"""

@@ -79,6 +79,6 @@ class PhrasesConfig(AuxiliarySettings):
         ends = max(sums["ends"], 1)
         return {"loss": sums["loss"] / ends, "found": sums["found"] / ends, "ends": sums["ends"]}
 
-    def progress(self, means: Mapping[str, float]) -> str:
+    def held_out(self, means: Mapping[str, float]) -> str:
         """For example: phrases 3.1000, found 12.0%"""
-        return f"phrases {means['phrase_loss']:.4f}, found {means['phrase_found']:.1%}"
+        return f"phrases {means['loss']:.4f}, found {means['found']:.1%}"

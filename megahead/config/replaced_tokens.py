@@ -118,8 +118,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
     def progress(self, means: Mapping[str, float]) -> str:
         """For example: generator 6.1000  detection 0.2431, found 48.2% and kept 98.1%"""
-        found = {name.removeprefix("detection_"): value for name, value in means.items()}
-        return f"generator {means['generator_loss']:.4f}  {self.held_out(found)}"
+        return f"generator {means['generator_loss']:.4f}  {super().progress(means)}"
 
     def held_out(self, means: Mapping[str, float]) -> str:
         """For example: detection 0.2431, found 48.2% and kept 98.1%"""
