@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -221,17 +221,16 @@ class Laboratory:
             save_figure(draw_charts(charts), self.folder / f"{name}.png")
         self.console.print(to_rich(rows))
 
-    def relative_cost(self, train: Callable[[Laboratory, str], RunMetrics], one: str, other: str) -> float:
-        """Of a token of `one`, where one of `other` costs 1; both are folders that `train` trains for a few steps while
-        both run, so that what else keeps the machine busy slows both. A pair of which one was stopped begins anew: else
-        the other would have gone on alone."""
-        pair = [self.folder / name for name in (one, other)]
+    def relative_cost(self, config: str, pair: Mapping[str, Sequence[str]]) -> float:
+        """Of a token of the first run, where one of the second costs 1. Both, by name with their settings, train for a
+        few steps at the same time, so that what else keeps the machine busy slows both. A pair of which one was stopped
+        begins anew: else the other would have gone on alone."""
         quiet = replace(self, console=Console(quiet=True))
-        with one_at_a_time(self.folder / f"{one}-and-{other}"), ThreadPoolExecutor() as pool:
-            if not all(ended(run) for run in pair):
-                for run in pair:
-                    shutil.rmtree(run, ignore_errors=True)
-            ours, theirs = pool.map(lambda name: train(quiet, name), (one, other))
+        with one_at_a_time(self.folder / "-and-".join(pair)), ThreadPoolExecutor() as pool:
+            if not all(ended(self.folder / name) for name in pair):
+                for name in pair:
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+            ours, theirs = pool.map(lambda name: quiet.train(config, name, *pair[name]), pair)
         both = min(run.training[-1]["seconds"] for run in (ours, theirs))
         return _cost(ours, both) / _cost(theirs, both)
 

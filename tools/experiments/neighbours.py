@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from experiments.laboratory import GRIDS, Laboratory, settings_of
 from experiments.measures import Row, over_seeds
 from experiments.recipe import FIRST
-from megahead.report.read import RunMetrics
 
 SEEDS = (0, 1)
 MARGIN = 0.1
@@ -44,33 +43,29 @@ def settings_of_variant(kind: str, name: str) -> tuple[str, list[str]]:
 
 
 def _compare(laboratory: Laboratory, kind: str, names: Sequence[str]) -> list[Row]:
-    total, rows = GRIDS["neighbours"][kind]["steps"], []
-    plain = _settings(laboratory, kind, PLAIN)
+    config, total = GRIDS["neighbours"][kind]["config"], GRIDS["neighbours"][kind]["steps"]
+    rows: list[Row] = []
+    plain, brief = _settings(laboratory, kind, PLAIN), _course(0, COST_STEPS)
     for seed in SEEDS:
-        _train(laboratory, kind, f"{kind}-{PLAIN}-{seed}", seed, total, plain)
         for name in names:
-            settings = _settings(laboratory, kind, name)
-            relative = 1.0 if name == PLAIN else _relative(laboratory, kind, name, plain, settings)
+            settings, relative = _settings(laboratory, kind, name), 1.0
+            if name != PLAIN:
+                pair = {f"{kind}-{name}-beside-{PLAIN}": [*settings, *brief]}
+                relative = laboratory.relative_cost(config, pair | {f"{kind}-{PLAIN}-beside-{name}": [*plain, *brief]})
             courses = {"tokens": (f"{kind}-{name}-{seed}", total)}
             if abs(relative - 1) > MARGIN:
                 courses["time"] = (f"{kind}-{name}-{seed}-time", round(total / relative))
             for equal, (folder, steps) in courses.items():
-                run = _train(laboratory, kind, folder, seed, steps, settings)
+                run = laboratory.train(config, folder, *settings, *_course(seed, steps))
                 last, tokens = run.validation[-1], run.training[-1]["tokens"]
                 row = {"model": kind, "variant": name, "at equal": equal, "tokens": tokens, "cost": relative}
                 rows.append(row | {"perplexity": last["perplexity"], "accuracy": last["accuracy"]})
     return rows
 
 
-def _relative(laboratory: Laboratory, kind: str, name: str, plain: Sequence[str], settings: Sequence[str]) -> float:
-    """Cost of a token, where the plain one's is 1."""
-    one, other = f"{kind}-{name}-beside-{PLAIN}", f"{kind}-{PLAIN}-beside-{name}"
-    given = {one: settings, other: plain}
-
-    def train(quiet: Laboratory, run: str) -> RunMetrics:
-        return _train(quiet, kind, run, 0, COST_STEPS, given[run])
-
-    return laboratory.relative_cost(train, one, other)
+def _course(seed: int, steps: int) -> list[str]:
+    course = {"training.steps": steps, "training.checkpoint_every": steps, "schedule.warmup_steps": WARMUP}
+    return settings_of(course | {"seed": seed})
 
 
 def _settings(laboratory: Laboratory, kind: str, name: str) -> list[str]:
@@ -81,11 +76,3 @@ def _settings(laboratory: Laboratory, kind: str, name: str) -> list[str]:
     masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in own) else []
     ids = [f"model.vocab_size={VOCABULARY + 1}", "training.evaluate_samples=256"]
     return [*laboratory.data(VOCABULARY), *ids, *settings_of(FIRST), *own, *masks]
-
-
-def _train(
-    laboratory: Laboratory, kind: str, folder: str, seed: int, steps: int, settings: Sequence[str]
-) -> RunMetrics:
-    course = {"training.steps": steps, "training.checkpoint_every": steps, "schedule.warmup_steps": WARMUP}
-    course["seed"] = seed
-    return laboratory.train(GRIDS["neighbours"][kind]["config"], folder, *settings, *settings_of(course))

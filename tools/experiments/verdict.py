@@ -179,14 +179,13 @@ class Race:
         """Vanilla steps in a unit: the part's number, else those in the same time; 1 where nothing asks for it."""
         if self.part.vanilla_unit is not None or list(self.part.kinds) == ["headless"]:
             return self.part.vanilla_unit or 1
-        probes = {f"{self.name}-probe-{objective}": self._learns_by(objective) for objective in ("headless", "vanilla")}
-
-        def train(laboratory: Laboratory, run: str) -> RunMetrics:
-            course = f"training.steps={PROBE_STEPS}", *BRIEF
-            return laboratory.train(self.part.config, run, *data, *self.part.shape, *probes[run], *course)
-
-        headless, vanilla = probes
-        return max(1, round(self.part.unit / self.laboratory.relative_cost(train, vanilla, headless)))
+        given = [*data, *self.part.shape]
+        brief = [f"training.steps={PROBE_STEPS}", *BRIEF]
+        probes = {
+            f"{self.name}-probe-{objective}": [*given, *self._learns_by(objective), *brief]
+            for objective in ("vanilla", "headless")
+        }
+        return max(1, round(self.part.unit / self.laboratory.relative_cost(self.part.config, probes)))
 
     def _rows(self, courses: Courses, course: Course, data: Sequence[str]) -> list[Row]:
         run = self._train(courses, course, data)

@@ -131,8 +131,9 @@ def test_costs_are_of_the_time_in_which_both_run(laboratory: Laboratory, monkeyp
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cheap_ends = 50 + 11 * 3
     runs = {"cheap": logged("cheap", 3, 3, 999), "dear": logged("dear", 9, 6, cheap_ends)}
-    assert laboratory.relative_cost(lambda _, name: runs[name], "dear", "cheap") == 3
-    assert laboratory.relative_cost(lambda _, name: runs[name], "cheap", "dear") == 1 / 3
+    monkeypatch.setattr(Laboratory, "train", lambda _, config, name, *given: runs[name])
+    assert laboratory.relative_cost("small-headless", {"dear": [], "cheap": []}) == 3
+    assert laboratory.relative_cost("small-headless", {"cheap": [], "dear": []}) == 1 / 3
 
 
 def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, mon
     monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: costs[run.name])
     was_there: dict[str, bool] = {}
 
-    def train(quiet: Laboratory, name: str) -> RunMetrics:
+    def train(quiet: Laboratory, config: str, name: str, *given: str) -> RunMetrics:
         run = RunFolder(quiet.folder / name)
         was_there[name] = run.path.exists()
         end(run, "finished")
@@ -150,10 +151,11 @@ def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, mon
         run.path.mkdir(parents=True, exist_ok=True)
         run.ending.write_text(json.dumps({"ending": ending}))
 
+    monkeypatch.setattr(Laboratory, "train", train)
     end(RunFolder(laboratory.folder / "ours"), "stopped")
     end(RunFolder(laboratory.folder / "theirs"), "finished")
     for there in (False, True):
-        assert laboratory.relative_cost(train, "ours", "theirs") == 1.5
+        assert laboratory.relative_cost("small-headless", {"ours": [], "theirs": []}) == 1.5
         assert was_there == {"ours": there, "theirs": there}
 
 
