@@ -125,9 +125,9 @@ class Headless:
         if self._log_r_V is not None:
             ids = torch.cat([ids, draw_ids(self._cumulative_r_V, config.negatives, generator)])
         ids_P, multiplicity_P = torch.unique(ids, return_counts=True)
+        log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
         log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:
-            log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
             log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
         weighting = weigh(config.bias, multiplicity_P, log_pi_P)
         shared_bias_P = self._capped(weighting.bias_P, generator)
@@ -136,7 +136,6 @@ class Headless:
         if self._log_q_V is None:
             drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + shared_bias_P - weighting.bias_P
         else:
-            log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
             others = target_ids_G.numel() - 1
             drawn_bias_P = log_mean_weight(config.bias, self._log_q_V[ids_P], others, log_r_P, config.negatives)
             drawn_bias_P = drawn_bias_P if log_pi_P is None else drawn_bias_P - log_pi_P

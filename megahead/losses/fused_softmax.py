@@ -409,8 +409,11 @@ class _Gradients:
         """The gradients of the outputs of `part`, and what they add to those of rows and biases."""
         (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, slopes_nw) = self._inputs, residuals
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
-        if self.bias is not None:
-            self._add_to_bias(self.bias, residuals)
+        if self.bias is not None:  # the loss subtracts the target's bias: its gradient has the same -1 as the scores'
+            if weight_n1 is None:
+                self.bias.add_(matrix_nw.sum(0, dtype=self.bias.dtype))
+            else:
+                self._step.add_product_(self.bias[None], weight_n1.T, matrix_nw)
         if slopes_nw is not None:
             matrix_nw.mul_(slopes_nw)
         self._step.product_(gradient_nD, matrix_nw, rows_wD)
@@ -418,12 +421,3 @@ class _Gradients:
             gradient_nD.mul_(weight_n1)
             outputs_nD = outputs_nD * weight_n1
         self._step.add_product_(self.rows, matrix_nw.T, outputs_nD)
-
-    def _add_to_bias(self, bias_w: Tensor, residuals: Residuals) -> None:
-        """Adds residuals: the loss subtracts the target's bias, so that its gradient has the same -1 as that of the
-        scores."""
-        _, matrix_nw, weight_n1, _ = residuals
-        if weight_n1 is None:
-            bias_w.add_(matrix_nw.sum(0, dtype=bias_w.dtype))
-        else:
-            self._step.add_product_(bias_w[None], weight_n1.T, matrix_nw)

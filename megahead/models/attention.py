@@ -84,7 +84,11 @@ class SelfAttention(nn.Module):
             q, k = apply_rotary(q, rotation if targets is None else rotation.at(targets)), apply_rotary(k, rotation)
         dropout = self.dropout if self.training else 0.0
         with per_rank_rng(self.group, x_BTD.device) if dropout else nullcontext():
-            heads = self._attend(q, k, v, documents, targets, dropout)
+            if targets is None:
+                heads = self.attend(q, k, v, documents, dropout, self.causal)
+            else:
+                heads_BMHd = attend_at(targets.spread(q), k, v, documents, targets, dropout, self.causal)
+                heads = targets.gather(heads_BMHd)
         mixed: Tensor = self.output(heads.flatten(-2))
         return mixed
 
@@ -99,14 +103,6 @@ class SelfAttention(nn.Module):
             for layer, x in ((self.query, queried), (self.key, x_BTD), (self.value, x_BTD))
         )
         return self.query_norm(q), self.key_norm(k), v
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, targets: TargetPositions | None, dropout: float
-    ) -> Tensor:
-        """[B, T, H, d], or [N, H, d] for queries of targets."""
-        if targets is None:
-            return self.attend(q, k, v, documents, dropout, self.causal)
-        return targets.gather(attend_at(targets.spread(q), k, v, documents, targets, dropout, self.causal))
 
 
 def _norm(heads: Heads) -> nn.Module:

@@ -219,11 +219,6 @@ class TokenSubset:
     cu_seqlens: Tensor | None = None
     """Of the shorter rows' documents, where they are known already."""
 
-    @property
-    def are_full(self) -> bool:
-        """Whether all rows have as many kept tokens."""
-        return len(self.kept.index_N) == self.kept.rows * self.kept.slots_per_row
-
     def of(self, x_BTD: Tensor) -> Tensor:
         """[B, K, D]: the kept tokens, in the first slots of each row; zeros in those that are left."""
         return self.kept.spread(self.kept.take(x_BTD))
@@ -237,7 +232,7 @@ class TokenSubset:
         """Those of the shorter rows: tokens keep their positions; slots that are left are documents of their own."""
         rows, slots = self.kept.rows, self.kept.slots_per_row
         positions_BK = self.of(documents.positions_BT[..., None])[..., 0]
-        if documents.one_per_row and self.are_full:
+        if documents.one_per_row and len(self.kept.index_N) == rows * slots:  # all rows have as many kept tokens
             starts = torch.arange(0, rows * slots + 1, slots, dtype=torch.int32, device=positions_BK.device)
             return Documents(positions_BK, starts, one_per_row=True)
         number_BK = self.of(documents.starts_BT.cumsum(1)[..., None])[..., 0]

@@ -64,10 +64,6 @@ class RateHistory:
         """[steps]: the learning rate of each."""
         return self._rates.values[1:].copy()
 
-    def push(self, rate: float) -> None:
-        """One more step was applied, at this rate."""
-        self.extend(np.array([rate]))
-
     def extend(self, rates: Floats) -> None:
         """More steps were applied, at these rates."""
         before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
@@ -285,7 +281,7 @@ class RowRule(ABC):
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         """One step at `rate` of rows that have caught up. Ranks without rows to update call it too."""
-        self.history.push(rate)
+        self.history.extend(np.array([rate]))
         rows[WEIGHT].mul_(1 - rate * self._config.weight_decay)
         self._update_(rows, gradients_nD, rate)
 
@@ -366,17 +362,12 @@ def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:
     """Applies an update of `LazyUpdates`; row i was last updated at its step place_n[i]. One pass over them for each
     summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
-    kept, first, second, *summands = _columns(update_SC, place_n, weight)
+    on_device = torch.from_numpy(update_SC).to(weight.device, weight.dtype)  # in one copy
+    columns_nC = on_device[torch.from_numpy(place_n).to(weight.device)]
+    kept, first, second, *summands = columns_nC[:, :, None].unbind(1)
     root, total = square.sqrt(), torch.zeros_like(square)
     for share, offset in zip(summands[0::2], summands[1::2], strict=True):
         total.addcdiv_(share.expand_as(root), root + offset)
     weight.mul_(kept).addcmul_(mean, total, value=-1)
     mean.mul_(first)
     square.mul_(second)
-
-
-def _columns(values_SC: Floats, place_n: Ints, like: Tensor) -> tuple[Tensor, ...]:
-    """C tensors [n, 1] beside `like`: the lines of `values_SC` at `place_n`, in one copy to the device."""
-    on_device = torch.from_numpy(values_SC).to(like.device, like.dtype)
-    chosen_nC: Tensor = on_device[torch.from_numpy(place_n).to(like.device)]
-    return chosen_nC[:, :, None].unbind(1)

@@ -44,7 +44,7 @@ def test_what_is_told_step_by_step_is_told_at_once() -> None:
     rates = 1e-3 * np.random.default_rng(0).uniform(1, 1.5, 700)
     grown = LazyUpdates((0.9, 0.98), 1e-8, history := RateHistory(0.1))
     for rate in rates:
-        history.push(float(rate))
+        history.extend(np.array([rate]))
         grown.by_quadrature(np.array([history.steps // 2]))
     given = LazyUpdates((0.9, 0.98), 1e-8, RateHistory(0.1, rates))
     for ours, theirs in zip(*(each.by_quadrature(np.arange(701)).T for each in (grown, given)), strict=True):
