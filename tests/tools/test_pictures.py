@@ -10,12 +10,13 @@ import matplotlib.image
 import pictures
 import pytest
 from PIL import Image
+from website.headless import draw
 
 from support.commands import ROOT
 
 
 def test_the_committed_picture_is_of_the_size_that_is_drawn_and_opaque(tmp_path: Path) -> None:
-    drawn = matplotlib.image.imread(pictures.draw(tmp_path / "headless.png"))
+    drawn = matplotlib.image.imread(draw(tmp_path / "headless.png"))
     assert pictures.PICTURES["headless"].relative_to(ROOT).as_posix() in (ROOT / "README.md").read_text()
     assert matplotlib.image.imread(pictures.PICTURES["headless"]).shape == drawn.shape
     assert drawn[..., 3].min() == 1.0, "without a ground of its own it cannot be read on a dark page"
