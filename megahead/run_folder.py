@@ -9,6 +9,16 @@ _CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
+class _In:
+    """An attribute of a run's folder: the path of this name in it."""
+
+    name: str
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run / self.name
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """A run's folder, which need not exist yet; it can be used wherever a path can."""
 
@@ -27,90 +37,58 @@ class RunFolder:
                 return RunFolder(path.parent)
         return RunFolder(place)
 
-    @property
-    def config(self) -> Path:
-        """Every setting, as the run has it."""
-        return self / "config.yaml"
+    config = _In("config.yaml")
+    """Every setting, as the run has it."""
 
-    @property
-    def metrics(self) -> Path:
-        """What training logged, one JSON object per line."""
-        return self / "metrics.jsonl"
+    metrics = _In("metrics.jsonl")
+    """What training logged, one JSON object per line."""
 
-    @property
-    def tensorboard(self) -> Path:
-        """The same curves for TensorBoard."""
-        return self / "tensorboard"
+    tensorboard = _In("tensorboard")
+    """The same curves for TensorBoard."""
 
-    @property
-    def checkpoints(self) -> Path:
-        """A folder for each, see `checkpoints/disk.py`."""
-        return self / _CHECKPOINTS
+    checkpoints = _In(_CHECKPOINTS)
+    """A folder for each, see `checkpoints/disk.py`."""
 
     @property
     def tokenizer(self) -> Path:
         """A copy of `data.tokenizer`, by the name of its kind."""
         return self.tokenizer_model if self.tokenizer_model.is_file() else self.tokenizer_json
 
-    @property
-    def tokenizer_json(self) -> Path:
-        """The copy of a `tokenizer.json`."""
-        return self / "tokenizer.json"
+    tokenizer_json = _In("tokenizer.json")
+    """The copy of a `tokenizer.json`."""
 
-    @property
-    def tokenizer_model(self) -> Path:
-        """The copy of a SentencePiece `.model`; older runs have it as `tokenizer.json`."""
-        return self / "tokenizer.model"
+    tokenizer_model = _In("tokenizer.model")
+    """The copy of a SentencePiece `.model`; older runs have it as `tokenizer.json`."""
 
-    @property
-    def published(self) -> Path:
-        """What the Hugging Face folder that it began from holds beside weights, see `convert/kept_settings.py`."""
-        return self / "published.zip"
+    published = _In("published.zip")
+    """What the Hugging Face folder that it began from holds beside weights, see `hf/settings.py`."""
 
-    @property
-    def ending(self) -> Path:
-        """How the last session ended; missing while one runs, and after one that was killed."""
-        return self / "ending.json"
+    ending = _In("ending.json")
+    """How the last session ended; missing while one runs, and after one that was killed."""
 
-    @property
-    def holder(self) -> Path:
-        """Which process trains there now; left behind by one that was killed."""
-        return self / "session"
+    holder = _In("session")
+    """Which process trains there now; left behind by one that was killed."""
 
-    @property
-    def identity(self) -> Path:
-        """What `training.mirror` knows the run by."""
-        return self / "run-id"
+    identity = _In("run-id")
+    """What `training.mirror` knows the run by."""
 
-    @property
-    def fetched(self) -> Path:
-        """Checkpoints of other runs, from a remote store, while a session begins with one."""
-        return self / "fetched"
+    fetched = _In("fetched")
+    """Checkpoints of other runs, from a remote store, while a session begins with one."""
 
-    @property
-    def exports(self) -> Path:
-        """Hugging Face folders of its checkpoints, made when a command needs one."""
-        return self / "exports"
+    exports = _In("exports")
+    """Hugging Face folders of its checkpoints, made when a command needs one."""
 
-    @property
-    def samples(self) -> Path:
-        """Texts that it generated, for the report, one JSON object per line."""
-        return self / "samples.jsonl"
+    samples = _In("samples.jsonl")
+    """Texts that it generated, for the report, one JSON object per line."""
 
-    @property
-    def geometry(self) -> Path:
-        """How its checkpoints' outputs and embeddings lie, measured for the report."""
-        return self / "geometry.json"
+    geometry = _In("geometry.json")
+    """How its checkpoints' outputs and embeddings lie, measured for the report."""
 
-    @property
-    def report(self) -> Path:
-        """The default place of its HTML page."""
-        return self / "report.html"
+    report = _In("report.html")
+    """The default place of its HTML page."""
 
-    @property
-    def curves(self) -> Path:
-        """The default place of the picture of its metrics."""
-        return self / "curves.png"
+    curves = _In("curves.png")
+    """The default place of the picture of its metrics."""
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name

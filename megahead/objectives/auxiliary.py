@@ -114,6 +114,16 @@ class Auxiliary(nn.Module):
         `AuxiliarySettings.means` makes means of the sums over all ranks (by default for one of `count`)."""
         raise NotImplementedError
 
+    def checked_sums(self, given: Pass) -> Mapping[str, Tensor]:
+        """`sums`; ConfigError unless they are scalar tensors by name, `loss` among them."""
+        sums = self.sums(given)
+        named = sums if isinstance(sums, Mapping) else {type(sums).__name__: sums}
+        if "loss" in named and all(isinstance(value, Tensor) and value.dim() == 0 for value in named.values()):
+            return named
+        rule = "name a class whose `sums` returns scalar tensors by name, `loss` among them"
+        kinds = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in named.items()}
+        raise ConfigError("objective.custom.objective", rule, got=f"one with {kinds}")
+
 
 @dataclass(frozen=True)
 class _Preparing(RowMasker):

@@ -124,7 +124,7 @@ class Pretraining(nn.Module):
         if auxiliary is None:
             return loss * micro.loss_weight
         predictions = partial(self._predictions, parts, outputs_ND, batch)
-        sums = auxiliary.sums(Pass(self.backbone, batch, inputs_BTD, outputs_ND, hidden_MD, predictions))
+        sums = auxiliary.checked_sums(Pass(self.backbone, batch, inputs_BTD, outputs_ND, hidden_MD, predictions))
         if self.note_metrics is not None:
             self.note_metrics(sums)
         if micro.auxiliary_weight is None:
@@ -252,7 +252,7 @@ class Pretraining(nn.Module):
             hidden_MD = self._outputs_and_hidden(inputs_BTD, batch)[1] if auxiliary.needs_all_outputs else None
             predictions = partial(self._predictions, (), outputs_nD, batch)
             given = Pass(self.backbone, batch, inputs_BTD, outputs_nD, hidden_MD, predictions, request.bias_V, False)
-            for name, value in auxiliary.sums(given).items():
+            for name, value in auxiliary.checked_sums(given).items():
                 sums[name] = sums[name] + value if name in sums else value
         return {name: float(value) for name, value in sums.items()}
 

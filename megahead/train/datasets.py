@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
 from megahead.remote_files import local_file
 from megahead.train.preflight import check_late_files
-
-# The datasets a run reads: opened and checked before anything else starts.
 
 
 @dataclass(frozen=True)
@@ -69,21 +68,22 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
     opened: list[RunDatasets] = []
     group = world_group or Group()
 
-    def open_here() -> None:
-        if group.rank == 0:
+    def open_here(first: bool) -> None:
+        if first and group.rank == 0:
             check_late_files(config)
-        opened.append(_opened(config))
+        if first == (group.rank == 0):
+            opened.append(_opened(config))
 
-    run_long_on_all_ranks(group, _fetch_far(config.data), _sentence)
-    for turn in (group.rank == 0, group.rank > 0):
+    run_long_on_all_ranks(group, _fetch_remote(config.data), _sentence)
+    for first in (True, False):
         try:
-            run_on_all_ranks(group, open_here if turn else _nothing, _sentence)
+            run_on_all_ranks(group, partial(open_here, first), _sentence)
         except CheckpointError as error:
             raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
     return opened[0]
 
 
-def _fetch_far(data: DataConfig) -> Iterator[None]:
+def _fetch_remote(data: DataConfig) -> Iterator[None]:
     """Fetches datasets that are named by a URL, so that opening them is quick; yields often."""
     for prefix in [*(part.prefix for part in data.parts()), data.validation]:
         if prefix is not None:
@@ -96,7 +96,10 @@ def _opened(config: RunConfig) -> RunDatasets:
     prefix = config.data.validation
     validation = None if prefix is None else _open(config, prefix, "data.validation")
     _require_one_tokenizer(config.data, train, validation)
-    _require_end_tokens(config.data, train, validation)
+    for dataset in train:  # where documents are told apart by them alone; packed rows know where documents begin
+        require_end_tokens(config.data, dataset, boundaries_known=config.data.pack == "best_fit")
+    if validation is not None:
+        require_end_tokens(config.data, validation)
     _require_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
@@ -137,20 +140,8 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
     return dataset
 
 
-def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None) -> None:
-    """Checks end tokens where documents are told apart by them alone; packed rows know where documents begin."""
-    for dataset in train:
-        require_end_tokens(data, dataset, boundaries_known=data.pack == "best_fit")
-    if validation is not None:
-        require_end_tokens(data, validation)
-
-
 def _sentence(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else repr(error)
-
-
-def _nothing() -> None:
-    pass
 
 
 # What must not change when a run is resumed: settings that change its result, and the data that they name.

@@ -8,20 +8,19 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from megahead.checkpoints.store import Event
 from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
 from megahead.evaluate.perplexity import ValidationResult
 from megahead.evaluate.results import TaskResult
-from megahead.train.faults import Action, OddReplica, SlowRank
+from megahead.train.faults import Action
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
 from megahead.train.start import Start
@@ -262,48 +261,29 @@ def describe_fault(report: StepReport, step: int, bad: BadSamples, state: Traini
     )
 
 
-# On which mesh a session trains, and on which the one before did.
-
-
 MeshShape = dict[str, int]
 """`data` and `tensor` ranks, and how many ranks are `waiting`."""
 
 
-@dataclass(frozen=True)
-class MeshChange:
-    """The mesh of a session; `before`: that of the session before it, if that is known."""
-
-    now: MeshShape
-    before: MeshShape | None = None
-
-    @staticmethod
-    def since(metrics: Path, now: MeshShape) -> MeshChange:
-        """`metrics`: the log that earlier sessions wrote, if there were any."""
-        if not metrics.exists():
-            return MeshChange(now)
-        with metrics.open("rb") as lines:
-            sessions = [record["session"] for record in records_with(lines, "session")]
-        return MeshChange(now, sessions[-1].get("mesh") if sessions else None)
-
-    def facts(self) -> dict[str, MeshShape]:
-        """For the log: the mesh, and what it was before if that was another."""
-        changed = self.before is not None and self.before != self.now
-        return {"mesh": self.now} | ({"mesh_before": self.before} if self.before and changed else {})
-
-    def lines(self) -> list[tuple[str, str]]:
-        """For the banner: a line if it changed."""
-        before = self.facts().get("mesh_before")
-        return [("mesh now", f"{described(self.now)}; {described(before)} before")] if before else []
+def mesh_before(metrics: Path, now: MeshShape) -> MeshShape | None:
+    """The mesh of the session before, by its log; None if that is not known, or the same as `now`."""
+    if not metrics.exists():
+        return None
+    with metrics.open("rb") as lines:
+        meshes = [record["session"].get("mesh") for record in records_with(lines, "session")]
+    return meshes[-1] if meshes and meshes[-1] != now else None
 
 
-def described(mesh: MeshShape) -> str:
+def describe_mesh(now: MeshShape, before: MeshShape) -> tuple[str, str]:
+    """The banner's line where it changed."""
+    return "mesh now", f"{_ranks(now)}; {_ranks(before)} before"
+
+
+def _ranks(mesh: MeshShape) -> str:
     """For example: 1 tensor x 2 data ranks, 1 waits."""
     waiting = mesh["waiting"]
     rest = f", {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else ""
     return f"{mesh['tensor']} tensor x {counted(mesh['data'], 'data rank')}{rest}"
-
-
-# What a run reports: lines on the console, `metrics.jsonl`, TensorBoard and W&B. Only rank 0 writes.
 
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
@@ -329,7 +309,7 @@ class Meters:
         self._last_printed = -math.inf
         self._perplexity: float | None = None
         if self._active:
-            self._mesh = MeshChange.since(self._folder.metrics, mesh)
+            self._mesh, self._mesh_before = mesh, mesh_before(self._folder.metrics, mesh)
             self._log = RunLog(self._folder.metrics)
             self._boards = Boards(config)
 
@@ -339,20 +319,38 @@ class Meters:
         and whether a new phase begins."""
         if not self._active:
             return
-        resumed, run = start.checkpoint, progress.history
-        lines = [*lines, *self._mesh.lines(), *start.lines(), *start.new_schedule(progress.phase.config)]
+        resumed, run, config = start.checkpoint, progress.history, progress.phase.config
+        source, continues = None if resumed is None else run.name_of(resumed), run.continues()
+        facts: dict[str, Any] = {"resumed": source, "continues": continues} | start.facts() | {"mesh": self._mesh}
+        if before := self._mesh_before:
+            self._mesh_before = None
+            lines = [*lines, describe_mesh(self._mesh, before)]
+            facts["mesh_before"] = before
+        lines = [*lines, *start.lines(), *start.new_schedule(config)]
         if orphaned := run.orphaned_next():
             lines.append(
                 ("orphaned", f"from the next save on: {', '.join(orphaned)}, which this run does not continue")
             )
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
-        self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        source, continues = None if resumed is None else run.name_of(resumed), run.continues()
         self._boards.go_back(continues)
-        facts = {"resumed": source, "continues": continues} | start.facts() | self._mesh.facts()
-        new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}
-        self._mesh = MeshChange(self._mesh.now)
-        self._log.record(progress.state, {"session": facts | new_phase})
+        facts |= {"new_phase": True} if start.begins_phase(config) else {}
+        self.event("session", facts, progress.state, "\n".join(f"{name:<12}{value}" for name, value in lines))
+
+    def event(
+        self,
+        kind: str,
+        facts: Mapping[str, Any],
+        state: TrainingState,
+        sentence: str | None = None,
+        curves: Mapping[str, float] | None = None,
+    ) -> None:
+        """Records what happened as `kind`, adds its `curves`, and prints the sentence about it, if there is one."""
+        if self._active:
+            self._log.record(state, {kind: facts})
+            if curves is not None:
+                self._boards.add(kind, curves, state.step)
+            if sentence is not None:
+                self.print_line(sentence)
 
     def start(self, state: TrainingState) -> None:
         """Before the first step of a phase."""
@@ -379,25 +377,9 @@ class Meters:
         where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
         step = state.step if report.applied else state.step + 1
         sentence = describe_fault(report, step, bad, state)
-        if self._active:
-            facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
-            values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
-            self._log.record(state, {"fault": facts | values})
-            self.print_line(f"{sentence}: {_DONE[action]}")
-        return sentence
-
-    def slow(self, rank: SlowRank, state: TrainingState) -> None:
-        """Writes that a rank is slow."""
-        if self._active:
-            self._log.record(state, {"slow": asdict(rank)})
-            self.print_line(rank.sentence(state.step))
-
-    def odd_replica(self, odd: OddReplica, hosts: Sequence[str], policy: str, state: TrainingState) -> str:
-        """Writes that replicas differ, and returns the sentence about it."""
-        sentence = odd.sentence(state.step, hosts)
-        if self._active:
-            self._log.record(state, {"replica": asdict(odd) | {"action": policy}})
-            self.print_line(sentence)
+        facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
+        values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
+        self.event("fault", facts | values, state, f"{sentence}: {_DONE[action]}")
         return sentence
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
@@ -407,49 +389,30 @@ class Meters:
             return
         self._interval.take_back(steps, state)
         if self._active:
-            self._log.record(state, {"rollback": {"checkpoint": checkpoint.name}})
             self._boards.go_back(state.step)
-            self.print_line(f"went back to {checkpoint}")
-
-    def saved(self, stall: float, state: TrainingState) -> None:
-        """Records a checkpoint, and for how many seconds training waited for it."""
-        if self._active:
-            self._log.record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
-
-    def checkpoint_events(self, events: Sequence[Event], state: TrainingState) -> None:
-        """Records what became of checkpoints in places other than the disk."""
-        for each in events if self._active else ():
-            self._log.record(state, {each.record: each.facts})
-            if each.sentence is not None:
-                self.print_line(each.sentence)
+            self.event("rollback", {"checkpoint": checkpoint.name}, state, f"went back to {checkpoint}")
 
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
-        if not self._active:
-            return
         found = {name: value for name, value in asdict(result).items() if name != "auxiliary"}
         if self._auxiliary is not None and result.auxiliary is not None:
             found[self._auxiliary.metric] = result.auxiliary
-        self._log.record(state, {"validation": found | {"head": head}})
         self._perplexity = result.perplexity
-        found = {name: value for name, value in found.items() if isinstance(value, float)}
-        self._boards.add("validation", found, state.step)
-        self.print_line(held_out_line(result, state, head, self._auxiliary))
+        curves = {name: value for name, value in found.items() if isinstance(value, float)}
+        sentence = held_out_line(result, state, head, self._auxiliary)
+        self.event("validation", found | {"head": head}, state, sentence, curves)
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
         """Writes the results of tasks: value and standard error of each metric."""
-        if not self._active:
-            return
+        found = {
+            result.task: {score.metric: {"value": score.value, "stderr": score.stderr} for score in result.scores}
+            for result in results
+        }
         scores = [(result.task, score) for result in results for score in result.scores]
-        record: dict[str, dict[str, Any]] = {result.task: {} for result in results}
-        for task, score in scores:
-            record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
-        self._log.record(state, {"tasks": record})
-        self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
         sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
-        self.print_line(f"tasks at step {state.step:,}: {sentence}")
-        for note in filter(None, (result.cut_note() for result in results)):
-            self.print_line(note)
+        lines = [f"tasks at step {state.step:,}: {sentence}", *filter(None, (each.cut_note() for each in results))]
+        curves = {f"{task}/{score.metric}": score.value for task, score in scores}
+        self.event("tasks", found, state, "\n".join(lines), curves)
 
     def has_tasks(self, state: TrainingState) -> bool:
         """Whether results of tasks at this step were written, also by an earlier session."""

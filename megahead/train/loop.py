@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -97,16 +97,14 @@ def replicas_agree(run: Training, *, kept: bool) -> bool:
     odd = run.health.odd_replica() if run.health.due(run.state.step, kept) else None
     if odd is None:
         return True
-    sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
+    sentence = odd.sentence(run.state.step, run.health.hosts)
+    run.meters.event("replica", asdict(odd) | {"action": policy}, run.state, sentence)
     if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
         raise UserError(
             f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
             "memory of that machine."
         )
     return policy == "note"
-
-
-# The training loop: steps until the end or a request to stop, with evaluations and checkpoints in between.
 
 
 def train(run: Training) -> Ending:
@@ -128,7 +126,8 @@ def train(run: Training) -> Ending:
             with watch.paused():
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
-            run.meters.checkpoint_events(run.checkpointer.events(), run.state)
+            for event in run.checkpointer.events():
+                run.meters.event(event.record, event.facts, state, event.sentence)
             ending = _reason_to_stop(run)
     run.meters.finish(state)
     known = state.evaluated
@@ -166,7 +165,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     handle_fault(run, report, first_sample)
     slow = run.health.pace.after_step(report.forward_seconds)
     if slow is not None:
-        run.meters.slow(slow, state)
+        run.meters.event("slow", asdict(slow), state, slow.sentence(state.step))
     return report.applied
 
 
@@ -236,7 +235,7 @@ def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
 
 
 def _save(run: Training) -> None:
-    run.meters.saved(run.checkpointer.save(), run.state)
+    run.meters.event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
     run.guard.saved()
 
 

@@ -48,7 +48,7 @@ from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, must_be_shared
 from megahead.train.start import Start, starting_weights
-from megahead.train.step import Tally, device_name
+from megahead.train.step import Tally, Utilization, device_name
 from megahead.wording import counted, gib, listed, span
 
 # The result of a run, for the program that called it.
@@ -275,9 +275,6 @@ def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: 
     return ""
 
 
-# Builds all parts of a run from its config and the launch, and trains: the file to read first.
-
-
 ONE_PROCESS = Launch()
 
 
@@ -341,7 +338,8 @@ def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]
         progress.resume_from(start.checkpoint)
     _set_head_of_draws(config, state, engine, session.device)
     facts = _facts(session, plan, state) + lines + session.describe_copies()
-    session.meters_of(plan).banner(facts, start, progress)
+    session.meters.utilization = Utilization.on(session.device, plan)
+    session.meters.banner(facts, start, progress)
     training = _training(session, plan, start, progress, feed)
     with closing(engine):
         return train(training), state

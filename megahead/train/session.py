@@ -47,10 +47,7 @@ from megahead.train.saving import (
     session_mark,
 )
 from megahead.train.start import Start, find_resume
-from megahead.train.step import Utilization
 from megahead.wording import counted
-
-# A process's time in a run: what its phases share, and what it writes into the run's folder, which all ranks share.
 
 
 @dataclass
@@ -118,18 +115,9 @@ class Session:
     @cached_property
     def meters(self) -> Meters:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
-        lease = self.lease
-        mesh = {
-            "tensor": self.mesh.tensor_group.size,
-            "data": self.mesh.data_group.size,
-            "waiting": self.launch.spare_ranks,
-        }
-        return Meters(self.plan.config, lease=lease, mesh=mesh)
-
-    def meters_of(self, phase: RunPlan) -> Meters:
-        """The run's, which hold its speed against what a step of this phase takes."""
-        self.meters.utilization = Utilization.on(self.device, phase)
-        return self.meters
+        tensor, data = self.mesh.tensor_group.size, self.mesh.data_group.size
+        mesh = {"tensor": tensor, "data": data, "waiting": self.launch.spare_ranks}
+        return Meters(self.plan.config, lease=self.lease, mesh=mesh)
 
     @property
     def keep_rules(self) -> KeepRules:
@@ -211,7 +199,8 @@ class Session:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
-        self.meters.checkpoint_events(self._finish_mirror(deadline), state)
+        for event in self._finish_mirror(deadline):
+            self.meters.event(event.record, event.facts, state, event.sentence)
         self.meters.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
@@ -272,13 +261,15 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
     mark = folder / f".seen-by-all-{token}"
 
     def write() -> None:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        if world_group.rank == 0:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+    def cannot_write(error: Exception) -> str:
+        return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
 
     try:
-        run_on_all_ranks(
-            world_group, write if world_group.rank == 0 else _nothing, lambda error: _cannot_write(folder, error)
-        )
+        run_on_all_ranks(world_group, write, cannot_write)
         run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
     finally:
         if world_group.rank == 0:
@@ -297,11 +288,3 @@ def _see(mark: Path, rank: int) -> None:
                 "0 wrote there; put it on a file system that all nodes share."
             )
         time.sleep(0.05)
-
-
-def _cannot_write(folder: RunFolder, error: Exception) -> str:
-    return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
-
-
-def _nothing() -> None:
-    pass

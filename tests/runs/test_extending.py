@@ -168,6 +168,24 @@ def test_what_no_checkpoint_holds_is_one_sentence(folder: Path, kept: str) -> No
         weight_shapes(config)
 
 
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        ("{**sums, 'right': right_Q}", r"'loss': \[\], 'right': \[\d+\], 'count': \[\]"),
+        ("{'count': sums['count']}", r"'count': \[\]"),
+        ("{**sums, 'count': 3}", r"'loss': \[\], 'right': \[\], 'count': 'int'"),
+        ("sums['loss']", r"'Tensor': \[\]"),
+    ],
+)
+def test_sums_that_are_no_scalars_or_lack_the_loss_are_one_sentence(folder: Path, returned: str, got: str) -> None:
+    code = (folder / "second_next.py").read_text()
+    (folder / "wrong.py").write_text(re.sub(r"return (\{.*\})", rf"sums = \1\n        return {returned}", code))
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/wrong.py:SecondNext"}}})
+    rule = r"`objective.custom.objective` must name a class whose `sums` returns scalar tensors by name, `loss` among"
+    with pytest.raises(ConfigError, match=rf"{rule} them, but is one with {{{got}}} instead\."):
+        pretrain(config)
+
+
 def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
     config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/windows.py:Windows"}}})
     with pytest.raises(ConfigError, match=r"must name a subclass of megahead\.objectives\.auxiliary\.Auxiliary"):
