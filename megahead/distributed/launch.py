@@ -204,9 +204,6 @@ def _until_someone_listens(launch: Launch, seconds: float) -> None:
             return
 
 
-# Prints an error that all ranks have only once: the rank that is first to claim it in the shared store prints it.
-
-
 PATIENCE_SECONDS = 5.0
 """How long a rank tries to reach the store before it prints anyway: better twice than never."""
 

@@ -48,10 +48,6 @@ def _forget_modules() -> None:
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 class ModelParallelUnit:
     """Megatron's "mpu": which ranks split the weights (model, tensor) and which split each batch (data).
 
@@ -63,7 +59,7 @@ class ModelParallelUnit:
         groups = {"model": mesh.tensor_group, "tensor_model": mesh.tensor_group, "data": mesh.data_group}
         for kind, group in groups.items():
             for name, value in {"rank": group.rank, "world_size": group.size, "group": group.handle}.items():
-                setattr(self, f"get_{kind}_parallel_{name}", partial(_same, value))
+                setattr(self, f"get_{kind}_parallel_{name}", lambda value=value: value)
 
 
 # Half precision: DeepSpeed rounds parameters when it starts, so they are given their values only afterwards.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,16 +47,9 @@ WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ParameterStates(Protocol):
-    """Reads and writes one parameter at a time; `kind` is WEIGHT or one of MOMENTS. Every call is collective."""
-
-    def get(self, parameter: nn.Parameter, kind: str) -> Tensor: ...
-
-    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
-
-
-def open_parameter_states(engine: Any, stage: int, data_group: Group) -> ParameterStates:
+def open_parameter_states(engine: Any, stage: int, data_group: Group) -> ReplicatedStates | PartitionedStates:
     """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
+    They read and write one parameter at a time, whose `kind` is WEIGHT or one of MOMENTS; every call is collective.
 
     They must exist before the first step: at stages 1 and 2 DeepSpeed links the state of all groups once, right after
     the first group has stepped, when the others still have none. The memory peak stays the same.
@@ -152,11 +145,9 @@ class PartitionedStates:
         if not parameter.requires_grad:
             kept = self._frozen.read(parameter)
             return self._get_copy(parameter) if kept is None else kept
-        if kind == WEIGHT:
-            full: Tensor = safe_get_full_fp32_param(parameter)
-        else:
-            full = safe_get_full_optimizer_state(parameter, kind)
-        return full
+        weight = kind == WEIGHT
+        full = safe_get_full_fp32_param(parameter) if weight else safe_get_full_optimizer_state(parameter, kind)
+        return cast(Tensor, full)
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         if parameter.requires_grad:
@@ -217,7 +208,7 @@ class FullState:
         self,
         parameters: Mapping[str, nn.Parameter],
         moments: Mapping[Tensor, Sequence[str]],
-        states: ParameterStates,
+        states: ReplicatedStates | PartitionedStates,
         shard_dims: Mapping[str, int],
         tensor_group: Group,
         device: torch.device,

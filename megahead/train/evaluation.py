@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -26,11 +27,6 @@ from megahead.run_folder import RunFolder
 from megahead.train.preflight import task_files_of
 from megahead.train.progress import TrainingState
 
-# Evaluation during training: held-out text, scored with the objective's head.
-#
-# A headless objective trains no head over the vocabulary. Its *training-free head* (`pmi`) is made of the input
-# embeddings and a bias from counted token frequencies.
-
 
 class Evaluation:
     """Scores the validation dataset; in a headless run with the training-free head.
@@ -40,19 +36,9 @@ class Evaluation:
     """
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
-        self.head = config.objective.head()
-        self._config = config
+        self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
         samples = held_out_samples(validation, config.sample_length())
         self._validation_set = ValidationSet.of(config, samples, data_group)
-        self._data_group = data_group
-        self._device = device
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, validation: IndexedDataset | None, data_group: Group, device: torch.device
-    ) -> Evaluation | None:
-        """That of a run which has such a dataset."""
-        return None if validation is None else cls(config, validation, data_group, device)
 
     def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
         """The result, or None if `interrupted()`, which is called before every few batches, was true. Collective."""
@@ -60,20 +46,15 @@ class Evaluation:
         if self.head == "pmi":
             counts_V = state.target_counts(self._data_group)
             evaluation_counts_V = evaluation_target_counts(self._config, state.dataset_counts)
-            bias_V = training_free_bias(
-                self._config.objective,
-                self._config.model.vocab_size,
-                counts_V,
-                state.dataset_counts,
-                state.group_targets(self._config.targets_per_row()),
-                evaluation_counts_V,
-            )
+            objective, vocab_size = self._config.objective, self._config.model.vocab_size
+            targets = state.group_targets(self._config.targets_per_row())
+            counts = counts_V, state.dataset_counts, targets, evaluation_counts_V
+            bias_V = training_free_bias(objective, vocab_size, *counts)
 
         def score(request: EvaluationRequest) -> EvaluationSums:
             if interrupted():
                 raise _InterruptedError
-            scores: EvaluationSums = engine.evaluate(request)
-            return scores
+            return cast(EvaluationSums, engine.evaluate(request))
 
         try:
             return self._validation_set.evaluate(score, bias_V, self._device)
@@ -85,24 +66,12 @@ class _InterruptedError(Exception):
     """Ends an evaluation early."""
 
 
-# Evaluates tasks during training: one export, and the tasks divided among the ranks.
-
-
 class TaskEvaluation:
     """The tasks of a run. Their files are checked when it is created, so that a mistake is an error before training."""
 
     def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
-        self.every = config.every
-        self._limit = config.limit
+        self.every, self._limit, self._world_group = config.every, config.limit, world_group
         self._files = task_files_of(config, encoder)
-        self._world_group = world_group
-
-    @classmethod
-    def of(cls, config: RunConfig, world_group: Group) -> TaskEvaluation | None:
-        """The evaluation that a run's `tasks` ask for, if any."""
-        if config.tasks is None:
-            return None
-        return cls(config.tasks, world_group, encoder=config.model.is_encoder())
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.

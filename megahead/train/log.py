@@ -27,11 +27,10 @@ from megahead.train.start import Start
 from megahead.train.step import StepReport, Utilization
 from megahead.wording import counted, duration, span, thousands
 
-# A run's `metrics.jsonl`, to which each of its sessions appends.
-
 
 class RunLog:
-    """Writes an object a line, each of them at once; a last line that a killed session left unfinished is removed."""
+    """A run's `metrics.jsonl`, to which each session appends an object a line, each of them at once; a last line that a
+    killed session left unfinished is removed."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("ab+")
@@ -85,9 +84,6 @@ def records_with(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]
                 continue
 
 
-# Live curves of a run: TensorBoard, and Weights & Biases (W&B) if the config asks for it.
-
-
 def require_boards(config: RunConfig) -> None:
     """ConfigError if the run asks for W&B, but it is not installed."""
     if config.training.wandb is not None and find_spec("wandb") is None:
@@ -96,8 +92,11 @@ def require_boards(config: RunConfig) -> None:
 
 
 class Boards:
-    """Writes scalars by step. A resumed run continues the same W&B run, identified by its folder; W&B keeps what it was
-    sent, so that its curves show steps twice that were taken twice."""
+    """Writes scalars by step to TensorBoard, and to Weights & Biases (W&B) if the config asks for it.
+
+    A resumed run continues the same W&B run, identified by its folder; W&B keeps what it was sent, so that its curves
+    show steps twice that were taken twice.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -138,9 +137,6 @@ class Boards:
         self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-# The steps between two lines of the log, as one line tells them.
 
 
 class Interval:

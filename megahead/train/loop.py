@@ -18,12 +18,10 @@ from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
 from megahead.train.step import StepReport, Stopwatch, Tally, seed_step, train_step
 
-# A phase of a run that is ready to train: the parts that the loop works with.
-
 
 @dataclass(frozen=True)
 class Training:
-    """These parts; `setup` puts them together."""
+    """A phase of a run that is ready to train: the parts that the loop works with, which run.py puts together."""
 
     progress: Progress
     """What is trained, and how far it has come."""

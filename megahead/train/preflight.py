@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megahead.config.masking import MaskingConfig
@@ -27,23 +27,19 @@ def files_of(config: RunConfig) -> tuple[str, str]:
     return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
-def check_late_files(config: RunConfig) -> None:
+def check_late_files(config: RunConfig, missing: Collection[str] = ()) -> None:
     """UserError unless the run can use its tokenizer and the files of its tasks, which it reads at its end, and the
-    classes of one's own."""
+    classes of one's own. Files of the settings in `missing` are not checked."""
     check_custom_classes(config)
-    check_tokenizer(config)
-    if config.tasks is not None:
+    if "data.tokenizer" not in missing:
+        check_tokenizer(config)
+    if config.tasks is not None and not {*_OPTIONS.values()}.intersection(missing):
         task_files_of(config.tasks, config.model.is_encoder())
 
 
 def check_present(config: RunConfig) -> None:
     """The same for a dry run: what is not on this machine may be on the one that trains, and is not checked."""
-    check_custom_classes(config)
-    missing = {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()}
-    if "data.tokenizer" not in missing:
-        check_tokenizer(config)
-    if config.tasks is not None and not missing & set(_OPTIONS.values()):
-        task_files_of(config.tasks, config.model.is_encoder())
+    check_late_files(config, {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()})
 
 
 def check_custom_classes(config: RunConfig) -> None:

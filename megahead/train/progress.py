@@ -28,9 +28,6 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import config_of
 from megahead.train.start import WithNewHead, refuse_damaged
 
-# Everything a run must remember beside its weights and optimizer: counters, and fingerprints of its data.
-
-
 _KEPT_ON_ROLLBACK = {
     "samples": int,
     "tokens": int,
@@ -48,7 +45,8 @@ _DIFFICULTY = "state/difficulty"
 
 @dataclass
 class TrainingState:
-    """Counters of the run. A skipped step advances the position in the data (`samples`), not the schedule (`step`)."""
+    """Counters of the run, and fingerprints of its data. A skipped step advances the position in the data (`samples`),
+    not the schedule (`step`)."""
 
     padded_vocab_size: int
 
@@ -171,12 +169,9 @@ class TrainingState:
             setattr(self, name, copy(checkpoint.state_value(name, kind, absent)))
 
 
-# All of a run at one step, ready to be written while it goes on.
-
-
 @dataclass(frozen=True)
 class Moment:
-    """What a rank has of it."""
+    """What a rank has of the run at one step, ready to be written while it goes on."""
 
     header: Header
     """Its name, the same on all ranks, and its parents; the counters and the settings of the phase."""
@@ -250,9 +245,6 @@ class RunHistory:
     def folders(self) -> list[Path]:
         """What led to the run's weights and is there, the newest first."""
         return [self.root / name for name in led_to(self.lineage.parents, Disk(self.root).names())]
-
-
-# How far a run has come: all that a checkpoint holds of it, taken at one step and put back.
 
 
 @dataclass(frozen=True)

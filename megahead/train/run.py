@@ -29,7 +29,7 @@ from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import rank_memory, ways_to_need_less
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
-from megahead.models.attention_backends import AttentionSpec, Backend, choose_backend, pays_masked
+from megahead.models.attention_backends import AttentionSpec, choose_backend, pays_masked
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows
@@ -51,8 +51,6 @@ from megahead.train.start import Start, starting_weights
 from megahead.train.step import Tally, Utilization, device_name
 from megahead.wording import counted, gib, listed, span
 
-# The result of a run, for the program that called it.
-
 
 @dataclass(frozen=True)
 class Run:
@@ -70,12 +68,6 @@ class Run:
 
     held_out_perplexity: float | None
     """exp(loss) of the last evaluation during training (of masked diffusion an upper bound); None if there was none."""
-
-    @staticmethod
-    def of(folder: RunFolder, state: TrainingState, ending: Ending) -> Run:
-        """The result of a run that ended with the counters in `state`."""
-        found = state.validation
-        return Run(folder, state.step, ending, None if found is None else exp(min(found["loss"], 700.0)))
 
 
 # Elastic runs: which of the launcher's ranks train, and what the others do meanwhile.
@@ -118,8 +110,14 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
 def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     """A rank beyond those that train waits until they end; LostRankError when they fail. What it returns is how the run
     was left, without an evaluation."""
-    if launch.rank == launch.world_size:
-        print(_who_waits(config, launch), flush=True)
+    train, there, batch = launch.world_size, launch.world_size + launch.spare_ranks, config.batch
+    if launch.rank == train:
+        print(
+            f"{listed('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
+            f"{counted(batch.global_size, 'row')} a step in micro-batches of {batch.micro_size} can be split over "
+            f"{train} of {counted(there, 'rank')}",
+            flush=True,
+        )
     folder, copies = config.folder(), config.training.copy_every is not None
     if copies:
         drain(folder, launch)
@@ -128,15 +126,6 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
         NodeMemory.of(folder).remove()
     ending = json.loads(folder.ending.read_text(encoding="utf-8"))
     return Run(folder, ending["step"], ending["ending"], None)
-
-
-def _who_waits(config: RunConfig, launch: Launch) -> str:
-    train, there = launch.world_size, launch.world_size + launch.spare_ranks
-    return (
-        f"{listed('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
-        f"{counted(config.batch.global_size, 'row')} a step in micro-batches of {config.batch.micro_size} can be split "
-        f"over {train} of {counted(there, 'rank')}"
-    )
 
 
 _PLACES = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
@@ -160,9 +149,6 @@ def settle_precision(config: RunConfig, device: torch.device, ranks: Group) -> R
     return config.model_copy(update={"engine": engine})
 
 
-# How this process computes while it trains: by which algorithms, and whether with denormal numbers.
-
-
 @contextmanager
 def numerics(deterministic: bool) -> Iterator[None]:
     """Inside, only deterministic algorithms if `deterministic`. Denormal numbers are flushed to zero, also afterwards
@@ -177,9 +163,6 @@ def numerics(deterministic: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-# Explains an out-of-memory error in one sentence that names what to change.
 
 
 _SIGNS = (
@@ -240,14 +223,10 @@ def accelerate_(
         obstacle = _obstacle_to_compiling(config, device, zero_stage)
         lines.append(("compiled", f"no, {obstacle}" if obstacle else _what_is_compiled(config)))
         if not obstacle:
-            _compile_(backbone, backend)
+            backbone.compiled = CompiledBlocks()
+        if not obstacle and not backend.traceable:
+            backbone.use_attention(torch.compiler.disable(backend.attend))
     return lines
-
-
-def _compile_(backbone: Backbone, backend: Backend) -> None:
-    backbone.compiled = CompiledBlocks()
-    if not backend.traceable:
-        backbone.use_attention(torch.compiler.disable(backend.attend))
 
 
 def _what_is_compiled(config: RunConfig) -> str:
@@ -321,7 +300,8 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
         session.abandon()
         raise
     session.end(ending, state)
-    return Run.of(config.folder(), state, ending)
+    perplexity = None if state.validation is None else exp(min(state.validation["loss"], 700.0))
+    return Run(config.folder(), state.step, ending, perplexity)
 
 
 def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]:
@@ -348,6 +328,7 @@ def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]
 def _training(session: Session, plan: RunPlan, start: Start, progress: Progress, feed: Feed) -> Training:
     """The parts of the phase that the loop works with."""
     config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.history)
+    held_out, tasks, encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
     return Training(
         progress=progress,
         feed=feed,
@@ -356,8 +337,8 @@ def _training(session: Session, plan: RunPlan, start: Start, progress: Progress,
         health=Health(config.faults, progress.engine, ranks, plan.data_ranks),
         meters=session.meters,
         stop=session.stop,
-        evaluation=Evaluation.of(config, session.datasets.validation, session.data_group, session.device),
-        tasks=TaskEvaluation.of(config, ranks),
+        evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
+        tasks=None if tasks is None else TaskEvaluation(tasks, ranks, encoder=encoder),
         checkpointer=Checkpointer(progress, session.keep_rules, session.lease, mirror, session.copies),
         device=session.device,
         evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),

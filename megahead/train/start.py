@@ -31,8 +31,6 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import config_of, is_of_another_phase
 from megahead.wording import counted
 
-# What a session, and each of its phases, goes on from: the newest checkpoint that is sound, or one that is named.
-
 
 @dataclass(frozen=True)
 class Start:
@@ -194,9 +192,6 @@ def first_bias(checkpoint: Checkpoint) -> Tensor:
     model = TrainedModel.of(checkpoint)
     bias_V = model.training_free_bias()
     return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
-
-
-# The weights that a session starts from: a checkpoint's, those that `init` names, or random ones.
 
 
 _NOT_PUBLISHED = (TEMPERATURE, OUTPUT_BIAS)

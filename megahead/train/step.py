@@ -64,9 +64,6 @@ class Tally:
         return Measured(losses_WA, forward_W1.flatten().tolist(), auxiliary)
 
 
-# One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it.
-
-
 @dataclass(frozen=True)
 class StepReport:
     """What one step did, the same on every rank."""
@@ -150,11 +147,8 @@ def seed_step(seed: int, first_sample: int, data_rank: int, device: torch.device
         torch.cuda.manual_seed(step_seed)
 
 
-# Measures how long training took, without pauses.
-
-
 class Stopwatch:
-    """Starts when it is created, at `seconds`."""
+    """Measures how long training took, without pauses. Starts when it is created, at `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._start = time.monotonic() - seconds
