@@ -38,14 +38,7 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import Meters
 from megahead.train.progress import RunHistory, TrainingState
-from megahead.train.saving import (
-    Lease,
-    accepting,
-    last_moment,
-    local_resume,
-    look_at_mirror,
-    session_mark,
-)
+from megahead.train.saving import Lease, accepting, last_moment, local_resume, look_at_mirror, session_mark
 from megahead.train.start import Start, find_resume
 from megahead.wording import counted
 

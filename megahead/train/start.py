@@ -97,10 +97,7 @@ class Start:
 
 
 def find_resume(
-    resume: str,
-    folder: RunFolder,
-    world_group: Group,
-    elsewhere: Sequence[Callable[[int], Resumed | None]] = (),
+    resume: str, folder: RunFolder, world_group: Group, elsewhere: Sequence[Callable[[int], Resumed | None]] = ()
 ) -> Start:
     """What `--resume auto|never|DIR` asks for. Collective.
 
