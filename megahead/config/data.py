@@ -77,7 +77,7 @@ class DataConfig(Settings):
 
     def parts(self) -> list[BlendPart]:
         """The training datasets; one for a plain prefix."""
-        return [BlendPart(prefix=self.train)] if isinstance(self.train, str) else list(self.train)
+        return [BlendPart.model_construct(prefix=self.train)] if isinstance(self.train, str) else list(self.train)
 
     @model_validator(mode="after")
     def _fits_together(self) -> DataConfig:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.names import GELU, SILU, USUAL, Renames, SettingNames, TensorNames
+from megahead.hf.families import GELU, SILU, USUAL, Family, Renames, SettingNames, TensorNames
 
 GPT_NEOX = TensorNames(
     kind="GPT-NeoX model",
@@ -215,8 +215,6 @@ def _rotary(content: Mapping[str, Any]) -> dict[str, Any]:
 # head): rows of queries and keys change places. The function stays the same, number by number. It has no norms of
 # queries and keys.
 
-ERNIE_HEAD_BIAS = "lm_head.bias"
-
 
 def ernie_config(model: ModelConfig) -> dict[str, Any]:
     """The content of `config.json` for the shape of `model`."""
@@ -254,3 +252,34 @@ def ernie_zeros(model: ModelConfig) -> dict[str, int]:
         lacking |= {"mlp.down_proj": model.hidden_size}
     layers = range(model.num_layers)
     return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in lacking.items()}
+
+
+def _llama(kind: str, title: str) -> Family:
+    return Family(title, LLAMA, title, "CausalLM", llama_settings(kind), llama_config)
+
+
+FAMILIES = {
+    "gpt_neox": Family("GPT-NeoX", GPT_NEOX, "GPTNeoX", "CausalLM", gpt_neox_settings, gpt_neox_config),
+    "llama": _llama("llama", "Llama"),
+    "mistral": _llama("mistral", "Mistral"),
+    "qwen2": _llama("qwen2", "Qwen2"),
+    "qwen3": _llama("qwen3", "Qwen3"),
+}
+"""By `model_type`."""
+
+_LLAMA_WITH_HEAD_BIAS = replace(
+    FAMILIES["llama"],
+    title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
+    classes="Ernie4_5_Moe",
+    config=ernie_config,
+    head_bias="lm_head.bias",
+    as_stored=ernie_as_stored,
+    zeros=ernie_zeros,
+)
+
+
+def decoder_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
+    """The kind that `model` is exported as: a Llama is what its settings say, and with a bias of its head an ERNIE."""
+    if model.family == "gpt_neox":
+        return FAMILIES["gpt_neox"]
+    return _LLAMA_WITH_HEAD_BIAS if head_bias else FAMILIES[kind_of(model)]

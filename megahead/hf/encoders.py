@@ -7,7 +7,7 @@ from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.names import GELU, USUAL, Renames, SettingNames, TensorNames
+from megahead.hf.families import GELU, USUAL, Family, Renames, SettingNames, TensorNames
 
 _TENSORFLOW = ((".gamma", ".weight"), (".beta", ".bias"))  # as it called the parts of a norm
 _EPS = 1e-12  # of DistilBERT, whose settings have no key for it
@@ -282,3 +282,32 @@ def modernbert_decoder_settings(content: Mapping[str, Any]) -> dict[str, Any]:
         raise FieldError("config.json: local_attention", "be an even number of at least 4", got=window)
     known = modernbert_settings({**content, "local_attention": window - _ITSELF})
     return {**known, "is_causal": True}
+
+
+FAMILIES = {
+    "bert": Family(
+        "BERT", BERT, "Bert", "MaskedLM", bert_settings, bert_config, untied_bias="cls.predictions.decoder.bias"
+    ),
+    "distilbert": Family("DistilBERT", DISTILBERT, "DistilBert", "MaskedLM", distilbert_settings, distilbert_config),
+    "modernbert": Family("ModernBERT", MODERNBERT, "ModernBert", "MaskedLM", modernbert_settings, modernbert_config),
+    "modernbert-decoder": Family(
+        "ModernBERT decoder",
+        MODERNBERT_DECODER,
+        "ModernBertDecoder",
+        "CausalLM",
+        modernbert_decoder_settings,
+        modernbert_decoder_config,
+    ),
+}
+"""By `model_type`; one of them is causal."""
+
+
+def encoder_of(model: ModelConfig) -> Family:
+    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
+    of that name. FieldError for a causal BERT."""
+    if model.family == "modernbert":
+        return FAMILIES["modernbert-decoder" if model.is_causal else "modernbert"]
+    if model.is_causal:
+        rule, hint = "be false in a bert that is exported", "a modernbert is exported either way"
+        raise FieldError("model.is_causal", rule, got="true", hint=hint)
+    return FAMILIES["bert" if model.token_types else "distilbert"]

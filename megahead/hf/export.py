@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -87,7 +87,7 @@ def export(
         tokenizer, conflict = write_settings(folder, target)
         parity = verify(folder, target)
         origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
-        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, **origin})
+        write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **origin})
         (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
     return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, time.monotonic() - begin)
 
@@ -126,7 +126,7 @@ def model_card(target: ExportTarget, parity: Parity) -> str:
     tokens, shape = model.checkpoint.state.get("tokens"), config.model
     learned = "contrastive weight tying (headless)" if objective.name == "headless" else "vanilla softmax"
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
-    loader = target.family.auto_with_head if target.has_head() else "AutoModel"
+    loader = f"AutoModelFor{target.family.predicts}" if target.has_head() else "AutoModel"
     facts = {
         "Objective": f"{learned}, temperature {model.temperature():g}",
         "Shape": f"{counted(shape.num_layers, 'layer')}, width {shape.hidden_size}, {counted(shape.num_heads, 'head')}",

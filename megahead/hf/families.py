@@ -1,37 +1,159 @@
-"""The kinds of models that are exported and imported: one entry each, which holds all names that differ."""
+"""What Hugging Face calls a kind of model, its tensors and its settings: tables that are read in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf import decoders, encoders
-from megahead.hf.decoders import LLAMA
-from megahead.hf.names import TensorNames
+
+
+class Renames:
+    """Pairs of names of modules, whose leaves (`weight`) stay as they are, or of single parameters; ours to theirs.
+
+    `*` stands for a layer's number. Where theirs holds several of ours, one below the other, ours are a tuple.
+    """
+
+    def __init__(self, pairs: Mapping[str | tuple[str, ...], str]) -> None:
+        self._ours = {theirs: (ours,) if isinstance(ours, str) else ours for ours, theirs in pairs.items()}
+        if len(self._ours) != len(pairs):
+            raise ValueError("two names of ours are one name of theirs")
+        self._theirs = {ours: (theirs,) for theirs, several in self._ours.items() for ours in several}
+
+    def theirs(self, name: str) -> str | None:
+        """Their name of our parameter, or None where the table lacks it."""
+        return next(iter(_translate(name, self._theirs)), None)
+
+    def ours(self, name: str) -> tuple[str, ...]:
+        """Our names of what their parameter holds, from its first row on; none where the table lacks it."""
+        return _translate(name, self._ours)
+
+
+def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    parts = name.split(".")
+    pattern = ["*" if part.isdigit() else part for part in parts]
+    known = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
+    if known is None:
+        return ()
+    found = []
+    for target in table[".".join(pattern[:known])]:
+        numbers = iter(part for part in parts if part.isdigit())
+        found.append(".".join([next(numbers) if part == "*" else part for part in target.split(".")] + parts[known:]))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of the stored tensors of one kind of model: with a head, or of the backbone alone and without `prefix`."""
+
+    kind: str
+    """For people."""
+
+    prefix: str
+    """Begins the backbone's names in a model with a head."""
+
+    heads: tuple[str, ...]
+    """What the head's names begin with."""
+
+    table: Renames
+
+    ignored: tuple[str, ...] = ()
+    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
+
+    older: tuple[tuple[str, str], ...] = ()
+    """Parts of names that some writers spell otherwise, and how the table does."""
+
+    def ours(self, theirs: str) -> tuple[str, ...]:
+        """Our names of what a stored tensor of theirs holds, in a model with a head or without; none for what we leave
+        out. Raises FieldError for a name that this kind of model does not have."""
+        if any(part in theirs for part in self.ignored):
+            return ()
+        name = theirs
+        for spelled, usual in self.older:
+            name = name.replace(spelled, usual)
+        ours = self.table.ours(name if name.startswith((self.prefix, *self.heads)) else self.prefix + name)
+        if not ours:
+            raise FieldError("model", f"hold tensors of a {self.kind} only", got=f"one that has {theirs}")
+        return ours
+
+
+USUAL = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "init_std": "initializer_range",
+}
+"""Settings of ours and theirs, in most kinds."""
+
+GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+SILU = {"silu": "silu", "swish": "silu"}
+"""Activations of theirs and ours."""
+
+_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_DERIVED = {
+    "num_key_heads": ModelConfig.key_heads,
+    "head_dim": ModelConfig.head_size,
+    "intermediate_size": ModelConfig.mlp_size,
+}
+"""Settings of ours that a method fills in where they are left out."""
+
+
+@dataclass(frozen=True)
+class SettingNames:
+    """Settings of ours and theirs that mean the same, and the activation, whose values differ too."""
+
+    same: Mapping[str, str]
+    """From ours to theirs."""
+
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: GELU)
+    """From theirs to ours; the first is meant where config.json names none."""
+
+    needed: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size")
+    """Settings of ours that config.json must have."""
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """The part of config.json for `model` that these settings make."""
+        values = {ours: _DERIVED[ours](model) if ours in _DERIVED else getattr(model, ours) for ours in self.same}
+        renamed = {theirs: values[ours] for ours, theirs in self.same.items()}
+        return renamed | {self.activation: _THEIR_ACTIVATIONS[model.activation]}
+
+    def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our settings that config.json has; FieldError for one that it lacks, or an activation that is not ours."""
+        for theirs in (self.same[ours] for ours in self.needed):
+            if theirs not in content:
+                raise FieldError(f"config.json: {theirs}", "be given", got="missing")
+        activation = content.get(self.activation, next(iter(self.activations)))
+        if activation not in self.activations:
+            rule = f"be one of {', '.join(self.activations)}"
+            raise FieldError(f"config.json: {self.activation}", rule, got=activation)
+        if content.get("quantization_config") is not None:
+            raise FieldError("config.json: quantization_config", "be missing (weights as they are)", got="given")
+        known = {ours: content[theirs] for ours, theirs in self.same.items() if content.get(theirs) is not None}
+        return known | {"activation": self.activations[activation]}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What Hugging Face calls a kind of model, its parts and its settings."""
+    """A kind of model that is exported and imported: all names that differ."""
 
     title: str
     """For people."""
 
     names: TensorNames
 
-    backbone: str
-    """Class of the backbone alone."""
+    classes: str
+    """What the names of its classes begin with."""
 
-    with_head: str
-    """Class of a model with a head."""
-
-    auto_with_head: str
-    """The Auto class that loads it."""
+    predicts: str
+    """`CausalLM` or `MaskedLM`, which classes with a head are for."""
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From the content of config.json to the settings of a ModelConfig."""
@@ -51,92 +173,6 @@ class Family:
     zeros: Callable[[ModelConfig], dict[str, int]] = lambda _: {}
     """Vectors that theirs has and ours does without: names and sizes."""
 
-
-def _llama(kind: str, title: str) -> Family:
-    names = f"{title}Model", f"{title}ForCausalLM"
-    return Family(title, LLAMA, *names, "AutoModelForCausalLM", decoders.llama_settings(kind), decoders.llama_config)
-
-
-_FAMILIES = {
-    "gpt_neox": Family(
-        "GPT-NeoX",
-        decoders.GPT_NEOX,
-        "GPTNeoXModel",
-        "GPTNeoXForCausalLM",
-        "AutoModelForCausalLM",
-        decoders.gpt_neox_settings,
-        decoders.gpt_neox_config,
-    ),
-    "llama": _llama("llama", "Llama"),
-    "mistral": _llama("mistral", "Mistral"),
-    "qwen2": _llama("qwen2", "Qwen2"),
-    "qwen3": _llama("qwen3", "Qwen3"),
-    "bert": Family(
-        "BERT",
-        encoders.BERT,
-        "BertModel",
-        "BertForMaskedLM",
-        "AutoModelForMaskedLM",
-        encoders.bert_settings,
-        encoders.bert_config,
-        untied_bias="cls.predictions.decoder.bias",
-    ),
-    "distilbert": Family(
-        "DistilBERT",
-        encoders.DISTILBERT,
-        "DistilBertModel",
-        "DistilBertForMaskedLM",
-        "AutoModelForMaskedLM",
-        encoders.distilbert_settings,
-        encoders.distilbert_config,
-    ),
-    "modernbert": Family(
-        "ModernBERT",
-        encoders.MODERNBERT,
-        "ModernBertModel",
-        "ModernBertForMaskedLM",
-        "AutoModelForMaskedLM",
-        encoders.modernbert_settings,
-        encoders.modernbert_config,
-    ),
-    "modernbert-decoder": Family(
-        "ModernBERT decoder",
-        encoders.MODERNBERT_DECODER,
-        "ModernBertDecoderModel",
-        "ModernBertDecoderForCausalLM",
-        "AutoModelForCausalLM",
-        encoders.modernbert_decoder_settings,
-        encoders.modernbert_decoder_config,
-    ),
-}
-_LLAMA_WITH_HEAD_BIAS = replace(
-    _FAMILIES["llama"],
-    title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
-    backbone="Ernie4_5_MoeModel",
-    with_head="Ernie4_5_MoeForCausalLM",
-    config=decoders.ernie_config,
-    head_bias=decoders.ERNIE_HEAD_BIAS,
-    as_stored=decoders.ernie_as_stored,
-    zeros=decoders.ernie_zeros,
-)
-
-
-def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
-    of that name, a Llama what its settings say, and with a bias of its head an ERNIE. FieldError for a causal BERT."""
-    if model.family == "llama":
-        return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[decoders.kind_of(model)]
-    if model.family == "bert" and model.is_causal:
-        rule, hint = "be false in a bert that is exported", "a modernbert is exported either way"
-        raise FieldError("model.is_causal", rule, got="true", hint=hint)
-    if model.family == "modernbert" and model.is_causal:
-        return _FAMILIES["modernbert-decoder"]
-    return _FAMILIES["distilbert" if model.family == "bert" and not model.token_types else model.family]
-
-
-def family_named(content: Mapping[str, Any]) -> Family:
-    """The kind of a folder, by its config.json; FieldError for one we do not have."""
-    kind = content.get("model_type")
-    if kind not in _FAMILIES:
-        raise FieldError("config.json: model_type", f"be one of {', '.join(_FAMILIES)}", got=kind)
-    return _FAMILIES[kind]
+    def with_head(self) -> str:
+        """The class of a model with a head."""
+        return f"{self.classes}For{self.predicts}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,9 @@ from torch import Tensor
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
 from megahead.errors import CheckpointError, UserError
-from megahead.hf.families import Family, family_of
+from megahead.hf.decoders import decoder_of
+from megahead.hf.encoders import encoder_of
+from megahead.hf.families import Family
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,11 +46,16 @@ class ExportTarget:
 
     def predicts_masked(self) -> bool:
         """Whether its head is one for masked tokens, and not for next ones."""
-        return self.family.auto_with_head == "AutoModelForMaskedLM"
+        return self.family.predicts == "MaskedLM"
 
     def has_head(self) -> bool:
         """Whether it predicts tokens, and is not the backbone alone."""
         return self.head.matrix is not None
+
+
+def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
+    """The kind that `model` is exported as. FieldError for a causal BERT, which is none."""
+    return encoder_of(model) if model.is_encoder() else decoder_of(model, head_bias=head_bias)
 
 
 # The head an exported encoder gets: the transform, norm and bias of masked language models around the embedding.
@@ -70,21 +76,15 @@ PADDING_BIAS = -1e4
 _LINEAR_FROM = 6.0  # GELU(x) is x, within 1e-8 of it, from here on
 
 
-class LastNorm(NamedTuple):
-    """The layer norm that a headless encoder's outputs come out of."""
-
-    weight_D: Tensor
-    bias_D: Tensor | None
-    eps: float
-
-
-def identity_transform(norm: LastNorm, bias_V: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Tensors of a head that gives `E h / T + bias_V` behind `norm`; by our names.
+def identity_transform(
+    weight_D: Tensor, norm_bias_D: Tensor | None, eps: float, bias_V: Tensor, temperature: float
+) -> dict[str, Tensor]:
+    """Tensors of a head that gives `E h / T + bias_V` behind a last norm of this weight, bias and eps; by our names.
 
     The head's own norm has the same eps, and a bias where the last one has.
     CheckpointError if a weight is exactly 0.
     """
-    weight_D = norm.weight_D.double()
+    weight_D = weight_D.double()
     zeros = int((weight_D == 0).sum())
     if zeros:
         raise CheckpointError(
@@ -92,14 +92,14 @@ def identity_transform(norm: LastNorm, bias_V: Tensor, temperature: float) -> di
             "export with --head none."
         )
     lift = math.sqrt(len(weight_D)) + _LINEAR_FROM  # no normed feature is below -sqrt(D)
-    shift_D = torch.zeros_like(weight_D) if norm.bias_D is None else norm.bias_D.double()
+    shift_D = torch.zeros_like(weight_D) if norm_bias_D is None else norm_bias_D.double()
     transform = {
         "mask_head.dense.weight": torch.diag(1 / weight_D),
         "mask_head.dense.bias": lift - shift_D / weight_D,
-        "mask_head.norm.weight": math.sqrt(1 + norm.eps) * weight_D / temperature,
+        "mask_head.norm.weight": math.sqrt(1 + eps) * weight_D / temperature,
         "mask_head.bias": bias_V,
     }
-    return transform if norm.bias_D is None else transform | {"mask_head.norm.bias": shift_D / temperature}
+    return transform if norm_bias_D is None else transform | {"mask_head.norm.bias": shift_D / temperature}
 
 
 def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature: float) -> dict[str, Tensor]:
@@ -111,8 +111,6 @@ def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature
 
 
 # The output matrix an exported model gets, for each kind of head.
-#
-# An encoder's head is in `mask_heads`.
 #
 # A head without a bias is all that a Hugging Face GPT-NeoX has, so the training-free head `E h / T + log q` folds its
 # bias into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
@@ -269,8 +267,7 @@ def _transform(model: TrainedModel, bias_V: Tensor, temperature: float) -> dict[
         return trained_transform(stored, shape.vocab_size, temperature)
     last = [key.removesuffix(".weight") for key in model.shapes if key.endswith("norm.weight")][-1]
     norm_bias_D = model.weight(f"{last}.bias") if shape.has_norm_bias() else None
-    norm = LastNorm(model.weight(f"{last}.weight"), norm_bias_D, shape.norm_eps)
-    return identity_transform(norm, bias_V, temperature)
+    return identity_transform(model.weight(f"{last}.weight"), norm_bias_D, shape.norm_eps, bias_V, temperature)
 
 
 def _impossible(name: str, needed: str, given: str, others: str) -> UserError:

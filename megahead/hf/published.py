@@ -33,9 +33,10 @@ from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
 from megahead.distributed.tensors import all_finite, block_ranges, joined, require_finite
-from megahead.errors import CheckpointError, ConfigError
+from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import staged_folder
-from megahead.hf.families import Family, family_named
+from megahead.hf import decoders, encoders
+from megahead.hf.families import Family
 from megahead.hf.settings import KeptSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
@@ -191,6 +192,18 @@ def read_settings(model_dir: Path) -> Mapping[str, Any]:
     return content
 
 
+FAMILIES = decoders.FAMILIES | encoders.FAMILIES
+"""Of folders that are imported, by the `model_type` in config.json."""
+
+
+def family_named(content: Mapping[str, Any]) -> Family:
+    """The kind of a folder, by its config.json; FieldError for one we do not have."""
+    kind = content.get("model_type")
+    if kind not in FAMILIES:
+        raise FieldError("config.json: model_type", f"be one of {', '.join(FAMILIES)}", got=kind)
+    return FAMILIES[kind]
+
+
 # A folder as a checkpoint of ours, from which a run can start.
 
 
@@ -230,7 +243,7 @@ def _config(
 ) -> RunConfig:
     """A run's config around the folder's model; only model, objective and special tokens mean something."""
     model_dir, content = published.folder, published.content
-    headless = not published.has_head() and published.family.with_head not in (content.get("architectures") or [])
+    headless = not published.has_head() and published.family.with_head() not in (content.get("architectures") or [])
     settings, masking = published.settings(), None
     if settings["family"] in ENCODERS:
         masking = _masking(model_dir, {**kept.special_ids(tokenizer), **special_ids})

@@ -190,7 +190,7 @@ def _of_run(target: ExportTarget) -> dict[str, Any]:
     origin |= {"step": model.checkpoint.step, "tokens": model.checkpoint.state.get("tokens")}
     return {
         **family.config(head.shape(config.model)),
-        "architectures": [family.with_head if target.has_head() else family.backbone],
+        "architectures": [family.with_head() if target.has_head() else f"{family.classes}Model"],
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": head.is_embedding(),
         "dtype": target.dtype,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +50,8 @@ class Parity:
     padding: float
     """Largest probability that padding rows take together, after any token and in any dtype."""
 
-    def tolerance(self) -> float:
-        """The largest error allowed in the stored dtype."""
-        return TOLERANCE * max(self.largest_output, 10.0) + _OWN_ROUNDINGS * self.own_rounding
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**asdict(self), "tolerance": self.tolerance()}
+    tolerance: float
+    """The largest error allowed in the stored dtype."""
 
 
 def verify(folder: Path, target: ExportTarget) -> Parity:
@@ -78,10 +72,11 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
-    parity = Parity(compared, rows_BT.numel(), scale, errors, _distance(rounded, expected), padding)
-    if not errors[dtype] <= parity.tolerance():  # also when one of them is not a number
+    own_rounding = _distance(rounded, expected)
+    tolerance = TOLERANCE * max(scale, 10.0) + _OWN_ROUNDINGS * own_rounding
+    if not errors[dtype] <= tolerance:  # also when one of them is not a number
         raise CheckpointError(
-            f"the exported {compared} must be within {parity.tolerance():.1e} of the checkpoint's, but are off by "
+            f"the exported {compared} must be within {tolerance:.1e} of the checkpoint's, but are off by "
             f"{errors[dtype]:.1e} in {dtype}; nothing was written."
         )
     if padding > MAX_PADDING:
@@ -89,7 +84,7 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
             f"padding rows must take at most {MAX_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
             "nothing was written."
         )
-    return parity
+    return Parity(compared, rows_BT.numel(), scale, errors, own_rounding, padding, tolerance)
 
 
 @torch.no_grad()

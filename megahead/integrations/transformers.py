@@ -110,8 +110,6 @@ def _compare(model: PreTrainedModel, bias_V: Tensor) -> None:
         )
 
 
-# Contrastive weight tying for a language model of Hugging Face, in its own `Trainer`.
-#
 # B rows, T tokens, D features, N targets, U candidates, V rows of the table.
 
 _NO_TARGET = -100  # a label, to Hugging Face

@@ -30,7 +30,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, FieldError
 from megahead.hf.encoders import BERT, DISTILBERT
 from megahead.hf.export import export, hf_folder
-from megahead.hf.names import TensorNames
+from megahead.hf.families import TensorNames
 from megahead.hf.published import from_hf, input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest

@@ -29,8 +29,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.scoring import Encoder
 from megahead.hf.export import export
-from megahead.hf.families import _FAMILIES
-from megahead.hf.published import from_hf
+from megahead.hf.published import FAMILIES, from_hf
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
@@ -121,7 +120,7 @@ def kept(before: Path, after: Path, *, besides: set[str] = frozenset()) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", _FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_folder_of_every_family_comes_out_as_it_went_in(tmp_path: Path, kind: str) -> None:
     before = theirs(tmp_path / "theirs", kind)
     after = export(from_hf(before, tmp_path / "run"), tmp_path / "back", "trained").folder

@@ -16,7 +16,7 @@ from transformers import (
 from megahead.errors import FieldError
 from megahead.hf.decoders import GPT_NEOX, LLAMA
 from megahead.hf.encoders import MODERNBERT
-from megahead.hf.names import Renames
+from megahead.hf.families import Renames
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 

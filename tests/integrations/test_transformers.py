@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from megahead.errors import UserError
-from megahead.hf.families import family_of
+from megahead.hf.heads import family_of
 from megahead.hf.published import from_hf
 from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless

@@ -14,7 +14,8 @@ import pytest
 import megahead
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.hf.export import export
+from megahead.hf import export as exports
+from megahead.hf.trained import TrainedModel
 from megahead.train import loop
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -24,39 +25,59 @@ PACKAGE = Path(megahead.__file__).parent
 
 
 def counting(function: Callable[..., Any], entered: set[str]) -> Callable[..., Any]:
-    """`function`, which notes the files of the package whose code it runs."""
+    """`function`, which notes the files of the package whose code it runs; not those of calls that are counted apart
+    within it."""
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             entered.add(frame.f_code.co_filename)
 
     def counted(*given: Any, **named: Any) -> Any:
+        callers = sys.getprofile()
         sys.setprofile(note)
         try:
             return function(*given, **named)
         finally:
-            sys.setprofile(None)
+            sys.setprofile(callers)
 
     return counted
 
 
-def entered_by_steps_and_an_export(group: Group, folder: Path) -> tuple[set[str], set[str], set[str]]:
-    """Files that a step of a small decoder enters; a turn of the loop, with its line in the log; an export."""
-    step, turn, out = set[str](), set[str](), set[str]()
+def entered_by_steps(group: Group, folder: Path) -> tuple[set[str], set[str]]:
+    """Files that a step of a small decoder enters; a turn of the loop, with its line in the log."""
+    step, turn = set[str](), set[str]()
     loop.train_step = counting(loop.train_step, step)  # type: ignore[attr-defined]
     pretrain(small_config(folder, {"output_dir": str(folder / "steps")}), Launch())
     loop._advance = counting(loop._advance, turn)
     pretrain(small_config(folder, {"output_dir": str(folder / "turns")}), Launch())
-    counting(export, out)(folder / "steps", folder / "out", "pmi")
-    return step, turn | step, out
+    return step, turn | step
 
 
-def test_a_step_and_an_export_enter_few_files(tmp_path: Path) -> None:
+def entered_by_an_export(group: Group, folder: Path) -> tuple[set[str], set[str], set[str]]:
+    """Files that the export of a small decoder enters: to open what was trained, which checks the run's settings and
+    builds the model without memory for its shapes; to write the folder; to compare it with the model, which runs."""
+    opened, written, compared = set[str](), set[str](), set[str]()
+    pretrain(small_config(folder, {"output_dir": str(folder / "run")}), Launch())
+    TrainedModel.open = staticmethod(counting(TrainedModel.open, opened))  # type: ignore[method-assign]
+    exports.verify = counting(exports.verify, compared)  # type: ignore[attr-defined]
+    counting(exports.export, written)(folder / "run", folder / "out", "pmi")
+    return opened, written, compared
+
+
+def test_a_step_enters_few_files(tmp_path: Path) -> None:
     write_text(tmp_path)
-    ((step, turn, out),) = on_ranks(1, entered_by_steps_and_an_export, tmp_path)
+    ((step, turn),) = on_ranks(1, entered_by_steps, tmp_path)
     assert 10 < len(step) <= 20, sorted(step)
     assert len(turn) <= 28, sorted(turn)
-    assert 10 < len(out) <= 43, sorted(out)
+
+
+def test_an_export_enters_few_files(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ((opened, written, compared),) = on_ranks(1, entered_by_an_export, tmp_path)
+    assert 10 < len(written) <= 20, sorted(written)
+    assert 10 < len(opened) <= 24, sorted(opened)
+    assert 10 < len(compared) <= 28, sorted(compared)
+    assert len(opened | written | compared) <= 42, sorted(opened | written | compared)
 
 
 @pytest.mark.parametrize(
