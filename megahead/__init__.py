@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megahead.hf.export import export
     from megahead.hf.published import load_backbone
     from megahead.losses.contrastive import cwt_loss
+    from megahead.quickstart import start
     from megahead.train.run import Run, pretrain
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "load_config",
     "preprocess",
     "pretrain",
+    "start",
 ]
 
 __getattr__ = _on_first_use(
@@ -46,6 +48,7 @@ __getattr__ = _on_first_use(
         "hf.export": ("export",),
         "hf.published": ("load_backbone",),
         "losses.contrastive": ("cwt_loss",),
+        "quickstart": ("start",),
         "train.run": ("Run", "pretrain"),
     },
 )

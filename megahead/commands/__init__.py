@@ -13,6 +13,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "inspect_dataset": "show what lies in a dataset, warn of what spoils training",
     },
     "run": {
+        "start": "from a folder of text to a model that writes, in minutes",
         "doctor": "look at this machine: what is missing, what to do about it",
         "estimate": "tell whether a run fits, and how long it takes",
         "pretrain": "pretrain, fine-tune a head, or resume",

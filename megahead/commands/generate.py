@@ -3,9 +3,12 @@ else one that needs no training).
 
 megahead generate --model runs/headless --prompt "The capital of France" "Once upon a time"
 megahead generate --model runs/headless --file prompts.txt    # a prompt a line
-megahead generate --model runs/headless --interactive         # a prompt at a time, until an empty line
+megahead generate --model runs/headless --interactive         # you and the model by turns, until an empty line
 
-An encoder (one trained by masked diffusion) writes --max-tokens tokens after a prompt, in random order, in --passes
+In --interactive each line that you type continues what stands there; `/new` begins a text, `/temperature 0.5` changes
+how words are drawn.
+
+An encoder (one trained by masked diffusion) writes --max-new-tokens tokens after a prompt, in random order, in --passes
 passes through the model.
 
 `--output runs/headless/samples.jsonl` keeps them where `megahead report` finds them.
@@ -16,41 +19,87 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import DataError, FieldError, at_least, existing
+from megahead.errors import DataError, FieldError, UserError, at_least, existing
 from megahead.terminal import terminal
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    at_least(1, max_tokens=arguments.max_tokens)
+    at_least(1, max_new_tokens=arguments.max_new_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
     from megahead.evaluate.generation import sampling_options
 
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = terminal(soft_wrap=True)
-    prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
+    if arguments.interactive:
+        by_turns(console, load_model(arguments.model, arguments.seed, arguments.passes), arguments)
+        return
+    prompts = given_prompts(arguments.prompt, arguments.file)
     go_on = load_model(arguments.model, arguments.seed, arguments.passes)
     for prompt in prompts:
-        if not arguments.interactive:
-            console.print(prompt, style="bold", end="")
-        text = go_on(prompt, arguments.max_tokens, sampling)
+        console.print(prompt, style="bold", end="")
+        text = go_on(prompt, arguments.max_new_tokens, sampling)
         console.print(text, end="\n\n")
-        if arguments.output is not None:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        keep(arguments.output, prompt, text)
 
 
-def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int, dict[str, Any]], str]:
-    """What continues (prompt, most tokens, how to sample) with the model, on a GPU if there is one; seeds torch's
-    random numbers with `seed`. A run or checkpoint is exported first, unless it has been (RUN/exports)."""
+def by_turns(console: Console, go_on: Callable[..., str], arguments: argparse.Namespace) -> None:
+    """Each line that is typed continues the text so far, and the model continues that, printing as it writes."""
+    from megahead.evaluate.generation import sampling_options
+
+    text, temperature = "", arguments.temperature
+    for typed in typed_lines(console):
+        if typed == "/new":
+            text = ""
+            continue
+        if typed.startswith("/"):
+            try:
+                temperature = new_temperature(typed)
+            except UserError as error:
+                console.print(str(error))
+            continue
+        text += typed
+        sampling = sampling_options(temperature, arguments.top_k, arguments.top_p)
+        written = go_on(text, arguments.max_new_tokens, sampling, stream=partial(console.print, end=""))
+        console.print("\n")
+        keep(arguments.output, text, written)
+        text += written
+
+
+def new_temperature(typed: str) -> float:
+    """Of `/temperature X`; UserError for another word, or a number that it cannot be."""
+    from megahead.evaluate.generation import sampling_options
+
+    command, _, value = typed.partition(" ")
+    if command != "/temperature":
+        raise FieldError("what begins with /", "be /new or /temperature X", got=typed)
+    try:
+        temperature = float(value)
+    except ValueError:
+        raise FieldError("/temperature", "be followed by a number", got=value or "nothing") from None
+    sampling_options(temperature, 0, 1)
+    return temperature
+
+
+def keep(output: Path | None, prompt: str, text: str) -> None:
+    """Adds a line to `output`."""
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]:
+    """What continues (prompt, most tokens, how to sample; `stream` receives the text as it is written) with the model,
+    on a GPU if there is one; seeds torch's random numbers with `seed`. A run or checkpoint is exported first, unless it
+    has been (RUN/exports)."""
     import torch
 
     from megahead.evaluate.generation import continuation, unmasked_continuation
@@ -89,16 +138,13 @@ def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     return lines
 
 
-def typed_prompts(console: Console) -> Iterator[str]:
-    """Prompts as they are typed, until an empty line or the end of input."""
-    while True:
-        try:
-            prompt = console.input("> ")
-        except EOFError:
-            return
-        if not prompt:
-            return
-        yield prompt
+def typed_lines(console: Console) -> Iterator[str]:
+    """Lines as they are typed, until an empty one or the end of input; arrows bring earlier ones back."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - importing it is enough
+    with suppress(EOFError):
+        while line := console.input("> "):
+            yield line
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,8 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
     prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
-    prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
-    add("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
+    prompts.add_argument("--interactive", action="store_true", help="you and the model by turns, until an empty line")
+    most = "longest continuation (default: 64)"
+    add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=most)
     add("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess, suitable_workers
 from megahead.data.shards import preprocess_shards
-from megahead.data.sources import Selection, conditions, find_inputs, total_bytes
+from megahead.data.sources import Selection, conditions, find_inputs, text_keys, total_bytes
 from megahead.data.writer import Bar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file
@@ -34,9 +34,10 @@ def main() -> None:
     wanted, unwanted = conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
     recipe = Recipe(
         tokenizer=Path(local_file(arguments.tokenizer)),
-        selection=Selection(arguments.text_key, wanted, unwanted),
+        selection=Selection(text_keys(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
+        holdout_tail=None if arguments.holdout_tail is None else held_out_share(fraction(arguments.holdout_tail)),
         on_error=arguments.on_error,
         end_inside=arguments.end_inside,
     )
@@ -54,13 +55,14 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    inputs = ".jsonl, or .txt (the whole file is one document), either may be compressed (.gz, .zst); .parquet; saved "
-    inputs += "Hugging Face datasets; globs; - for JSON lines on standard input"
+    inputs = ".jsonl, .json, .csv, .tsv, .txt and .md (the whole file is one document), all may be compressed (.gz, "
+    inputs += ".zst); .parquet; saved Hugging Face datasets; folders; globs; - for JSON lines on standard input"
     add("--input", nargs="+", required=True, metavar="F", help=inputs)
     add("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
     add("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     add("--per-file", action="store_true", help="one dataset for each input file, restartable")
-    add("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
+    key = "key of the text, `a.b` for nested ones (default: text); of several the first that a record has"
+    add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     keep = "keep only documents that have one of the VALUEs given for each KEY"
     add("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
     drop = "drop documents that match at least one condition"
@@ -70,7 +72,10 @@ def parse() -> argparse.Namespace:
     inside = "where a text spells the end token, which splits its document (default: report)"
     add("--end-inside", choices=("report", "fail"), default="report", help=inside)
     held_out = "every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead"
-    add("--holdout", metavar="N", help=held_out)
+    holdout = parser.add_mutually_exclusive_group()
+    holdout.add_argument("--holdout", metavar="N", help=held_out)
+    tail = "this fraction of each document, its end, goes there: for few or long ones"
+    holdout.add_argument("--holdout-tail", metavar="X", help=tail)
     add("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
     return parser.parse_args()
 

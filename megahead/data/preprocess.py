@@ -40,14 +40,20 @@ class ChunkTokenizer:
     engine: Engine
     end_token: int
     on_error: OnError = "fail"
+    tail: Fraction | None = None
+    """Share of each document that is one of its own, held out."""
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """The ids of the chunk's documents. DataError for a broken document, unless `on_error` says to skip them."""
         parsed = chunk.parse()
         texts = parsed.strict() if self.on_error == "fail" else parsed.texts
-        tokenizer = opened(self.path, self.engine)
+        tokenizer, held = opened(self.path, self.engine), None
+        if self.tail is not None:
+            cut = [part for text in texts for part in _cut(text, self.tail)]
+            texts, held = [text for text, _ in cut], np.array([tail for _, tail in cut], bool)
         tokens, lengths = tokenizer.encode_flat(texts)
         kept = lengths > 0
+        held = None if held is None else held[kept]
         ends = np.cumsum(lengths)[kept]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
         text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[kept]
@@ -58,7 +64,18 @@ class ChunkTokenizer:
             empty_places=parsed.empty,
             problems=parsed.broken,
         )
-        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.consumed)
+        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.consumed, held)
+
+
+def _cut(text: str, tail: Fraction) -> Iterator[tuple[str, bool]]:
+    """A text and its end, which is True, cut at the last line or word that ends before; a text of one word is whole."""
+    most = int(len(text) * (1 - tail))
+    at = text.rfind("\n", 1, most) if "\n" in text[most // 2 : most] else text.rfind(" ", 1, most)
+    if at > 0 and text[:at].strip() and text[at:].strip():
+        yield text[:at], False
+        yield text[at:].lstrip(), True
+    else:
+        yield text, False
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,9 @@ class EncodedChunk:
 
     consumed: int
     """Bytes of the input on disk."""
+
+    held: Array | None = None
+    """bool: documents that are held out; None where their numbers decide."""
 
 
 class EncodingPool:
@@ -168,6 +188,13 @@ class Recipe:
     holdout: Fraction | None = None
     """Share of the documents that goes to `OUTPUT-validation`."""
 
+    holdout_tail: Fraction | None = None
+    """Instead, the share of each document, its end, that goes there."""
+
+    @property
+    def held_out(self) -> Fraction | None:
+        return self.holdout_tail or self.holdout
+
     on_error: OnError = "fail"
     """Whether a broken line ends the run, or is reported and left out."""
 
@@ -176,7 +203,7 @@ class Recipe:
 
     def outputs(self, output: str | Path) -> list[str]:
         """The prefixes of what it makes under this one: two where documents are held out."""
-        return [str(output)] if self.holdout is None else [str(output), f"{output}-validation"]
+        return [str(output)] if self.held_out is None else [str(output), f"{output}-validation"]
 
 
 @dataclass
@@ -219,7 +246,7 @@ class PreprocessReport:
         if holdout is not None and not self.held_out:
             share = f"{holdout} of {counted(self.documents, 'document')}"
             fix = f"give an N of at most {self.documents:,}, or add documents"
-            fix = fix if self.documents > 1 else "add documents (a .txt file is one, a .jsonl has one a line)"
+            fix = fix if self.documents > 1 else "give --holdout-tail 0.05, which holds out the end of each document"
             raise FieldError("holdout", f"hold out a document of `{output}`", got=share, hint=fix)
 
     def add(self, other: PreprocessReport) -> None:
@@ -239,12 +266,14 @@ def preprocess(
     selection: Selection | None = None,
     end_token: str | None = None,
     holdout: Fraction | int | None = None,
+    holdout_tail: Fraction | None = None,
     on_error: OnError = "fail",
     end_inside: EndInside = "report",
     workers: int = 1,
     progress: ByteProgress | None = None,
 ) -> PreprocessReport:
-    """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` is given.
+    """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` (a share of the documents) or
+    `holdout_tail` (the end of each, where they are few) is given.
 
     Documents keep their order and are closed by `end_token`; those without text are left out. Where a text spells
     `end_token`, a document seems to end: that is reported, or with `end_inside="fail"` an error. The result depends on
@@ -257,6 +286,7 @@ def preprocess(
         selection=selection or Selection(),
         end_token=end_token,
         holdout=None if holdout is None else held_out_share(holdout),
+        holdout_tail=None if holdout_tail is None else held_out_share(holdout_tail),
         on_error=on_error,
         end_inside=end_inside,
     )
@@ -278,9 +308,9 @@ def write_dataset(
         )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     end = closing_id(loaded, recipe.end_token)
-    encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error)
+    encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error, recipe.holdout_tail)
     report = PreprocessReport()
-    share = recipe.holdout
+    share = recipe.held_out
     identity = loaded.identity()
     with ExitStack() as stack:
         writers = [
@@ -348,8 +378,10 @@ def _add(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: 
     if share is None:
         writers[0].add_documents(encoded.tokens, encoded.lengths, int(encoded.text_bytes.sum()))
         return
-    numbers = sum(writer.num_documents for writer in writers) + np.arange(len(encoded.lengths) + 1)
-    held = np.diff(numbers * share.numerator // share.denominator) > 0
+    held = encoded.held
+    if held is None:
+        numbers = sum(writer.num_documents for writer in writers) + np.arange(len(encoded.lengths) + 1)
+        held = np.diff(numbers * share.numerator // share.denominator) > 0
     for writer, chosen in zip(writers, (~held, held), strict=True):
         tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
         writer.add_documents(tokens, encoded.lengths[chosen], int(encoded.text_bytes[chosen].sum()))

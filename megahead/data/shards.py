@@ -56,7 +56,7 @@ def preprocess_shards(
                     report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
                     manifest.note(shard, report)
                 else:
-                    report.require_documents(folder / shard.name, recipe.holdout)
+                    report.require_documents(folder / shard.name, recipe.held_out)
                     progress.advance(shard.bytes, report.text_bytes)
                 total.add(report)
     finally:
@@ -143,5 +143,6 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
         "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
         "end_token": recipe.end_token or END_TOKEN,
         "holdout": None if recipe.holdout is None else str(recipe.holdout),
+        **({} if recipe.holdout_tail is None else {"tail": str(recipe.holdout_tail)}),
         "on_error": recipe.on_error,
     }

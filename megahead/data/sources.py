@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import glob
 import gzip
 import io
+import os
 import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -84,13 +88,14 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Selection:
-    """Reads one record (a JSON object, a row of a table) as a document.
+    """Reads one record (a JSON object or string, a row of a table) as a document.
 
     Keys may be nested: `meta.pile_set_name` is the record's key of exactly that name or, if there is none, the key
     `pile_set_name` of its `meta`.
     """
 
-    text_key: str = "text"
+    text_key: str | tuple[str, ...] = "text"
+    """Key of the text, or several: the first that a record has counts."""
 
     keep: tuple[Condition, ...] = ()
     """(key, value) pairs: only records that have, for each key in them, one of its values. All records if empty."""
@@ -102,17 +107,18 @@ class Selection:
         """The document's text; None for a record that is not wanted. Raises Unfit for a record without text."""
         if (self.keep or self.drop) and not self._wanted(record):
             return None
-        try:
-            text = _at(record, self.text_key)
-        except KeyError:
-            raise Unfit(f"must have the key `{self.text_key}`, but has not; see --text-key") from None
+        if isinstance(record, str):
+            return record
+        key, text = self._first(record)
         if not isinstance(text, str):
-            raise Unfit(f"must have a string in `{self.text_key}`, but has {type(text).__name__} instead")
+            raise Unfit(f"must have a string in `{key}`, but has {type(text).__name__} instead")
         return text
 
     def columns(self, path: Path, names: Sequence[str]) -> list[str]:
         """The top-level columns of the table in `path` that must be read, of those in `names`; DataError without."""
-        wanted = [self.text_key, *(key for key, _ in self.keep + self.drop)]
+        keys = self._text_keys()
+        text_key = next((key for key in keys if key in names or key.split(".")[0] in names), keys[0])
+        wanted = [text_key, *(key for key, _ in self.keep + self.drop)]
         found = {key: key if key in names else key.split(".")[0] for key in wanted}
         for key, column in found.items():
             if column not in names:
@@ -120,9 +126,23 @@ class Selection:
                 raise DataError(f"`{path}` must have a column for '{key}', but has {known}; see --text-key.")
         return list(dict.fromkeys(found.values()))
 
+    def _first(self, record: Any) -> tuple[str, Any]:
+        for key in self._text_keys():
+            with suppress(KeyError):
+                return key, _at(record, key)
+        raise Unfit(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
+
+    def _text_keys(self) -> tuple[str, ...]:
+        return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
+
     def _wanted(self, record: Any) -> bool:
         kept = all((key, _value(record, key)) in self.keep for key, _ in self.keep)
         return kept and not any((key, _value(record, key)) in self.drop for key, _ in self.drop)
+
+
+def text_keys(given: Sequence[str]) -> str | tuple[str, ...]:
+    """A key alone as Selection had it before there could be several: folders of `--per-file` hold it so."""
+    return given[0] if len(given) == 1 else tuple(given)
 
 
 def conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
@@ -252,7 +272,7 @@ class Rows(Chunk):
 
 
 class TextFile(Chunk):
-    """A whole `.txt` file: one document."""
+    """A whole `.txt` or `.md` file: one document."""
 
     def parse(self) -> Parsed:
         """The file's text, without a byte-order mark."""
@@ -297,8 +317,8 @@ class Input:
 
 
 def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
-    """The inputs that a path or several, globs (`**` too) and `-` (standard input) stand for; those of a glob in order
-    of name.
+    """The inputs that a path or several, folders (with those in them), globs (`**` too) and `-` (standard input) stand
+    for; those of a folder or glob in order of name.
 
     DataError for what is missing or of an unknown kind.
     """
@@ -319,7 +339,28 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
         yield from item.chunks(selection)
 
 
+def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files and saved datasets in `folder` and the folders in it that can be read, and the files that cannot, as
+    their endings are none of `KINDS`; both in order of name. What is hidden (`.name`) is neither."""
+    readable, others = list[Path](), list[Path]()
+    for name, folders, files in os.walk(folder):
+        here = Path(name)
+        if (here / STATE).is_file():
+            readable.append(here)
+            folders.clear()
+            continue
+        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+        for file in sorted(file for file in files if not file.startswith(".")):
+            (readable if file.endswith(tuple(KINDS)) else others).append(here / file)
+    return readable, others
+
+
 def _paths(pattern: str) -> list[Path]:
+    folder = Path(pattern)
+    if folder.is_dir() and not any((folder / mark).is_file() for mark in (STATE, SPLITS)):
+        if readable := files_below(folder)[0]:
+            return readable
+        raise DataError(f"`{folder}` must hold files that end in {ENDINGS}, but holds none.")
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
     found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
@@ -337,7 +378,7 @@ def _input(path: Path) -> Input:
     for ending, cut in KINDS.items():
         if path.name.endswith(ending):
             return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
-    raise DataError(f"`{path}` must end in one of {', '.join(KINDS)}, but does not; convert or rename it.")
+    raise DataError(f"`{path}` must end in {ENDINGS}, but does not; convert or rename it.")
 
 
 def _size(path: Path) -> int:
@@ -368,15 +409,62 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield TextFile(str(path), 1, _whole(path, "one document"), selection, path.stat().st_size)
+
+
+def _cut_json(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The items of a JSON array; a file of JSON lines may be named so, too."""
+    try:
+        items = orjson.loads(_whole(path, "read at once"))
+    except orjson.JSONDecodeError:
+        yield from _cut_json_lines(path, selection)
+        return
+    lines = [orjson.dumps(item) for item in (items if isinstance(items, list) else [items])]
+    cut, size = [0, *range(1000, len(lines), 1000), len(lines)], path.stat().st_size
+    for first, end in pairwise(cut):
+        consumed = size * end // len(lines) - size * first // len(lines)
+        yield JsonLines(str(path), first + 1, b"\n".join(lines[first:end]), selection, consumed)
+
+
+def _cut_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The rows of a `.csv` or `.tsv` file, whose first line names the columns."""
+    position = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal position
+        rest, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
+        for data, read in read_blocks(path):
+            position = read
+            *whole, rest = (rest + decoder.decode(data)).split("\n")
+            yield from (f"{line}\n" for line in whole)
+        yield rest + decoder.decode(b"", final=True)
+
+    csv.field_size_limit(MAX_TEXT_BYTES)
+    try:
+        rows = csv.DictReader(lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
+        columns = selection.columns(path, rows.fieldnames or ())
+        first, before, waiting, size = 1, 0, list[bytes](), 0
+        for row in rows:
+            waiting.append(orjson.dumps({column: row[column] for column in columns}))
+            size += len(waiting[-1])
+            if size >= BLOCK_BYTES:
+                yield JsonLines(str(path), first, b"\n".join(waiting), selection, position - before)
+                first, before, waiting, size = first + len(waiting), position, [], 0
+        yield JsonLines(str(path), first, b"\n".join(waiting), selection, position - before)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"`{path}` must be a table in UTF-8 text, but is not ({error}).") from error
+
+
+def _whole(path: Path, why: str) -> bytes:
     data = bytearray()
     for block, _ in read_blocks(path):
         data += block
         if len(data) > MAX_TEXT_BYTES:
             raise DataError(
-                f"`{path}` must be shorter than 1 GiB, as a .txt file is one document, but is longer; "
+                f"`{path}` must be shorter than 1 GiB, as a {path.suffix} file is {why}, but is longer; "
                 "turn it into .jsonl with one document a line."
             )
-    yield TextFile(str(path), 1, bytes(data), selection, path.stat().st_size)
+    return bytes(data)
 
 
 ROWS_AT_ONCE = 64
@@ -414,15 +502,10 @@ def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a saved Hugging Face dataset, in order. DataError for any other folder."""
+    """The Arrow files of a saved Hugging Face dataset, in order. DataError for one with several splits."""
     if (folder / SPLITS).is_file():
         splits = orjson.loads((folder / SPLITS).read_bytes())["splits"]
         raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
-    if not (folder / STATE).is_file():
-        raise DataError(
-            f"`{folder}` must be a file or a saved Hugging Face dataset, but is a folder without {STATE}; "
-            f"for the files in it give a pattern in quotes like '{folder}/*.jsonl'."
-        )
     state = orjson.loads((folder / STATE).read_bytes())
     if state.get("_indices_data_files"):
         raise DataError(f"`{folder}` must be saved flat, but has an index mapping; save it after flatten_indices().")
@@ -458,6 +541,14 @@ def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
         yield waiting
 
 
-_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
+_TEXTS: dict[str, Cutter] = {
+    ".jsonl": _cut_json_lines,
+    ".json": _cut_json,
+    ".txt": _cut_text,
+    ".md": _cut_text,
+    ".csv": _cut_csv,
+    ".tsv": _cut_csv,
+}
 KINDS = {f"{kind}{packed}": cut for kind, cut in _TEXTS.items() for packed in ("", *UNPACKERS)}
 KINDS |= {".parquet": cut_parquet, ".arrow": cut_arrow}
+ENDINGS = f"one of {', '.join(_TEXTS)} (or these with .gz or .zst), .parquet, .arrow"

@@ -140,6 +140,7 @@ def sample_texts(
     *,
     selection: Selection | None = None,
     max_bytes: int | None = None,
+    skip_broken: bool = False,
     progress: ByteProgress | None = None,
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
@@ -157,7 +158,8 @@ def sample_texts(
         taken = reported_bytes = 0
         for chunk in item.chunks(selection or Selection()):
             before = taken
-            for text in chunk.parse().strict():
+            parsed = chunk.parse()
+            for text in parsed.texts if skip_broken else parsed.strict():
                 if budget is not None and taken and taken >= budget:
                     break
                 yield text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.errors import FieldError
 from megahead.evaluate.scoring import first_token
-from megahead.hf.published import context_of
+from megahead.hf.published import WordStreamer, context_of
 from megahead.wording import counted
 
 
@@ -22,18 +22,22 @@ def continuation(
     max_tokens: int,
     sampling: dict[str, Any],
     report: Callable[[str], object] | None = None,
+    stream: Callable[[str], object] | None = None,
 ) -> str:
     """Up to `max_tokens` tokens that follow `prompt`, ended by the end token; an empty prompt begins a document.
+    `stream` receives the text word by word, as it is written.
 
     A prompt longer than the model's context minus `max_tokens` is cut at its beginning; `report` receives a sentence
     about it.
     """
     room = context_of(model) - max_tokens
     if room < 1:
-        raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
+        raise FieldError("--max-new-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
     ids = _end_of(tokenizer(prompt, verbose=False)["input_ids"], room, report) or [first_token(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
+    if stream is not None:
+        options["streamer"] = WordStreamer(tokenizer, stream)
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (output[0], ids))
     text: str = whole.removeprefix(before)  # with the space between, which SentencePiece drops at the start of a text
@@ -81,6 +85,7 @@ def unmasked_continuation(
     sampling: dict[str, Any],
     passes: int | None = None,
     report: Callable[[str], object] | None = None,
+    stream: Callable[[str], object] | None = None,
 ) -> str:
     """`max_tokens` tokens after `prompt`, drawn in so many passes through the model (None: one token in each).
 
@@ -89,10 +94,12 @@ def unmasked_continuation(
     """
     room = context_of(model) - max_tokens - 2
     if room < 0:
-        raise FieldError("--max-tokens", f"leave 2 of the model's context ({room + max_tokens + 2})", got=max_tokens)
+        raise FieldError(
+            "--max-new-tokens", f"leave 2 of the model's context ({room + max_tokens + 2})", got=max_tokens
+        )
     passes = max_tokens if passes is None else passes
     if not 1 <= passes <= max_tokens:
-        raise FieldError("--passes", f"be 1 to --max-tokens ({max_tokens})", got=passes)
+        raise FieldError("--passes", f"be 1 to --max-new-tokens ({max_tokens})", got=passes)
     start, mask, end = _special_ids(tokenizer)
     read = _end_of(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], room, report)
     row_T = torch.tensor([start, *read, *[mask] * max_tokens, end], device=model.device)
@@ -103,6 +110,8 @@ def unmasked_continuation(
         row_T[places_m] = _drawn(logits_mV, tokenizer.all_special_ids, sampling)
     whole, before = (tokenizer.decode(ids) for ids in (row_T[1:-1], read))
     text: str = whole.removeprefix(before)  # with the space between, where there is one
+    if stream is not None:
+        stream(text)  # its words come in no order
     return text
 
 

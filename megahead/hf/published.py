@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -24,6 +24,7 @@ from transformers import (
     BertModel,
     GPTNeoXModel,
     PreTrainedTokenizerFast,
+    TextStreamer,
 )
 from transformers.utils import logging
 
@@ -360,6 +361,17 @@ def context_length(folder: Path) -> int | None:
     """Tokens that the model in `folder` reads at most, where its config.json says so."""
     length = _settings(folder).get("max_position_embeddings")
     return length if isinstance(length, int) else None
+
+
+class WordStreamer(TextStreamer):
+    """Hands what transformers' `generate` writes on, word by word, instead of printing it."""
+
+    def __init__(self, tokenizer: Any, receive: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._receive = receive
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._receive(text)
 
 
 def context_of(model: Any) -> int:

@@ -39,6 +39,7 @@ LINES = (
     "convert to-hf --checkpoint X --head pmi --output out/hf",
     "convert from-hf --model X --output out/run",
     "convert revocabulary --model run --tokenizer X --output out/run",
+    "start X --folder out/start",
     "generate --model run --file X --output out/samples.jsonl",
     "finetune --model run --task glue --data X --output out/results.json",
     "finetune --model run --task glue/rte superglue/wic --data data --output out/results.json",
@@ -139,7 +140,7 @@ FILES = "--tokenizer run/tokenizer.json --output out/text"
     [
         (["", " "], "", "`out/text` must have at least one document, but its input gives none: 2 without text."),
         (["a"] * 3, "--drop text=a", "input gives none: 3 not wanted (--keep, --drop)."),
-        (["a"], "--holdout 20", "`holdout` must hold out a document of `out/text`, but is 1/20 of 1 document instead; add documents (a .txt file is one, a .jsonl has one a line)."),
+        (["a"], "--holdout 20", "`holdout` must hold out a document of `out/text`, but is 1/20 of 1 document instead; give --holdout-tail 0.05, which holds out the end of each document."),
         (["a"] * 30, "--holdout 0.01", "but is 1/100 of 30 documents instead; give an N of at most 30, or add documents."),
         (["a"] * 30, "--holdout 31", "but is 1/31 of 30 documents instead; give an N of at most 30, or add documents."),
     ],

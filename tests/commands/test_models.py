@@ -56,7 +56,7 @@ def test_a_mistake_ends_with_a_sentence_and_code_2(run: Path, monkeypatch, capsy
 
 def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -> None:
     def text(*options: object) -> str:
-        arguments = ("--model", run, "--prompt", "the cat", "", "--max-tokens", 6, *options)
+        arguments = ("--model", run, "--prompt", "the cat", "", "--max-new-tokens", 6, *options)
         assert command(monkeypatch, "generate", *arguments) == 0
         return capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def encoder(tmp_path: Path) -> Path:
 
 def test_an_encoder_replaces_mask_tokens_after_a_prompt(encoder: Path, monkeypatch, capsys) -> None:
     def text(*options: object) -> str:
-        arguments = ("--model", encoder, "--prompt", "the cat", "--max-tokens", 6, *options)
+        arguments = ("--model", encoder, "--prompt", "the cat", "--max-new-tokens", 6, *options)
         assert command(monkeypatch, "generate", *arguments) == 0
         return capsys.readouterr().out
 
@@ -89,8 +89,8 @@ def test_an_encoder_replaces_mask_tokens_after_a_prompt(encoder: Path, monkeypat
     assert text("--seed", 1) == first != text("--seed", 2)
     assert text("--passes", 2, "--seed", 1) != first
     assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "a", "--passes", 65) == 2
-    assert "`--max-tokens` must leave 2 of the model's context (40)" in capsys.readouterr().err
-    assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "the cat " * 20, "--max-tokens", 6) == 0
+    assert "`--max-new-tokens` must leave 2 of the model's context (40)" in capsys.readouterr().err
+    assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "the cat " * 20, "--max-new-tokens", 6) == 0
     assert capsys.readouterr().err == "the prompt exceeds the context and lost its first 8 tokens\n"
 
 
@@ -102,15 +102,31 @@ def test_a_decoder_writes_a_token_a_pass(run: Path, monkeypatch, capsys) -> None
 def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, capsys) -> None:
     prompts = run.parent / "prompts.txt"
     prompts.write_text("the cat\nthe dog\n")
-    options = ("--model", run, "--max-tokens", 5, "--temperature", 0)
+    options = ("--model", run, "--max-new-tokens", 5, "--temperature", 0)
     assert command(monkeypatch, "generate", *options, "--prompt", "the cat", "the dog") == 0
     answers = capsys.readouterr().out
     assert command(monkeypatch, "generate", *options, "--file", prompts) == 0
     assert capsys.readouterr().out == answers
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n/new\nthe dog\n\n"))
     assert command(monkeypatch, "generate", *options, "--interactive") == 0
     spoken = capsys.readouterr().out.replace("> ", "")
-    assert spoken == answers.replace("the cat", "", 1).replace("the dog", "", 1)
+    assert spoken.split() == answers.replace("the cat", "", 1).replace("the dog", "", 1).split()
+
+
+def test_what_was_said_stays_and_words_are_drawn_by_another_temperature(run: Path, monkeypatch, capsys) -> None:
+    kept = run.parent / "kept.jsonl"
+    typed = "the cat\n the dog\n/temperature 9\n/temperature\n/hot\n the cat\n/temperature -1\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    options = ("--model", run, "--max-new-tokens", 4, "--temperature", 0, "--output", kept)
+    assert command(monkeypatch, "generate", *options, "--interactive") == 0
+    first, second, third = (json.loads(line) for line in kept.read_text().splitlines())
+    assert second["prompt"] == f"{first['prompt']}{first['text']} the dog"
+    assert third["prompt"] == f"{second['prompt']}{second['text']} the cat"
+    said = capsys.readouterr().out
+    assert first["text"].strip() in said
+    assert "`/temperature` must be followed by a number, but is nothing instead." in said
+    assert "must be /new or /temperature X, but is /hot instead." in said
+    assert "`--temperature` must be 0, or from 0.0001 on, but is -1.0 instead." in said
 
 
 def test_an_empty_file_of_prompts_is_reported(run: Path, monkeypatch, capsys) -> None:
@@ -133,8 +149,8 @@ def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys
         ("--seed", 2**64, "be from 0 to 2^63 - 1"),
         ("--top-p", 0, "above 0"),
         ("--top-k", -3, "at least 0"),
-        ("--max-tokens", 2048, "below the model's context (2048)"),
-        ("--max-tokens", 0, "at least 1"),
+        ("--max-new-tokens", 2048, "below the model's context (2048)"),
+        ("--max-new-tokens", 0, "at least 1"),
     ],
 )
 def test_options_out_of_range_are_reported(run: Path, monkeypatch, capsys, option, value, sentence) -> None:

@@ -55,6 +55,16 @@ def test_empty_documents_are_counted_and_left_out(
     assert documents(tmp_path / "out") == expected(tokenizer_path, ["one", "two"])
 
 
+def test_the_end_of_each_document_is_held_out(tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path) -> None:
+    texts = ["word", "one two three four five six seven eight nine ten", "a line\n" * 20]
+    report = preprocess([json_lines(texts)], tokenizer_path, tmp_path / "out", holdout_tail=Fraction("0.2"))
+    assert documents(tmp_path / "out") == expected(tokenizer_path, ["word", texts[1][:33], "a line\n" * 15 + "a line"])
+    assert documents(tmp_path / "out-validation") == expected(tokenizer_path, ["eight nine ten", "a line\n" * 4])
+    assert (report.documents, report.held_out) == (5, 2)
+    with pytest.raises(FieldError, match="`holdout` must hold out a document of"):
+        preprocess([json_lines(["word"])], tokenizer_path, tmp_path / "one", holdout_tail=Fraction("0.2"))
+
+
 @pytest.mark.parametrize("holdout", [Fraction("0.1"), 10])
 def test_every_tenth_document_is_held_out(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holdout: Fraction
@@ -108,7 +118,7 @@ def test_the_end_token_must_be_known(tokenizer_path: Path, json_lines: JsonLines
 
 def test_inputs_are_checked_before_anything_is_written(tokenizer_path: Path, json_lines: JsonLines) -> None:
     path = json_lines(TEXTS)
-    for wrong, says in (("missing.jsonl", "there is none"), ("a.csv", "must end in one of")):
+    for wrong, says in (("missing.jsonl", "there is none"), ("a.doc", "must end in one of")):
         with pytest.raises(DataError, match=says):
             preprocess([path, path.parent / wrong], tokenizer_path, path.parent / "out")
     with pytest.raises(DataError, match="at least one input"):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 import zstandard
 
 from megahead.data import sources as decompression
-from megahead.data.sources import Selection, find_inputs, read_chunks, total_bytes
+from megahead.data.sources import Selection, files_below, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]
 
 
-def read(path: Path, text_key: str = "text") -> list[str]:
+def read(path: Path, text_key: str | tuple[str, ...] = "text") -> list[str]:
     chunks = read_chunks(find_inputs([path]), Selection(text_key))
     return [text for chunk in chunks for text in chunk.parse().strict()]
 
@@ -93,7 +95,7 @@ def test_names_the_line_of_a_text_file(tmp_path: Path) -> None:
 
 def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must end in one of \.jsonl"):
-        read(tmp_path / "table.csv")
+        read(tmp_path / "table.doc")
 
 
 def test_globs_are_sorted_and_may_be_deep(json_lines: Callable[..., Path], tmp_path: Path) -> None:
@@ -126,3 +128,66 @@ def test_broken_and_empty_places_are_kept_apart(tmp_path: Path) -> None:
     assert parsed.texts == ["a", "b"]
     assert parsed.empty == [f"{path}:2"]
     assert [problem.split("`")[1] for problem in parsed.broken] == [f"{path}:3", f"{path}:6"]
+
+
+ROWS = [
+    ("one, with a comma", "a"),
+    ('two\nlines, and "quotes"', "b"),
+    ("vertical\x0b and \u2028 too", "c"),
+    ("é" * 90, "d"),
+]
+
+
+@pytest.mark.parametrize("block", [64, 1 << 22])
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".csv", ".tsv", ".json"])
+def test_tables_and_arrays_give_every_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packed: str, block: int
+) -> None:
+    path = tmp_path / f"table{kind}"
+    if kind == ".json":
+        path.write_bytes(orjson.dumps([{"id": name, "body": text} for text, name in ROWS]))
+    else:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file, delimiter="\t" if kind == ".tsv" else ",").writerows([("body", "id"), *ROWS])
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    path = pack(path, packed)
+    assert read(path, ("text", "body")) == [text for text, _ in ROWS]
+    chunks = read_chunks(find_inputs([path]), Selection("body", keep=(("id", "b"),)))
+    assert [text for chunk in chunks for text in chunk.parse().strict()] == [ROWS[1][0]]
+    assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
+
+
+def test_an_array_may_hold_strings_and_a_json_file_lines(tmp_path: Path) -> None:
+    (tmp_path / "strings.json").write_text('["one", "two"]')
+    (tmp_path / "lines.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert read(tmp_path / "strings.json") == read(tmp_path / "lines.json") == ["one", "two"]
+    (tmp_path / "mixed.json").write_text('["one", 2]')
+    with pytest.raises(DataError, match=r"mixed\.json:2` must have the key `text`"):
+        read(tmp_path / "mixed.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a,b\n1,2\n", r"must have a column for 'text', but has a, b; see --text-key\."),
+        (b"", "must have a column for 'text'"),
+        (b"text\n\xff\n", "must be a table in UTF-8 text, but is not"),
+        (b"a,text\n1\n", r"t\.csv:1` must have a string in `text`, but has NoneType"),
+    ],
+)
+def test_a_table_without_text_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        read(tmp_path / "t.csv")
+
+
+def test_a_folder_is_what_can_be_read_in_it(tmp_path: Path) -> None:
+    for name in ("b/c/m.txt", "a.md", "z.jsonl", ".git/no.txt", "b/.no.txt", "photo.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "one"}')
+    assert [str(item.path.relative_to(tmp_path)) for item in find_inputs(tmp_path)] == ["a.md", "z.jsonl", "b/c/m.txt"]
+    assert files_below(tmp_path)[1] == [tmp_path / "photo.jpg"]
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"must hold files that end in one of \.jsonl, .*, but holds none"):
+        find_inputs(empty)

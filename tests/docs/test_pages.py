@@ -30,6 +30,8 @@ RUN_BY = {
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
     r"python tools/merge_datasets\.py": "data/test_merging.py",
+    r"megahead start ": "runs/test_start.py",
+    r"megahead generate ": "commands/test_models.py",
     r"python tools/doctor\.py": "commands/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "commands/test_models.py",

@@ -116,9 +116,9 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "passes", "sentence"),
     [
-        (6, None, r"`--max-tokens` must leave 2 of the model's context \(7\), but is 6"),
-        (2, 3, r"`--passes` must be 1 to --max-tokens \(2\), but is 3"),
-        (2, 0, r"`--passes` must be 1 to --max-tokens \(2\), but is 0"),
+        (6, None, r"`--max-new-tokens` must leave 2 of the model's context \(7\), but is 6"),
+        (2, 3, r"`--passes` must be 1 to --max-new-tokens \(2\), but is 3"),
+        (2, 0, r"`--passes` must be 1 to --max-new-tokens \(2\), but is 0"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tokens: int, passes: int | None, sentence: str) -> None:

@@ -87,12 +87,15 @@ def run_telling(group: Group, config: RunConfig) -> str:
     return run(group, config)
 
 
-@pytest.mark.parametrize("settings", ["zero0", long("zero1_offload"), long("zero2"), long("zero3"), "zero3_offload"])
+@pytest.mark.parametrize(
+    "settings", ["zero0", "zero1", long("zero1_offload"), long("zero2"), long("zero3"), "zero3_offload"]
+)
 def test_training_and_evaluating_print_the_runs_own_lines_only(
     tmp_path: Path, settings: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_text(tmp_path)
-    on_ranks(1, run_telling, small_config(tmp_path, {"engine.deepspeed": shipped(settings)}))
+    muon = {"optimizer.name": "muon"} if settings == "zero1" else {}
+    on_ranks(1, run_telling, small_config(tmp_path, {"engine.deepspeed": shipped(settings)} | muon))
     told = capfd.readouterr()
     assert "run: held out at step 6" in told.out
     assert [line for line in told.out.splitlines() if not line.startswith("run: ")] == []

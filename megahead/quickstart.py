@@ -1,0 +1,335 @@
+"""From a folder of text to a model that writes, in one call: a tokenizer, ids, a run, its report and an export.
+
+What is trained is planned from the text that is there and from how fast this machine trains; the plan is the run's
+YAML. Each part rests on files, so that a second call goes on where the first one ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.run import RunConfig
+from megahead.data.preprocess import closing_id, preprocess, suitable_workers
+from megahead.data.survey import Survey, survey
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
+from megahead.data.writer import Bar, IndexedDatasetWriter
+from megahead.errors import FieldError, UserError
+from megahead.estimate import candidate_rows, run_flops, run_parameters
+from megahead.files import write_atomically
+from megahead.report.read import read_metrics, read_runs
+from megahead.wording import counted, duration, thousands
+
+Report = Callable[[str], object]
+Shape = tuple[int, int]
+
+SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
+"""Layers and hidden size; heads have 64 features."""
+
+TIMED_FIRST: Shape = (3, 192)
+TIMED_STEPS = 12
+
+TOKENS_A_PARAMETER = 2
+"""A larger shape is taken where the time is enough for so many tokens a parameter of its blocks."""
+
+EPOCHS = 16
+"""Text is not read more often."""
+
+BYTES_A_TOKEN, TOKENS_AN_ID = 4, 100
+"""How many ids a tokenizer gets: each shall occur often enough to be learned."""
+
+FEW_DOCUMENTS = 200
+"""With fewer, the end of each is held out."""
+
+LEAST_BYTES = 10_000
+"""Of text: of less, what is held out would not fill a row."""
+
+RESERVE = 40
+"""Seconds for the export, the report and the sample."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained, and how long a step of it takes here."""
+
+    shape: Shape
+    vocab_size: int
+    tokens: float
+    """In the text, about."""
+
+    step_seconds: float
+
+    def steps(self, seconds: float) -> int:
+        """As many as there is time and text for."""
+        of_text = EPOCHS * self.tokens / _run_of(self.shape, self.vocab_size).tokens_per_step()
+        return max(1, math.ceil(min(seconds / self.step_seconds, of_text)))
+
+    def line(self, seconds: float) -> str:
+        config, steps = _run_of(self.shape, self.vocab_size), self.steps(seconds)
+        tokens, layers = steps * config.tokens_per_step(), counted(self.shape[0], "layer")
+        size = thousands(run_parameters(config).total)
+        return (
+            f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {counted(steps, 'step')} of "
+            f"{1000 * self.step_seconds:.0f} ms (measured), {thousands(tokens)} tokens in "
+            f"{duration(steps * self.step_seconds)}"
+        )
+
+
+@dataclass(frozen=True)
+class Started:
+    """Where everything is."""
+
+    config: Path
+    run: Path
+    model: Path
+    """A Hugging Face folder with the training-free head."""
+
+    page: Path
+    perplexity: float
+    """Of held-out text."""
+
+    sample: str
+
+
+def start(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    minutes: float = 10,
+    folder: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    report: Report = print,
+) -> Started | None:
+    """Trains a headless decoder on the text in `path` (a file, or a folder with all that is in it) for about `minutes`
+    in all, and exports it.
+
+    `tokenizer`: a file to take instead of training one. `folder`: where all goes (default: `NAME-headless` in the
+    working directory); what is finished there is kept, and its `run.yaml` may be changed. `report` receives what is
+    planned and done, a line each. None after a `dry_run`, which ends with the plan. UserError where nothing in `path`
+    is text.
+    """
+    if minutes < 1:
+        raise FieldError("--minutes", "be at least 1", got=minutes)
+    begun, folder = time.monotonic(), folder_of(Path(path), folder)
+    config, mark = folder / "run.yaml", f"{_MARK}{Path(path).absolute()}"
+    if config.exists() and not dry_run:
+        _refuse_another_text(config, mark)
+        report(f"{config} is there: the run goes on with it, and --minutes does not count")
+    else:
+        text, given = survey(Path(path)), None if tokenizer is None else Path(tokenizer)
+        if text.text_bytes() < LEAST_BYTES:
+            rule = f"hold at least {LEAST_BYTES:,} bytes of text to learn from"
+            raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
+        for line in text.lines():
+            report(line)
+        plan = make_plan(text, given, 60 * minutes - RESERVE, report)
+        if dry_run:
+            return None
+        chosen = _write_text(text, given, plan.vocab_size, folder, report)
+        left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
+        _write_config(config, plan, chosen, left, mark)
+        report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
+    _pretrain(config)
+    if json.loads(load_config(config).folder().ending.read_text(encoding="utf-8"))["ending"] == "stopped":
+        report("the same command goes on from here")
+        raise KeyboardInterrupt
+    return _finished(config, report)
+
+
+_MARK = "# Written by `megahead start` for "
+
+
+def _refuse_another_text(config: Path, mark: str) -> None:
+    first = config.read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(_MARK) and first != mark:
+        rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_MARK) :]}"
+        raise FieldError("--folder", rule, got=got, hint="name another folder")
+
+
+def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Where everything of a start goes."""
+    name = path.resolve().name.split(".")[0] or "text"
+    return Path(f"{name}-headless") if folder is None else Path(folder)
+
+
+def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
+    """The largest shape that the time and the text are enough for, by the speed of this machine: one or two runs of a
+    few steps on drawn ids, some 15 seconds each."""
+    tokens = text.text_bytes() / BYTES_A_TOKEN
+    vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
+    report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
+    report(f"{'speed':<12}measuring how fast this machine trains")
+    first = Plan(TIMED_FIRST, vocab_size, tokens, _step_seconds(TIMED_FIRST, vocab_size))
+
+    def of_shape(shape: Shape) -> Plan:
+        step_seconds = first.step_seconds * _step_flops(shape, vocab_size) / _step_flops(TIMED_FIRST, vocab_size)
+        return Plan(shape, vocab_size, tokens, step_seconds)
+
+    def is_enough(plan: Plan) -> bool:
+        config = _run_of(plan.shape, vocab_size)
+        needed = TOKENS_A_PARAMETER * run_parameters(config).body
+        return plan.steps(seconds) * config.tokens_per_step() >= needed
+
+    plans = map(of_shape, reversed(SHAPES))
+    plan = next(filter(is_enough, plans), of_shape(SHAPES[0]))
+    if plan.shape != TIMED_FIRST:
+        plan = Plan(plan.shape, vocab_size, tokens, _step_seconds(plan.shape, vocab_size))
+    report(f"{'run':<12}{plan.line(seconds)}")
+    return plan
+
+
+def _vocab_size(tokens: float) -> int:
+    """A power of two from 512 to 16,384."""
+    return 1 << min(14, max(9, int(math.log2(max(tokens, 1) / TOKENS_AN_ID))))
+
+
+def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
+    """Of a run of one step: the demo's, whose rates a search came to (docs/research/recipe.md)."""
+    layers, hidden = shape
+    return {
+        "name": "run",
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_heads": hidden // 64,
+            "vocab_size": vocab_size,
+            "activation": "gelu",  # on a CPU the tanh form takes four times as long
+        },
+        "data": {"train": "text", "sequence_length": 256},
+        "batch": {"global_size": 16, "micro_size": 16},
+        "objective": {"name": "headless", "group_samples": "global_batch"},
+        "optimizer": {
+            "name": "muon",
+            "learning_rate": 8e-3,
+            "betas": [0.9, 0.98],
+            "weight_decay": 0.3,
+            "table": {"learning_rate_ratio": 2},
+        },
+        "schedule": {"name": "cosine", "warmup_steps": 0},
+        "training": {"steps": 1},
+        "engine": {"precision": "auto", "deepspeed": {"zero_optimization": {"stage": 1}}},
+    }
+
+
+def _run_of(shape: Shape, vocab_size: int) -> RunConfig:
+    return config_from_dict(_settings(shape, vocab_size))
+
+
+def _step_flops(shape: Shape, vocab_size: int) -> float:
+    config = _run_of(shape, vocab_size)
+    return run_flops(config, candidate_rows(config)).total * config.tokens_per_step()
+
+
+def _step_seconds(shape: Shape, vocab_size: int) -> float:
+    """The median of a few steps on ids drawn as in text, id i as often as 1 / (i + 2)."""
+    with TemporaryDirectory() as name:
+        folder, weights = Path(name), 1 / np.arange(2, vocab_size + 1)
+        drawn = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
+        with IndexedDatasetWriter(folder / "text", vocab_size=vocab_size) as writer:
+            for document in drawn.tolist():
+                writer.add_document([*document, 0])
+        settings = _settings(shape, vocab_size)
+        settings["data"]["train"], settings["output_dir"] = str(folder / "text"), str(folder / "run")
+        settings["training"] = {"steps": TIMED_STEPS, "log_seconds": 0, "checkpoint_every": TIMED_STEPS}
+        (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+        _pretrain(folder / "run.yaml", quiet=True)
+        seconds = [float(record["step_seconds"]) for record in read_metrics(folder / "run").training]
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> Path:
+    """The tokenizer and the ids, as far as they are not there; returns the tokenizer's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths, selection = [item.path for item in text.inputs], text.selection()
+    chosen = tokenizer or folder / "tokenizer.json"
+    if not chosen.exists():
+        with Bar("Reading") as bar:
+            texts = sample_texts(paths, selection=selection, max_bytes=20_000_000, skip_broken=True, progress=bar)
+            save_tokenizer(train_bpe(texts, vocab_size), chosen)
+    if not all((folder / f"text{part}.json").exists() for part in ("", "-validation")):
+        few = text.few_documents(FEW_DOCUMENTS)
+        held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
+        workers = suitable_workers(text.bytes, os.cpu_count() or 1)
+        with Bar("Tokenizing") as bar:
+            done = preprocess(
+                paths, chosen, folder / "text", selection=selection, on_error="skip", workers=workers, progress=bar,
+                **held_out,
+            )  # fmt: skip
+        left_out = f", {counted(done.broken, 'broken record')} left out" if done.broken else ""
+        of_each = "the last twentieth of each" if few else f"{done.held_out:,}"
+        report(
+            f"{'ids':<12}{counted(done.documents, 'document')}, {of_each} held out, {counted(done.tokens, 'token')}"
+            f"{left_out}"
+        )
+    return chosen
+
+
+def _write_config(path: Path, plan: Plan, tokenizer: Path, seconds: float, mark: str) -> None:
+    folder, loaded, steps = path.parent, load_tokenizer(str(tokenizer)), plan.steps(seconds)
+    settings = _settings(plan.shape, loaded.vocab_size)
+    settings["output_dir"] = str(folder / "run")
+    settings["data"] |= {
+        "train": str(folder / "text"),
+        "validation": str(folder / "text-validation"),
+        "tokenizer": str(tokenizer),
+        "end_token": closing_id(loaded, None),
+    }
+    settings["schedule"]["warmup_steps"] = min(50, steps // 10)
+    every = max(1, steps // 8)
+    settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": 256}
+    settings["training"]["checkpoint_every"] = 2 * every
+    content = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+    write_atomically(path, f"{mark}\n{content}")
+
+
+def _pretrain(config: Path, *, quiet: bool = False) -> None:
+    """Trains, or goes on, in a process of its own, so that what it took is free afterwards. UserError if it fails."""
+    command = [sys.executable, "-m", "megahead", "pretrain", "--config", str(config)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+    with subprocess.Popen(command, text=True, **streams) as process:  # type: ignore[call-overload]
+        said = ""
+        while process.poll() is None:
+            with suppress(KeyboardInterrupt):  # the run has it too, and saves
+                said += process.communicate()[0] or ""
+    if process.returncode:
+        last = f": {said.strip().splitlines()[-1]}" if said.strip() else ""
+        raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
+
+
+def _finished(config: Path, report: Report) -> Started:
+    """Exports the run, lets it write, and makes its report."""
+    import torch
+
+    from megahead.evaluate.generation import continuation, sampling_options
+    from megahead.hf.export import export
+    from megahead.hf.published import load_causal, load_tokenizer_folder
+    from megahead.report.page import save_page
+
+    run, model = load_config(config).folder(), config.parent / "model"
+    export(run.path, model, "pmi")
+    torch.manual_seed(0)
+    sample = continuation(load_causal(model), load_tokenizer_folder(model), "", 80, sampling_options(0.8, 50, 0.95))
+    write_atomically(run.samples, json.dumps({"prompt": "", "text": sample}, ensure_ascii=False) + "\n")
+    page = save_page(read_runs([run.path]), config.parent / "report.html")
+    perplexity = read_metrics(run.path).validation[-1]["perplexity"]
+    report(f"{'it writes':<12}{' '.join(sample.split())}")
+    report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
+    report(f"{'report':<12}{page}")
+    report(f"{'model':<12}{model}: megahead generate --model {model} --interactive")
+    return Started(config, run.path, model, page, perplexity, sample)

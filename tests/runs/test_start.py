@@ -1,0 +1,159 @@
+"""`megahead start`: from a folder of any text to a model, its report and its run, which goes on by itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megahead import quickstart
+from megahead.config.loading import load_config
+from megahead.data.indexed import IndexedDataset
+from megahead.data.survey import survey
+from megahead.data.tokenizer import load_tokenizer
+from megahead.errors import DataError, FieldError
+from megahead.quickstart import SHAPES, Plan, Started, start
+from support.forked import fork_pythons
+
+TEXTS = [text for text in topics.values() if len(text) > 800]
+"""Chapters of Python's reference, which every installation has."""
+
+
+def mixed(folder: Path, number: int = 6) -> Path:
+    """The same chapters in each kind of file, and what is no text."""
+    texts = TEXTS[:number]
+    (folder / "deep/deeper").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden/no.txt").write_text("not this")
+    (folder / "notes.md").write_text(texts[0])
+    (folder / "deep/plain.txt").write_text(texts[1])
+    (folder / "deep/lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[2:4]))
+    (folder / "deep/array.json").write_text(json.dumps([{"title": "t", "body": text} for text in texts[4:]]))
+    with (folder / "deep/deeper/table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "content"], *([k, text] for k, text in enumerate(texts))])
+    (folder / "photo.jpg").write_bytes(b"\xff\xd8")
+    (folder / "deep/broken.json").write_text("{oops")
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Few steps to measure a machine by, a text that is read twice, and no interpreter that starts anew."""
+    monkeypatch.setattr(quickstart, "TIMED_STEPS", 2)
+    monkeypatch.setattr(quickstart, "EPOCHS", 2)
+    fork_pythons(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started(told: list[str], path: Path, **options: Any) -> Started:
+    result = start(path, report=told.append, **options)
+    assert result is not None
+    return result
+
+
+def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None:
+    mixed(quick / "texts")
+    told = list[str]()
+    made = started(told, quick / "texts")
+    assert made.config == Path("texts-headless/run.yaml")
+    said = "\n".join(told)
+    assert "1 .csv file" in said
+    assert "`content` or `body` or `text`" in said or "`content`" in said
+    assert "photo.jpg does not end in" in said
+    assert "broken.json has no text" in said
+    config = load_config(made.config)
+    assert config.objective.name == "headless"
+    assert 1 < made.perplexity < config.model.vocab_size
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made.model), AutoTokenizer.from_pretrained(made.model)
+    assert model.config.vocab_size == len(tokenizer)
+    assert made.sample in json.loads((made.run / "samples.jsonl").read_text())["text"]
+    assert made.sample.split()[0] in made.page.read_text()
+    steps = config.training.steps
+    made.config.write_text(made.config.read_text().replace(f"steps: {steps},", f"steps: {steps + 2},"))
+    again = list[str]()
+    assert started(again, quick / "texts").run == made.run
+    assert "is there: the run goes on with it" in again[0]
+    assert json.loads((made.run / "ending.json").read_text())["step"] == steps + 2
+
+
+def test_a_dry_run_writes_nothing(quick: Path) -> None:
+    mixed(quick / "texts")
+    told = list[str]()
+    assert start(quick / "texts", dry_run=True, report=told.append) is None
+    assert sorted(path.name for path in quick.iterdir()) == ["texts"]
+    assert "headless decoder, 2 layers of 128" in told[-1]
+    assert "measured" in told[-1]
+
+
+def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) -> None:
+    (quick / "book.txt").write_text("\n".join(TEXTS[:8]))
+    made = started([], quick / "book.txt")
+    tokenizer = load_tokenizer(str(made.config.parent / "tokenizer.json"))
+    train, held_out = (IndexedDataset(made.config.parent / f"text{part}") for part in ("", "-validation"))
+    ends = [tokenizer.decode(dataset.document(0).tolist()) for dataset in (train, held_out)]
+    assert "".join(ends).replace("<|endoftext|>", "").split() == "\n".join(TEXTS[:8]).split()
+    assert 0.03 < len(ends[1]) / sum(map(len, ends)) < 0.06
+    many = quick / "many.jsonl"
+    many.write_text("".join(json.dumps({"text": f"{n} {TEXTS[n % 9][:300]}"}) + "\n" for n in range(250)))
+    assert not survey(many).few_documents(quickstart.FEW_DOCUMENTS)
+
+
+def test_given_tokenizers_are_taken(quick: Path) -> None:
+    (quick / "a.txt").write_text("\n".join(TEXTS[:3]))
+    first = started([], quick / "a.txt", folder=quick / "first")
+    mine = first.config.parent / "tokenizer.json"
+    config = load_config(started([], quick / "a.txt", tokenizer=mine, folder=quick / "second").config)
+    assert config.data.tokenizer == str(mine)
+    assert not (quick / "second/tokenizer.json").exists()
+
+
+def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
+    much = Plan(SHAPES[1], 8192, 1e9, 0.5)
+    assert (much.steps(100), much.steps(0.1)) == (200, 1)
+    assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.EPOCHS * 10
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "must hold text, but it is empty"),
+        ({"a.pdf": b"%PDF"}, r"must hold text, but `.*a\.pdf` does not end in one of \.jsonl"),
+        ({"a.txt": b" \n"}, r"must hold text, but `.*a\.txt` has no text"),
+        ({"a.txt": b"\xff\xfe\x00"}, r"a\.txt` cannot be read: .* must be UTF-8 text"),
+        ({"a.csv": b"x,y\n1,2\n"}, ""),
+    ],
+)
+def test_folders_without_text_are_refused(tmp_path: Path, files: dict[str, bytes], says: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    if not says:
+        assert survey(tmp_path).keys == ("x",)
+        return
+    with pytest.raises(DataError, match=says):
+        survey(tmp_path)
+
+
+def test_a_folder_made_of_another_text_and_too_little_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "little.txt").write_text("a few words")
+    with pytest.raises(FieldError, match=r"`PATH` must hold at least 10,000 bytes .* but is .*little\.txt with 11 "):
+        start(tmp_path / "little.txt")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/run.yaml").write_text("# Written by `megahead start` for /of/others\n")
+    with pytest.raises(
+        FieldError,
+        match=r"`--folder` must hold nothing that was made of another text, but is .*made, made of /of/others",
+    ):
+        start(tmp_path / "little.txt", folder=tmp_path / "made")
+
+
+def test_too_little_time_and_missing_paths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"`--minutes` must be at least 1, but is 0\.5"):
+        start(tmp_path, minutes=0.5)
+    with pytest.raises(DataError, match="does not exist"):
+        start(tmp_path / "nowhere")

@@ -1,0 +1,3 @@
+from megahead.__main__ import script
+
+script(__name__, "start")
