@@ -173,14 +173,25 @@ class Stopwatch:
 class Utilization:
     """For a run on `devices` devices with a peak of `device_peak` operations per second each (None: not known)."""
 
-    config: RunConfig
+    fixed_flops: float
+    """Operations per token whatever it is scored against."""
+
+    row_flops: float
+    """Operations per token for each row that its output is scored against."""
+
+    vocabulary_rows: int
     devices: int
     device_peak: float | None
 
     @classmethod
+    def of_run(cls, config: RunConfig, devices: int, device_peak: float | None) -> Utilization:
+        fixed, with_a_row = (run_flops(config, rows).total for rows in (0, 1))
+        return cls(fixed, with_a_row - fixed, config.model.padded_vocab_size(), devices, device_peak)
+
+    @classmethod
     def on(cls, device: torch.device, plan: RunPlan) -> Utilization:
         """For a run whose ranks each have a device like this one; CPUs have no known peak."""
-        return cls(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
+        return cls.of_run(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """`flops_per_second` of one device, and `mfu`, its share of the device's peak, if that is known.
@@ -189,8 +200,8 @@ class Utilization:
         what activation checkpointing computes again does not count. `candidates`: mean number that an output is scored
         against, 0 for the whole vocabulary.
         """
-        rows = round(candidates) or self.config.model.padded_vocab_size()
-        speed = run_flops(self.config, rows).total * tokens_per_second / self.devices
+        flops = self.fixed_flops + self.row_flops * (round(candidates) or self.vocabulary_rows)
+        speed = flops * tokens_per_second / self.devices
         return {"flops_per_second": speed} | ({"mfu": speed / self.device_peak} if self.device_peak else {})
 
 

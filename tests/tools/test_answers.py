@@ -28,6 +28,7 @@ WRONG: dict[str, str] = {
     "megahead pretrain": "--config nowhere.yaml",
     "megahead pseudo_perplexity": "--model . --input nowhere.jsonl",
     "megahead report": "nowhere",
+    "megahead start": "nowhere",
     "megahead synonyms": "--model nowhere --wordnet .",
     "megahead train_tokenizer": "--input nowhere.jsonl --output t.json --vocab-size 300",
     "tools/bench_engine.py": "",
