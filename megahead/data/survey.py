@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from megahead.errors import DataError
 from megahead.wording import counted
 
 SHOWN = 5
+SAVED = "saved dataset"
 PREFERRED = ("text", "content")
 """Keys of text wherever a file has them; else that of the most characters."""
 
@@ -61,8 +63,9 @@ class Survey:
 
     def lines(self) -> list[str]:
         """What was found, for a terminal."""
-        kinds = Counter(kind for item in self.inputs for kind in KINDS if item.path.name.endswith(kind))
-        found = ", ".join(f"{counted(number, f'{kind} file')}" for kind, number in kinds.most_common())
+        kinds = Counter(next((kind for kind in KINDS if item.path.name.endswith(kind)), SAVED) for item in self.inputs)
+        named = {kind: kind if kind == SAVED else f"{kind} file" for kind in kinds}
+        found = ", ".join(counted(number, named[kind]) for kind, number in kinds.most_common())
         keys = f"; in records the text is in {' or '.join(f'`{key}`' for key in self.keys)}" if self.keys else ""
         some = [f"{file} {why}" for file, why in list(self.unread.items())[:SHOWN]]
         more = [f"and {counted(len(self.unread) - SHOWN, 'other file')}"] if len(self.unread) > SHOWN else []
@@ -83,7 +86,7 @@ def survey(path: Path) -> Survey:
         try:
             sizes = _sizes(item)
         except DataError as error:
-            unread[item.path] = f"cannot be read: {error}"
+            unread[item.path] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
             continue
         if not sizes:
             unread[item.path] = "has no text"

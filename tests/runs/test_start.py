@@ -125,7 +125,7 @@ def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
         ({}, "must hold text, but it is empty"),
         ({"a.pdf": b"%PDF"}, r"must hold text, but `.*a\.pdf` does not end in one of \.jsonl"),
         ({"a.txt": b" \n"}, r"must hold text, but `.*a\.txt` has no text"),
-        ({"a.txt": b"\xff\xfe\x00"}, r"a\.txt` cannot be read: .* must be UTF-8 text"),
+        ({"a.txt": b"\xff\xfe\x00"}, r"must hold text, but `.*a\.txt` must be UTF-8 text"),
         ({"a.csv": b"x,y\n1,2\n"}, ""),
     ],
 )
