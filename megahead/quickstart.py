@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -145,8 +146,11 @@ def start(
         left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
         _write_config(config, plan, chosen, left, mark)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
-    _pretrain(config)
-    if json.loads(load_config(config).folder().ending.read_text(encoding="utf-8"))["ending"] == "stopped":
+    ending = "stopped"
+    with suppress(KeyboardInterrupt):
+        _pretrain(config)
+        ending = json.loads(load_config(config).folder().ending.read_text(encoding="utf-8"))["ending"]
+    if ending == "stopped":
         report("the same command goes on from here")
         raise KeyboardInterrupt
     return _finished(config, report)
@@ -299,7 +303,8 @@ def _write_config(path: Path, plan: Plan, tokenizer: Path, seconds: float, mark:
 
 
 def _pretrain(config: Path, *, quiet: bool = False) -> None:
-    """Trains, or goes on, in a process of its own, so that what it took is free afterwards. UserError if it fails."""
+    """Trains, or goes on, in a process of its own, so that what it took is free afterwards. UserError if it fails;
+    KeyboardInterrupt if Ctrl-C ended it."""
     command = [sys.executable, "-m", "megahead", "pretrain", "--config", str(config)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
     with subprocess.Popen(command, text=True, **streams) as process:  # type: ignore[call-overload]
@@ -307,6 +312,8 @@ def _pretrain(config: Path, *, quiet: bool = False) -> None:
         while process.poll() is None:
             with suppress(KeyboardInterrupt):  # the run has it too, and saves
                 said += process.communicate()[0] or ""
+    if process.returncode in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
     if process.returncode:
         last = f": {said.strip().splitlines()[-1]}" if said.strip() else ""
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")

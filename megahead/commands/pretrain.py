@@ -24,6 +24,9 @@ from megahead.errors import UserError, print_error, run_command
 _LEAVES = 75
 """EX_TEMPFAIL: the node leaves a run that is not at its end, as torchrun thinks when all ranks of a node exit 0."""
 
+_INTERRUPTED = 130
+"""As shells have it of what Ctrl-C ended. Ranks of a launcher leave that to the launcher, which had it as well."""
+
 
 def main() -> None:
     """Ends the process; after an error at once, since other ranks may wait, and only one of them prints the error."""
@@ -40,11 +43,15 @@ def run() -> None:
     from megahead.distributed.launch import read_launch
     from megahead.train.run import pretrain
 
-    done = pretrain(config, read_launch(os.environ), arguments.resume)
+    launch = read_launch(os.environ)
+    done = pretrain(config, launch, arguments.resume)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
+    if done.ending == "stopped" and arguments.stopped_code is not None:
+        sys.exit(arguments.stopped_code)
     if done.ending == "stopped":
-        sys.exit(_LEAVES if arguments.stopped_code is None and config.parallel.elastic else arguments.stopped_code or 0)
+        alone = launch.world_size == 1 and "WORLD_SIZE" not in os.environ
+        sys.exit(_LEAVES if config.parallel.elastic else _INTERRUPTED if alone and done.interrupted else 0)
 
 
 def share_cores(environment: Mapping[str, str]) -> None:
@@ -65,7 +72,8 @@ def parse() -> argparse.Namespace:
     add("--resume", default="auto", help="auto (default), never, or a checkpoint's folder or URL")
     add("--dry-run", action="store_true", help="print the resolved run and stop")
     add("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
-    stopped = f"exit code after a signal (default: 0; {_LEAVES} with parallel.elastic, by which other nodes go on)"
+    stopped = f"exit code after a signal (default: 0, or {_INTERRUPTED} after Ctrl-C without a launcher; "
+    stopped += f"{_LEAVES} with parallel.elastic, by which other nodes go on)"
     add("--stopped-code", type=int, metavar="N", help=stopped)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     return parser.parse_args()

@@ -54,7 +54,7 @@ from megahead.wording import counted, gib, listed, span
 
 @dataclass(frozen=True)
 class Run:
-    """A run as `pretrain` left it; the same on every rank."""
+    """A run as `pretrain` left it; the same on every rank, but for `interrupted`."""
 
     folder: RunFolder
     """Exports and evaluations take it. It knows the paths in it: `folder.metrics`, `folder.checkpoints` and so on."""
@@ -68,6 +68,9 @@ class Run:
 
     held_out_perplexity: float | None
     """exp(loss) of the last evaluation during training (of masked diffusion an upper bound); None if there was none."""
+
+    interrupted: bool = False
+    """Whether it was Ctrl-C (SIGINT) by which this process was asked to stop."""
 
 
 # Elastic runs: which of the launcher's ranks train, and what the others do meanwhile.
@@ -301,7 +304,7 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
         raise
     session.end(ending, state)
     perplexity = None if state.validation is None else exp(min(state.validation["loss"], 700.0))
-    return Run(config.folder(), state.step, ending, perplexity)
+    return Run(config.folder(), state.step, ending, perplexity, session.stop.signal == "SIGINT")
 
 
 def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]:

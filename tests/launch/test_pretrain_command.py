@@ -71,15 +71,23 @@ def test_ranks_of_one_machine_share_its_cores(
         pretrain.run()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "options", "code"),
+    [
+        (signal.SIGTERM, ["--stopped-code", "75"], 75),
+        (signal.SIGTERM, [], 0),
+        (signal.SIGINT, ["--stopped-code", "0"], 0),
+        (signal.SIGINT, [], 130),
+    ],
+)
 def test_a_signal_saves_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, options: list[str], code: int
 ) -> None:
     fork_pythons(monkeypatch)
     config = config_file(tmp_path, {"training.steps": 100_000, "training.evaluate_every": 100_000})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [sys.executable, SCRIPT, "--config", config, "--stopped-code", "75"],
+        [sys.executable, SCRIPT, "--config", config, *options],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -91,7 +99,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
         sent = time.monotonic()
         process.send_signal(number)
         output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75
+    assert process.returncode == code
     assert "stopped at step" in output
     assert time.monotonic() - sent < 20
     step = open_checkpoint(tmp_path / "run").step

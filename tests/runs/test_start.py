@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +22,7 @@ from megahead.data.survey import survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError, FieldError
 from megahead.quickstart import SHAPES, Plan, Started, start
+from support.commands import config_file
 from support.forked import fork_pythons
 
 TEXTS = [text for text in topics.values() if len(text) > 800]
@@ -80,6 +85,28 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None
     assert started(again, quick / "texts").run == made.run
     assert "is there: the run goes on with it" in again[0]
     assert json.loads((made.run / "ending.json").read_text())["step"] == steps + 2
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (quick / "texts").mkdir()
+    config = Path(config_file(quick, {"training.steps": 100_000}))
+    mark = f"# Written by `megahead start` for {quick / 'texts'}"
+    (quick / "run.yaml").write_text(f"{mark}\n{config.read_text()}")
+
+    def interrupt() -> None:
+        metrics = quick / "run/metrics.jsonl"
+        while not metrics.exists() or '"loss"' not in metrics.read_text():
+            time.sleep(0.05)
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    told = list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        start(quick / "texts", folder=quick, report=told.append)
+    assert told[-1] == "the same command goes on from here"
+    assert json.loads((quick / "run/ending.json").read_text())["ending"] == "stopped"
 
 
 def test_a_dry_run_writes_nothing(quick: Path) -> None:
