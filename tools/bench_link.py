@@ -5,7 +5,7 @@ sudo OMP_NUM_THREADS=1 tools/bench_link.py --ways dense:0,dense:1,dense:2,dense:
 
 Each rank is a process of one thread in a network namespace of its own, whose link lets so many megabits a second pass
 in each direction (root, and iproute2's ip and tc). MB sent a step: counted at the link of the rank that sent most, all
-headers and acknowledgements included. Steps are those of an engine, without a feed: rows are planned within them.
+headers and acknowledgements included. Steps are those of an engine, without a loader: rows are planned within them.
 """
 
 from __future__ import annotations

@@ -62,23 +62,23 @@ class Disk:
         return Disk(inside if inside.is_dir() else path)
 
     def names(self) -> list[str]:
-        """See `Place`."""
+        """See `Storage`."""
         return [folder.name for folder in self.root.glob("step-*") if is_name(folder.name)]
 
     def manifest(self, name: str) -> Manifest:
-        """See `Place`."""
+        """See `Storage`."""
         return Manifest.read(self.root / name)
 
     @property
     def latest(self) -> Latest:
-        """See `Place`."""
+        """See `Storage`."""
         try:
             return Latest.read((self.root / "latest").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
             return Latest()
 
     def point_to(self, latest: Latest) -> None:
-        """See `Place`."""
+        """See `Storage`."""
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:

@@ -308,18 +308,18 @@ class Replicas:
         self._ends = threading.Event()
         self._pending = begin(partial(self._keep, header, snapshot, check, self._ends))
 
-    def forget(self, patience: float = FORGET_SECONDS) -> None:
+    def forget(self, timeout: float = FORGET_SECONDS) -> None:
         """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
-        waited for `patience` seconds at most."""
+        waited for `timeout` seconds at most."""
         self._ends.set()
         if self._pending is not None:
             with suppress(TimeoutError):
-                self._pending.exception(patience)
+                self._pending.exception(timeout)
         shutil.rmtree(self._slot, ignore_errors=True)
 
-    def close(self, patience: float = FORGET_SECONDS) -> None:
+    def close(self, timeout: float = FORGET_SECONDS) -> None:
         """Leaves nothing of this session in this node's memory."""
-        self.forget(patience)
+        self.forget(timeout)
         self._memory.remove(self._mark)
 
     def _keep(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> str | None:

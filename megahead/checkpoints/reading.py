@@ -22,7 +22,7 @@ from megahead.checkpoints.format import (
     share_of,
 )
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import block_ranges, interleave_shards, joined
+from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.saved import derive, names_up_to_date
 
@@ -120,7 +120,7 @@ class Checkpoint:
         entry = self.tensors.get(name)
         if entry is None:
             made = derive(self, name)
-            return joined(made.blocks, made.shape)
+            return join_blocks(made.blocks, made.shape)
         return interleave_shards([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from megahead.background import begin
 from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
-from megahead.checkpoints.store import Latest, Lineage, highest_first, history, is_name, leads_to, step_of
+from megahead.checkpoints.store import Latest, Lineage, highest_first, history, is_ancestor, is_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import read_if_there, write_atomically
-from megahead.remote_files import PATIENCE, DamagedError, Expected, Store, is_below, joined, parted, receive
+from megahead.remote_files import TIMEOUT_SECONDS, DamagedError, Expected, Store, is_below, join_url, receive, split_url
 from megahead.run_folder import RunFolder
 
 # A store as a place. It renames nothing: a checkpoint counts once its manifest is there, which is put last.
@@ -40,9 +40,9 @@ class Remote:
     """The folder; empty: all of the store."""
 
     @staticmethod
-    def of(url: str, patience: float = PATIENCE) -> Remote:
+    def of(url: str, timeout: float = TIMEOUT_SECONDS) -> Remote:
         """Those of the run at `url`."""
-        return Remote(Store(url, patience))
+        return Remote(Store(url, timeout))
 
     @property
     def url(self) -> str:
@@ -54,11 +54,11 @@ class Remote:
         return "/".join(filter(None, (self.root, *names)))
 
     def names(self) -> list[str]:
-        """See `Place`."""
+        """See `Storage`."""
         return [name for name, files in self._listed().items() if MANIFEST in files]
 
     def manifest(self, name: str) -> Manifest:
-        """See `Place`."""
+        """See `Storage`."""
         return self.manifest_with_text(name)[1]
 
     def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
@@ -66,13 +66,13 @@ class Remote:
         text = self.store.read_if_there(self.place(name, MANIFEST))
         if text is None:
             raise CheckpointError(
-                f"`{joined(self.url, self.place(name))}` must stay while it is read, but was removed."
+                f"`{join_url(self.url, self.place(name))}` must stay while it is read, but was removed."
             )
-        return text, Manifest.parse(text, joined(self.url, self.place(name, MANIFEST)))
+        return text, Manifest.parse(text, join_url(self.url, self.place(name, MANIFEST)))
 
     @property
     def latest(self) -> Latest:
-        """See `Place`. Also a whole checkpoint that continues what was put there last: its upload was killed right
+        """See `Storage`. Also a whole checkpoint that continues what was put there last: its upload was killed right
         before it would have been."""
         said = Latest.read((self.store.read_if_there(self.place("latest")) or b"").decode(errors="replace"))
         return said if said.name is None else self._continued(said, said.name)
@@ -83,16 +83,16 @@ class Remote:
                 break
             with suppress(CheckpointError):
                 parents = self.manifest(each).parents
-                if leads_to(name, parents or (each,)):
+                if is_ancestor(name, parents or (each,)):
                     return Latest(each, parents)
         return said
 
     def point_to(self, latest: Latest) -> None:
-        """See `Place`."""
+        """See `Storage`."""
         self.store.write(self.place("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
-        """See `Place`."""
+        """See `Storage`."""
         files = self._listed().get(name, {})
         for file in sorted(files, key=lambda file: file != MANIFEST):
             self.store.remove(self.place(name, file))
@@ -117,7 +117,7 @@ class Remote:
         there = self._listed().get(name, {})
         for file, entry in manifest.files.items():
             if there.get(file) != entry.bytes:  # somebody emptied the store meanwhile
-                place = joined(self.url, self.place(name, file))
+                place = join_url(self.url, self.place(name, file))
                 raise DamagedError(f"`{place}` must stay while its checkpoint is sent, but is gone.")
         refuse()
         self._name(name, text)
@@ -168,15 +168,15 @@ class Remote:
         return found
 
 
-def find_remote(url: str, patience: float = PATIENCE) -> tuple[Remote, list[str]]:
+def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[Remote, list[str]]:
     """What a URL means: the place, and which checkpoints there, best first: a run's history, that of a folder of
     checkpoints, one of them, or those of one step in the history (.../checkpoints/step-N without digits)."""
-    store = Store(url, patience)
+    store = Store(url, timeout)
     there = store.sizes("")
-    folder, name = parted(store.url)
+    folder, name = split_url(store.url)
     named = re.fullmatch(r"(?:step-)?0*(\d+)", name)
     if MANIFEST in there or (named and not there):
-        beside = Remote(Store(folder, patience), root="")
+        beside = Remote(Store(folder, timeout), root="")
         if MANIFEST in there:
             return beside, [name]
         return beside, [each for each in history(beside) if named and step_of(each) == int(named[1])]
@@ -186,7 +186,7 @@ def find_remote(url: str, patience: float = PATIENCE) -> tuple[Remote, list[str]
 
 def patience_with(group: Group) -> float:
     """Seconds for one request while the other ranks of a group wait for the next few of them."""
-    return min(PATIENCE, group.timeout_seconds / 8)
+    return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
 def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
@@ -198,7 +198,7 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
         went_back = bool(there) and not {*lineage.parents}.isdisjoint(remote.manifest(there[0]).orphaned)
 
     def is_fresh(name: str) -> bool:
-        newer = step_of(name) > than or (went_back and not leads_to(name, lineage.parents))
+        newer = step_of(name) > than or (went_back and not is_ancestor(name, lineage.parents))
         return newer and name not in lineage.orphaned
 
     return list(takewhile(is_fresh, there))

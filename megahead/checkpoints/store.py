@@ -1,8 +1,8 @@
-"""What checkpoints are called, which of them led to which, and which are kept: alike in every place that has some.
+"""Names, ancestry and retention of checkpoints, the same in every storage: disk, memory or remote.
 
-A name is never used twice: `step-00001980-3f2a91` has six random digits. Each manifest names its parents, and `latest`,
-which is put last, the newest checkpoint. The history of a run is the newest one and its parents. All others are
-orphaned: the run went back from them, or a crash came before `latest` was put.
+A name is never reused: `step-00001980-3f2a91` has six random digits. Each manifest names its ancestors. `latest`, which
+is written last, names the newest checkpoint. The history of a run is the newest checkpoint and its ancestors. All other
+checkpoints are orphaned: the run rolled back past them, or crashed before it wrote `latest`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, Protocol
 from megahead.checkpoints.format import Manifest
 from megahead.errors import CheckpointError
 
-# Names of checkpoints. Those of earlier versions have no digits behind the step, and may end in `.replaced`.
+# Names of checkpoints. Names of earlier versions have no random digits, and may end in `.replaced`.
 
 
 _NAME = re.compile(r"step-(\d{8,})(-[0-9a-f]{6})?(\.replaced)?")
 
 
 def new_name(step: int) -> str:
-    """One that no other checkpoint has."""
+    """A new unique name."""
     return f"step-{step:08d}-{secrets.token_hex(3)}"
 
 
 def is_name(name: str) -> bool:
-    """Whether it is that of a checkpoint."""
+    """Whether it is the name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -43,13 +43,13 @@ def step_of(name: str | PurePath) -> int:
 
 
 def without_digits(name: str) -> str:
-    """A checkpoint's name by its step alone, which others may share; any other name as it is."""
+    """A checkpoint's name without its random digits; any other name unchanged."""
     found = _NAME.fullmatch(name)
     return f"step-{found[1]}" if found and found[2] else name
 
 
 def highest_first(names: Iterable[str]) -> list[str]:
-    """By step; `.replaced` comes after the other folder of its step."""
+    """Sorted by step, the highest first; `.replaced` follows the other folder of its step."""
     return sorted(names, key=lambda name: (step_of(name), not name.endswith(".replaced"), name), reverse=True)
 
 
@@ -58,21 +58,21 @@ def _is_old(name: str) -> bool:
     return found is not None and found[2] is None
 
 
-# Places that have checkpoints, and what led to what there.
+# Storages of checkpoints, and ancestry.
 
 
 @dataclass(frozen=True)
 class Latest:
-    """What `latest` says: one name a line, the newest checkpoint's first."""
+    """The content of `latest`: a name per line, the newest checkpoint first."""
 
     name: str | None = None
 
     parents: tuple[str, ...] = ()
-    """What led to it, in case its manifest is damaged or gone; empty where an earlier version wrote it."""
+    """Its ancestors, in case its manifest is damaged or missing; empty if an earlier version wrote it."""
 
     @staticmethod
     def read(text: str) -> Latest:
-        """That in the content of the file."""
+        """Parses the content of the file."""
         name, *parents = text.split() or [""]
         return Latest(name, tuple(filter(is_name, parents))) if is_name(name) else Latest()
 
@@ -81,114 +81,115 @@ class Latest:
         return "".join(f"{name}\n" for name in (self.name, *self.parents))
 
 
-class Place(Protocol):
-    """Where checkpoints are: a disk, a node's memory, a remote store."""
+class Storage(Protocol):
+    """A storage of checkpoints: a disk, a node's memory, a remote store."""
 
     def names(self) -> list[str]:
-        """Those that have a name there, damaged or not, in any order."""
+        """All checkpoints, also damaged ones, in any order."""
 
     def manifest(self, name: str) -> Manifest:
-        """CheckpointError if it is damaged or gone."""
+        """The manifest; CheckpointError if it is damaged or missing."""
 
     @property
     def latest(self) -> Latest:
-        """What was put there last; without a name if that says nothing."""
+        """The `latest` file; without a name if it is missing or malformed."""
 
     def point_to(self, latest: Latest) -> None:
-        """Puts it there."""
+        """Writes the `latest` file."""
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint, its name first."""
+        """Removes a checkpoint; its name disappears first."""
 
 
-def leads_to(name: str, parents: Sequence[str]) -> bool:
-    """Whether a checkpoint is one of `parents`. Each of an earlier version continues all of these with lower steps."""
+def is_ancestor(name: str, parents: Sequence[str]) -> bool:
+    """Whether a checkpoint is one of `parents`. One of an earlier version is an ancestor of all of an earlier version
+    with higher steps."""
     return name in parents or (
         _is_old(name) and step_of(name) <= max(map(step_of, filter(_is_old, parents)), default=-1)
     )
 
 
-def led_to(parents: Sequence[str], there: Iterable[str]) -> list[str]:
-    """Those of some checkpoints that are `parents`, or lead to these, the newest first."""
-    nearest = {name: place for place, name in enumerate(parents)}
-    found = [name for name in highest_first(there) if leads_to(name, parents)]
+def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str]:
+    """The ancestors among some checkpoints, the newest first."""
+    nearest = {name: index for index, name in enumerate(parents)}
+    found = [name for name in highest_first(existing) if is_ancestor(name, parents)]
     return sorted(found, key=lambda name: nearest.get(name, len(nearest)))
 
 
 def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
-    """What led to the checkpoint `name`; of one of an earlier version, itself stands for all of them."""
+    """The ancestors of the checkpoint `name`. One of an earlier version stands for its own ancestors."""
     return (name,) if _is_old(name) else manifest.parents
 
 
-def history(place: Place) -> list[str]:
-    """The newest checkpoint and what led to it, as far as that is there, the newest first.
+def history(storage: Storage) -> list[str]:
+    """The newest checkpoint and those of its ancestors that exist, the newest first.
 
-    Where the newest is damaged or gone, `latest` has what led to it. Where that says nothing, the one of the highest
-    step counts that was not orphaned. One whose manifest is damaged stands before the newest that can be read.
+    If the newest is damaged or missing, `latest` names its ancestors. Without `latest` the newest is the one with the
+    highest step that is not orphaned. Damaged checkpoints precede the newest readable one.
     """
-    there = highest_first(place.names())
+    existing = highest_first(storage.names())
     damaged = []
-    for name in _candidates(place, there):
+    for name in _candidates(storage, existing):
         try:
-            parents = parents_of(name, place.manifest(name))
+            parents = parents_of(name, storage.manifest(name))
         except CheckpointError:
             damaged.append(name)
             continue
-        return [*damaged, name, *(each for each in led_to(parents, there) if each != name)]
+        return [*damaged, name, *(each for each in ancestors_among(parents, existing) if each != name)]
     return damaged
 
 
-def _candidates(place: Place, there: Sequence[str]) -> Iterator[str]:
-    """For the newest one."""
-    latest = place.latest
-    if latest.name in there:
+def _candidates(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
+    """Candidates for the newest checkpoint, the best first."""
+    latest = storage.latest
+    if latest.name in existing:
         yield str(latest.name)
     if latest.parents:
-        yield from (name for name in latest.parents if name in there)
-        yield from (name for name in there if name not in latest.parents and leads_to(name, latest.parents))
+        yield from (name for name in latest.parents if name in existing)
+        yield from (name for name in existing if name not in latest.parents and is_ancestor(name, latest.parents))
         return
-    orphaned = _orphaned_by_any(place, there)
-    yield from (name for name in there if name != latest.name and name not in orphaned)
+    orphaned = _orphaned_by_any(storage, existing)
+    yield from (name for name in existing if name != latest.name and name not in orphaned)
 
 
-def _orphaned_by_any(place: Place, there: Iterable[str]) -> set[str]:
+def _orphaned_by_any(storage: Storage, existing: Iterable[str]) -> set[str]:
     orphaned = set[str]()
-    for name in there:
+    for name in existing:
         try:
-            orphaned.update(place.manifest(name).orphaned)
+            orphaned.update(storage.manifest(name).orphaned)
         except CheckpointError:
             continue
     return orphaned
 
 
-def orphans(place: Place) -> list[str]:
-    """Those that are not of the present history, the highest step first."""
-    kept = history(place)
-    return [name for name in highest_first(place.names()) if name not in kept]
+def orphans(storage: Storage) -> list[str]:
+    """Checkpoints outside the history, the highest step first."""
+    kept = history(storage)
+    return [name for name in highest_first(storage.names()) if name not in kept]
 
 
 @dataclass
 class Lineage:
-    """The checkpoints that led to a run's present weights: not all that are there, if it went back."""
+    """The ancestors of a run's current weights. Checkpoints that a rollback discarded are not among them."""
 
     parents: tuple[str, ...] = ()
-    """The one that it last saved or resumed, and what led to that."""
+    """The checkpoint that the run last saved or resumed, and its ancestors, the newest first."""
 
     orphaned: tuple[str, ...] = ()
-    """Others that were known."""
+    """Other known checkpoints."""
 
     @staticmethod
     def after(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Lineage:
-        """That of a session that goes on from the checkpoint `name`, or from none; `known`: all that is in places."""
+        """The lineage of a session that resumes from the checkpoint `name`, or from none. `known`: existing names."""
         parents: tuple[str, ...] = ()
         orphaned: set[str] = set()
         if name is not None and manifest is not None:
             parents, orphaned = tuple(dict.fromkeys((name, *parents_of(name, manifest)))), {*manifest.orphaned}
-        orphaned |= {each for place in known for each in place}
-        return Lineage(parents, tuple(sorted(each for each in orphaned if not leads_to(each, parents))))
+        orphaned |= {each for names in known for each in names}
+        return Lineage(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
 
     @property
-    def tip(self) -> str | None:
+    def newest(self) -> str | None:
         """The checkpoint that the run last saved or resumed; None if there is none yet."""
         return self.parents[0] if self.parents else None
 
@@ -198,26 +199,26 @@ class Lineage:
         return step_of(self.parents[0]) if self.parents else -1
 
     def add(self, name: str) -> None:
-        """The run has saved that one."""
+        """The run has saved the checkpoint `name`."""
         self.parents = (name, *self.parents)
 
     def go_back(self, name: str) -> None:
-        """The run went back to that one of its parents: later ones are orphaned."""
+        """The run rolled back to the checkpoint `name`: later ones are orphaned."""
         at = self.parents.index(name) if name in self.parents else len(self.parents)
         later, kept = self.parents[:at], self.parents[at:] or (name,)
         self.parents, self.orphaned = kept, tuple(sorted({*self.orphaned, *later}))
 
     def supersedes(self, name: str) -> bool:
-        """Whether the run has gone on from that checkpoint, or gone back from it."""
-        return leads_to(name, self.parents) or name in self.orphaned
+        """Whether the run has continued from that checkpoint, or rolled back past it."""
+        return is_ancestor(name, self.parents) or name in self.orphaned
 
 
-# What is reported of places.
+# Events of storages.
 
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a checkpoint in some place."""
+    """What happened to a checkpoint in a storage."""
 
     facts: dict[str, Any]
     """For the log."""
@@ -226,10 +227,10 @@ class Event:
     """For the console, if something is wrong."""
 
     record: str = "mirror"
-    """The log's name for the place: `mirror`, or `copy` for memory."""
+    """The key in the log: `mirror`, or `copy` for memory."""
 
 
-# Which checkpoints are kept: the last few of the history, and those that `KeepRules` name.
+# Retention: the last few checkpoints of the history, and those that `KeepRules` name.
 
 
 @dataclass(frozen=True)
@@ -248,44 +249,43 @@ class KeepRules:
     best: int = 0
     """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
-    read_now: Collection[str] = field(default=())
-    """Those of these names, which change meanwhile: something reads them just now."""
+    in_use: Collection[str] = field(default=())
+    """Names that are being read at the moment; the collection changes."""
 
     def holds(self, name: str) -> bool:
         """Whether a checkpoint is kept, whatever its loss."""
         step = step_of(name)
-        return step in self.steps or name in self.read_now or (self.every is not None and step % self.every == 0)
+        return step in self.steps or name in self.in_use or (self.every is not None and step % self.every == 0)
 
 
-def retain(place: Place, rules: KeepRules) -> None:
-    """Removes all of the history except those that `rules` keep. Orphans stay. Manifests are read only if the best are
-    kept."""
-    newest, *others = history(place)
+def retain(storage: Storage, rules: KeepRules) -> None:
+    """Removes what `rules` do not keep of the history. Orphans stay. Reads manifests only to keep the best."""
+    newest, *others = history(storage)
     earlier: dict[int, str] = {}
-    again = []
+    resaved = []
     for name in others:
         if step_of(name) == step_of(newest) or step_of(name) in earlier:
-            again.append(name)  # saved again since, with an evaluation
+            resaved.append(name)  # saved once more since, with an evaluation
         else:
             earlier[step_of(name)] = name
     kept = [*earlier.values()]
-    best = _best(place, [newest, *kept], rules.best)
+    best = _best(storage, [newest, *kept], rules.best)
     surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.holds(name)]
-    for name in [*surplus, *(name for name in again if name not in rules.read_now)]:
-        place.remove(name)
+    for name in [*surplus, *(name for name in resaved if name not in rules.in_use)]:
+        storage.remove(name)
 
 
-def _best(place: Place, names: Iterable[str], count: int) -> set[str]:
+def _best(storage: Storage, names: Iterable[str], count: int) -> set[str]:
     """The `count` checkpoints with the lowest held-out loss."""
     if not count:
         return set()
-    losses = {name: loss for name in names if (loss := _held_out_loss(place, name)) is not None}
+    losses = {name: loss for name in names if (loss := _held_out_loss(storage, name)) is not None}
     return set(sorted(losses, key=losses.__getitem__)[:count])
 
 
-def _held_out_loss(place: Place, name: str) -> float | None:
+def _held_out_loss(storage: Storage, name: str) -> float | None:
     try:
-        manifest = place.manifest(name)
+        manifest = storage.manifest(name)
     except CheckpointError:
         return None
     result = manifest.state.get("validation")

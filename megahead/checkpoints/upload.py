@@ -31,7 +31,7 @@ def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bo
     return sent
 
 
-def settle(remote: Remote, name: str, rules: KeepRules) -> None:
+def remove_superseded(remote: Remote, name: str, rules: KeepRules) -> None:
     """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
     keep, and what is not of its history."""
     remote.clear_remains(but=name)
@@ -47,7 +47,7 @@ def settle(remote: Remote, name: str, rules: KeepRules) -> None:
 PAUSES = (0.0, 1.0, 10.0)
 """Seconds before each attempt."""
 
-TELL_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 """Between two lines while the run waits for its last upload."""
 
 
@@ -122,7 +122,7 @@ class Uploads:
         often."""
         told = time.monotonic()
         while self._thread.is_alive() and self._has_work() and time.monotonic() < deadline:
-            if time.monotonic() - told > TELL_SECONDS:
+            if time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
                 print(f"waiting until the last checkpoint is in {self._remote.url}", flush=True)
             time.sleep(0.02)
@@ -179,7 +179,7 @@ class Uploads:
         def attempt() -> None:
             self._begin()
             if sent is not None:
-                settle(self._remote, sent.folder.name, self._rules)
+                remove_superseded(self._remote, sent.folder.name, self._rules)
             self._put(self._folder.metrics, self._folder.ending)
 
         reason = self._failure_of(attempt)

@@ -89,7 +89,7 @@ class Batch:
         return Batch(**{name: tree_map_only(Tensor, change, value) for name, value in values.items()})
 
 
-class RowMasker:
+class RowCollator:
     """Makes batches of rows; what it makes of a row depends on the sample's number alone."""
 
     upper_bound: ClassVar[bool] = False
@@ -106,7 +106,7 @@ class RowMasker:
 
 
 @dataclass(frozen=True)
-class CausalRows(RowMasker):
+class CausalRows(RowCollator):
     """Next-token prediction for a decoder that reads whole rows, int64 [B, T+1], as they are."""
 
     data: DataConfig

@@ -10,7 +10,7 @@ import torch
 
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
-from megahead.data.batch import Batch, CausalRows, RowMasker, document_positions
+from megahead.data.batch import Batch, CausalRows, RowCollator, document_positions
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 
@@ -85,7 +85,7 @@ class Framing:
 
 
 @dataclass(frozen=True)
-class NextTokens(RowMasker):
+class NextTokens(RowCollator):
     """Reads an encoder's rows as they are, while it learns as a decoder does: the target of each token is the next one
     of the text, that of [CLS] the first. A sample is the same text as where tokens are masked."""
 
@@ -111,7 +111,7 @@ class NextTokens(RowMasker):
 
 
 @dataclass(frozen=True)
-class MaskedInputs(RowMasker):
+class MaskedInputs(RowCollator):
     """Next-token batches of a decoder that reads some mask tokens and predicts the text: mask-enhanced autoregressive
     prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Nothing else of training changes, and nothing at inference.
     """

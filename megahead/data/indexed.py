@@ -16,7 +16,7 @@ import orjson
 
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, parted
+from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, split_url
 from megahead.wording import counted
 
 # The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
@@ -230,7 +230,7 @@ def fetch_dataset(prefix: str) -> Iterator[str]:
     here = prefix
     if is_remote(prefix):
         folder, store, files = _remote_files(prefix)
-        here = str(folder / parted(prefix)[1])
+        here = str(folder / split_url(prefix)[1])
         for _ in fetch_into(folder, store, files):
             yield here
     yield here
@@ -238,7 +238,7 @@ def fetch_dataset(prefix: str) -> Iterator[str]:
 
 def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, Expected]]:
     """Where a dataset's files belong here, the store that has them, and what they must be."""
-    url, name = parted(prefix)
+    url, name = split_url(prefix)
     store = Store(url)
     tokens, index, info = (path.name for path in dataset_paths(name))
     try:

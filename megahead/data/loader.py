@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, CausalRows, RowMasker
+from megahead.data.batch import Batch, CausalRows, RowCollator
 from megahead.data.blending import RowSource
 from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset
-from megahead.data.masking import Diffusion, Masker
+from megahead.data.masking import Diffusion, MaskingCollator
 from megahead.data.strategies import Uniform, strategy_of
 from megahead.data.strategy import Difficulty, TrainingText
 from megahead.data.token_subsets import TokenSubsets
@@ -27,19 +27,19 @@ class BatchReader:
 
     samples: RowSource
     data: DataConfig
-    masker: RowMasker | None = None
+    collator: RowCollator | None = None
     """None for next-token prediction from whole rows."""
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
         rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
-        masker = self.masker or CausalRows(self.data)
-        return masker.batch(rows, sample_indices, document_starts)
+        collator = self.collator or CausalRows(self.data)
+        return collator.batch(rows, sample_indices, document_starts)
 
 
-def training_masker(
+def training_collator(
     config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
-) -> RowMasker:
+) -> RowCollator:
     """How a run, or a phase of it, frames and masks its training samples. `masked_from`: how many of the run's steps
     come before the first one that masks.
 
@@ -49,16 +49,16 @@ def training_masker(
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
-    return _masker(config, TrainingText(config, datasets, "masking.strategy", difficulty), masked_from)
+    return _collator(config, TrainingText(config, datasets, "masking.strategy", difficulty), masked_from)
 
 
-def held_out_masker(config: RunConfig) -> RowMasker:
+def held_out_collator(config: RunConfig) -> RowCollator:
     """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
     whose rows are masked as in training."""
-    return _masker(config)
+    return _collator(config)
 
 
-def _masker(config: RunConfig, text: TrainingText | None = None, masked_from: int = 0) -> RowMasker:
+def _collator(config: RunConfig, text: TrainingText | None = None, masked_from: int = 0) -> RowCollator:
     """`text`: that of a run; None for held-out rows, of which single tokens are masked by the same seed everywhere."""
     if config.masking is None:
         return CausalRows(config.data)
@@ -69,7 +69,7 @@ def _masker(config: RunConfig, text: TrainingText | None = None, masked_from: in
     strategy, seed = (Uniform(), 0) if text is None else (strategy_of(masking, text), config.seed)
     if masking.diffusion:
         return Diffusion(framing, seed, strategy)
-    return Masker(
+    return MaskingCollator(
         framing,
         strategy,
         config.model.vocab_size,

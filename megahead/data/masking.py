@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import Batch, RowMasker
+from megahead.data.batch import Batch, RowCollator
 from megahead.data.framing import FramedRows, Framing
 from megahead.data.indexed import Array, DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
@@ -23,7 +23,7 @@ from megahead.data.token_subsets import TokenSubsets
 
 
 @dataclass(frozen=True)
-class Masker(RowMasker):
+class MaskingCollator(RowCollator):
     """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches; with a strategy
     that adapts also on what the run had learned long enough before. The rows of a batch are of one step."""
 
@@ -165,7 +165,7 @@ def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Diffusion(RowMasker):
+class Diffusion(RowCollator):
     """Masks of each row another share, from one token to all; rows of any share count the same."""
 
     upper_bound: ClassVar = True

@@ -1,4 +1,4 @@
-"""What a masking strategy is, and what it may know: the training text, and what the model has missed."""
+"""Interface of masking strategies, and their inputs: the training text, and the model's error counts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from megahead.data.vocabulary_map import bytes_of_ids
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 
-# How often tokens are neighbours in a text, and how much more often than by chance, by their pointwise mutual
-# information: PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats. V vocabulary, P pairs.
+# Bigram counts of a text, and pointwise mutual information in nats: PMI(a, b) = log(p(ab) / (p(a) p(b))).
+#
+# V vocabulary, P bigrams.
 
 _CHUNK = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26
-"""Tokens of each dataset that are counted, from its beginning: enough to find frequent pairs."""
+"""Only the first tokens of each dataset are counted, which is enough to find frequent pairs."""
 
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Ordered pairs (a, b) of neighbours, each once."""
+    """Counts of bigrams (a, b)."""
 
     codes: Array
     """int64 [P], increasing: a * V + b."""
@@ -36,13 +37,13 @@ class PairCounts:
     """int64 [P]."""
 
     count_V: Array
-    """int64: of the single tokens."""
+    """int64: unigram counts."""
 
     @staticmethod
     def of(chunks: Iterable[Array], vocab_size: int) -> PairCounts:
-        """Counts neighbouring tokens in `chunks`.
+        """Counts the bigrams in `chunks`.
 
-        About 0.3 s per million tokens; memory in proportion to the number of different pairs.
+        About 0.3 s per million tokens; memory is proportional to the number of distinct bigrams.
         """
         count_V = np.zeros(vocab_size, np.int64)
         codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -76,16 +77,16 @@ def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
             yield dataset.read(first, min(_CHUNK, end - first))
 
 
-# What a masking strategy is. A unit is a span of tokens that are masked together, all or none.
+# Interface of masking strategies. A unit is a span of tokens that are masked together.
 #
 # B rows, T tokens per row, V vocabulary.
 
 
 class Strategy:
-    """One way to cut rows into units; by itself the same at every step, of single tokens that are all alike."""
+    """Splits rows into units. The default: every token is a unit, with equal weights, at every step."""
 
     def at(self, step: int) -> Strategy:
-        """As it is for the rows of an optimizer step, counted by what was read."""
+        """The strategy for the rows of an optimizer step. Steps are counted by the samples that were read."""
         return self
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
@@ -93,20 +94,20 @@ class Strategy:
         return np.ones(tokens_BT.shape, bool)
 
     def weights(self, tokens_BT: Array) -> Array | None:
-        """float64 [B, T], above 0: how likely each token is selected, relative to the others; None: all alike."""
+        """float64 [B, T], positive: relative sampling weights of the tokens; None: equal weights."""
         return None
 
 
 class AllAlike(Strategy):
-    """Units with the same chance, however they are cut."""
+    """Units with equal sampling weights."""
 
 
 @dataclass(frozen=True)
 class WeighedIds(Strategy):
-    """Single tokens, each with the weight of its id."""
+    """Every token is a unit, with the sampling weight of its id."""
 
     weight_V: Array
-    """float64 [V], above 0."""
+    """float64 [V], positive."""
 
     def weights(self, tokens_BT: Array) -> Array | None:
         weights_BT: Array = self.weight_V[tokens_BT]
@@ -114,8 +115,8 @@ class WeighedIds(Strategy):
 
 
 def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -> Array:
-    """bool [B, T]: where units begin when those of more than `most` tokens are cut, each part as long as it may be. No
-    part begins where `whole_BT` is set."""
+    """bool [B, T]: unit starts after units of more than `most` tokens are split greedily. No split where `whole_BT` is
+    True."""
     cut_BT = starts_BT.copy()
     cut_BT[:, 0] = True
     cut_M = cut_BT.reshape(-1)
@@ -130,34 +131,33 @@ def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -
     return cut_BT
 
 
-# How often a model misses each id, by which a masking strategy chooses what to mask next. Counts are whole numbers, so
-# that sums over ranks are exact, and weights that follow from them are the same on any mesh unless rounding turns a
-# prediction over. Rows are masked ahead of the steps that learn from them: the rows of a period (`every` steps of
-# reading) are masked by what was counted up to the beginning of the period before, which is there in time however far
-# ahead they are prepared. V vocabulary.
+# Error counts of the model for each id, by which an adaptive masking strategy selects tokens. Counts are integers, so
+# sums over ranks are exact and the same on any mesh, unless rounding changes a prediction. Rows are masked ahead of
+# the steps that train on them: the rows of a period (`every` steps) are masked by the counts at the beginning of the
+# previous period, so that prefetching never waits. V vocabulary.
 
 
 class Difficulty:
-    """Misses and targets of each id, of steps that were applied; older ones count half as much with each period.
+    """Errors and targets of each id in applied steps, halved after each period.
 
-    `settle` is called after each step by the thread that trains, `at` by the one that reads.
+    The training thread calls `end_step` after each step. The prefetching thread calls `at`.
     """
 
     def __init__(self, vocab_size: int, every: int, samples_per_step: int) -> None:
         self._every, self._samples_per_step = every, samples_per_step
         self._nothing = torch.zeros(vocab_size, 2, dtype=torch.int64)
-        self._local = self._nothing.clone()  # this rank's since the last settlement; rank 0's with all before
-        self._settled: dict[int, Tensor] = {0: self._nothing, 1: self._nothing}
-        self._noted: list[tuple[Tensor, Tensor]] = []
+        self._local = self._nothing.clone()  # of this rank in this period; on rank 0 also the earlier periods
+        self._counts_of_period: dict[int, Tensor] = {0: self._nothing, 1: self._nothing}
+        self._recorded: list[tuple[Tensor, Tensor]] = []
 
     def note(self, ids_N: Tensor, missed_N: Tensor) -> None:
-        """Of a forward pass: targets, and whether another candidate had a higher score. Waits for nothing."""
-        self._noted.append((ids_N, missed_N))
+        """Records the targets of a forward pass, and whether another candidate had a higher score. Asynchronous."""
+        self._recorded.append((ids_N, missed_N))
 
-    def settle(self, samples: int, applied: bool, group: Group) -> None:
-        """After a step, when so many samples were read: counts what was noted, if it was applied. Only at the end of a
-        period it waits for the device, and is collective over the data ranks."""
-        noted, self._noted = self._noted, []
+    def end_step(self, samples: int, applied: bool, group: Group) -> None:
+        """Adds the recorded targets of a step to the counts, if it was applied. At the end of a period it synchronizes
+        with the device and is collective over the data ranks. `samples`: read so far."""
+        noted, self._recorded = self._recorded, []
         for ids_N, missed_N in noted if applied else ():
             pairs_N2 = torch.stack([missed_N.long(), torch.ones_like(ids_N)], dim=1)
             self._local = self._local.to(ids_N.device)
@@ -165,46 +165,45 @@ class Difficulty:
         period, inside = divmod(samples // self._samples_per_step, self._every)
         if inside == 0:
             total_V2 = self.total(group)
-            self._settled = {period: self._settled[period], period + 1: total_V2}
+            self._counts_of_period = {period: self._counts_of_period[period], period + 1: total_V2}
             self._local = total_V2 // 2 if group.rank == 0 else torch.zeros_like(total_V2)
 
     def at(self, step: int) -> Tensor:
-        """int64 [V, 2]: (misses, targets) of each id, by which rows of this step of reading are masked."""
-        return self._settled[step // self._every]
+        """int64 [V, 2]: (errors, targets) of each id, for masking the rows of this step."""
+        return self._counts_of_period[step // self._every]
 
     def total(self, group: Group) -> Tensor:
-        """int64 [V, 2]: counts of all ranks since the last settlement, with what is left of those before."""
+        """int64 [V, 2]: the decayed counts of all ranks. Collective."""
         return group.all_reduce_(self._local.to("cpu", copy=True))
 
     def state(self, group: Group) -> Tensor:
-        """int64 [3, V, 2]: of this period, of the next one, and since. Collective."""
-        return torch.stack([*self._settled.values(), self.total(group)])
+        """int64 [3, V, 2]: counts for this period, for the next one, and since. Collective."""
+        return torch.stack([*self._counts_of_period.values(), self.total(group)])
 
     def restore(self, state_3V2: Tensor, samples: int, group: Group) -> None:
-        """The inverse of `state`, when so many samples were read; ConfigError where a step would begin elsewhere than
-        what was counted."""
+        """The inverse of `state` after `samples` samples; ConfigError unless these are a whole number of steps."""
         if samples % self._samples_per_step:
             rule = f"divide the {samples:,} samples that were read, as what is masked depends on the steps before"
             raise ConfigError("batch.global_size", rule, got=self._samples_per_step)
         now_V2, next_V2, since_V2 = state_3V2.unbind()
         period = samples // self._samples_per_step // self._every
-        self._settled = {period: now_V2, period + 1: next_V2}
+        self._counts_of_period = {period: now_V2, period + 1: next_V2}
         self._local = since_V2.clone() if group.rank == 0 else torch.zeros_like(since_V2)
-        self._noted = []
+        self._recorded = []
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """What a masking strategy may know of the text that a run trains on; each is read when it is asked for."""
+    """Statistics of the training text for masking strategies, computed on demand."""
 
     config: RunConfig
     datasets: Sequence[IndexedDataset]
 
     setting: str
-    """What asks for the strategy, for errors."""
+    """The setting that names the strategy, for errors."""
 
     difficulty: Difficulty | None = None
-    """How often the run misses each id, for a strategy that follows it (`MaskingConfig.adapts`)."""
+    """Error counts of the run, for an adaptive strategy (`MaskingConfig.adapts`)."""
 
     @property
     def vocab_size(self) -> int:
@@ -217,11 +216,11 @@ class TrainingText:
         return self.config.masking.never_masked(self.config.data.end_token)
 
     def bytes_of_ids(self) -> Sequence[bytes | None]:
-        """What each id of the run's tokenizer stands for (`bytes_of_ids`)."""
+        """The bytes of each id of the run's tokenizer."""
         return bytes_of_ids(str(self.config.data.tokenizer), self.vocab_size)
 
     def pair_counts(self) -> PairCounts:
-        """How often tokens are neighbours; reads the text."""
+        """Bigram counts; reads the text."""
         return PairCounts.of(token_chunks(self.datasets), self.vocab_size)
 
     def token_counts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

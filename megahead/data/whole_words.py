@@ -14,45 +14,46 @@ from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import AllAlike, TrainingText, no_longer_than
 
-# All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers. A word is a run of
-# letters of one script and of digits, with the marks on them, whatever spaces or signs its tokenizer puts in front. All
-# else (punctuation, symbols, spaces) is a unit token by token. So are scripts that are written without spaces, in which
-# a tokenizer's tokens are the nearest to words. A character, with the marks that follow it, is never cut: byte-level
-# tokens that are parts of one are masked together. M tokens of all rows, K bytes of these, C characters, V vocabulary.
+# BERT's whole word masking, defined alike for all tokenizers. A word is a run of letters of one script and of digits,
+# with their combining marks. Leading spaces and the tokenizer's prefix symbols do not matter. Every other token
+# (punctuation, symbols, spaces) is a unit of its own, and so is every token of a script that is written without spaces.
+# Byte-level tokens of one character, with the combining marks that follow it, are always masked together.
+#
+# M tokens of all rows, K bytes of these tokens, C characters, V vocabulary.
 
-_APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
-"""Kinds of characters; letters of each script have a number of their own, from the last one on."""
+_SEPARATOR, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
+"""Kinds of characters. Each script has a number of its own, from `_LETTER` on."""
 
 _BETWEEN_ROWS = b"\0\0\0"
-"""So many that a row whose last character is cut off reads nothing of the next row."""
+"""Three bytes, so that decoding an incomplete last character of a row reads nothing of the next row."""
 
 _SCRIPTS_WITHOUT_SPACES = (
     *("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI"),
     *("THAI", "LAO", "KHMER", "MYANMAR", "TAI", "NEW", "JAVANESE", "BALINESE"),
 )
-"""By the first word of their letters' names in Unicode (NEW TAI LUE)."""
+"""The first word of their letters' Unicode names (NEW stands for NEW TAI LUE)."""
 
 
 @dataclass(frozen=True)
 class WholeWords(AllAlike):
-    """A word is a unit, and of a longer one each run of at most `max_tokens` tokens."""
+    """A word is a unit. A word longer than `max_tokens` is split into units of at most that many tokens."""
 
     bytes_: Array
-    """uint8: what all ids stand for, one after another, and last what stands between rows."""
+    """uint8: the concatenated bytes of all ids, and last the separator of rows."""
 
     ends_V: Array
-    """int64: where the bytes of each of these end there."""
+    """int64: the end of each id's bytes in `bytes_`."""
 
     max_tokens: int
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> WholeWords:
-        """By what the tokens of the run's tokenizer stand for."""
+        """From the settings and the tokenizer of the run."""
         return WholeWords.of(text.bytes_of_ids(), masking.longest_unit(text.config.data.sequence_length))
 
     @staticmethod
     def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
-        """From the bytes of each id, its space in front among them; None, of a special token, is no part of a word."""
+        """From the bytes of each id, including a leading space. None marks a special token, which is in no word."""
         known = [*(text or b"\0" for text in bytes_of_ids), _BETWEEN_ROWS]
         ends_V = np.cumsum([len(text) for text in known])
         return WholeWords(np.frombuffer(b"".join(known), np.uint8), ends_V, max_tokens)
@@ -70,9 +71,9 @@ class WholeWords(AllAlike):
         return whole_M | _in_one_word(kind_C[base_C[char_M]], kind_C[base_C[before_M]]), whole_M
 
     def _joined(self, tokens_M: Array) -> tuple[Array, Array]:
-        """Equal to `_joined_by_bytes`, except for the first token, which has none before it. Reads only the bytes near
-        ids that are not whole: from the token before, which holds the base, to the third after, where a cut character
-        of four bytes ends at the latest."""
+        """Equal to `_joined_by_bytes`, except for the first token, which has no predecessor. Decodes only around ids
+        with incomplete characters: from one token before, which has the base character, to three tokens after, because
+        a character has at most four bytes."""
         whole_V, first_V, last_V = self._tables
         joined_M = _in_one_word(first_V[tokens_M], np.roll(last_V[tokens_M], 1))
         continues_M, near_M = np.zeros((2, len(tokens_M)), bool)
@@ -86,16 +87,16 @@ class WholeWords(AllAlike):
 
     @cached_property
     def _tables(self) -> tuple[Array, Array, Array]:
-        """[V] each: whether an id is whole characters, of which the first is no mark; the kinds of its first character
-        and of its last one that is no mark, right where it is whole."""
+        """[V] each: whether an id consists of complete characters and does not begin with a mark; the kind of its first
+        character; the kind of its last character that is no mark. The kinds are valid for complete ids."""
         texts = (text.tobytes() for text in np.split(self.bytes_, self.ends_V[:-1]))
         utf8_V = np.array([text.decode(errors="ignore").encode() == text for text in texts])
         char_V, last_char_V, kind_C, base_C = self._characters(np.arange(len(self.ends_V)))
         return utf8_V & (kind_C[char_V] != _MARK), kind_C[char_V], kind_C[base_C[last_char_V]]
 
     def _characters(self, tokens_M: Array) -> tuple[Array, Array, Array, Array]:
-        """int64 [M] twice: the characters of each token's first and last byte; [C] each: the kind of each character,
-        and the character that it is a mark on, or itself."""
+        """int64 [M] twice: the index of the character with each token's first byte, and with its last byte. [C] twice:
+        the kind of each character, and the index of its base character (itself unless it is a mark)."""
         size_M = np.diff(self.ends_V, prepend=0)[tokens_M]
         last_M = size_M.cumsum() - 1
         byte_K = self.bytes_[np.repeat(self.ends_V[tokens_M] - 1 - last_M, size_M) + np.arange(size_M.sum())]
@@ -108,14 +109,14 @@ class WholeWords(AllAlike):
 
 
 def _in_one_word(kind_M: Array, before_M: Array) -> Array:
-    """bool [M]: whether characters of these kinds, one after the other, are of one word."""
+    """bool [M]: whether adjacent characters of these kinds belong to one word."""
     lesser_M, greater_M = np.minimum(kind_M, before_M), np.maximum(kind_M, before_M)
     joined_M: Array = (lesser_M == _DIGIT) | ((lesser_M >= _LETTER) & (lesser_M == greater_M))
     return joined_M
 
 
 def _code_points(byte_K: Array, lead_C: Array) -> Array:
-    """int64 [C]: of the characters whose first bytes are at `lead_C`; of those that a row cuts off, any."""
+    """int64 [C]: code points of the characters whose first bytes are at `lead_C`; any for incomplete characters."""
     padded_K = np.pad(byte_K, (0, 3)).astype(np.int64)
     code_C = padded_K[lead_C]
     length_C = 1 + sum((code_C >= first).astype(np.int64) for first in (0xC0, 0xE0, 0xF0))
@@ -132,12 +133,12 @@ def _kinds() -> Array:
 
     def kind(char: str) -> int:
         category = unicodedata.category(char)
-        if category[0] == "M" or category in ("Lm", "Cf"):  # also what lengthens or repeats the letter before
+        if category[0] == "M" or category in ("Lm", "Cf"):  # modifier letters and format characters, too
             return _MARK
         if category[0] == "N":
             return _DIGIT
         if category[0] != "L":
-            return _APART
+            return _SEPARATOR
         return numbers.setdefault(unicodedata.name(char, "?").split()[0], _LETTER + len(numbers))
 
     return np.array([kind(chr(code)) for code in range(0x110000)], np.int16)

@@ -1,4 +1,4 @@
-"""Tensors in blocks and rows over ranks."""
+"""Tensors that are read in blocks of rows, and tensors whose rows are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ BLOCK = 1 << 14
 
 
 class Tensors(Protocol):
-    """Full CPU tensors; what is missing, or not what its reader needs, is an error of who has them."""
+    """A source of full CPU tensors by name. The source raises an error for a missing or unsuitable tensor."""
 
     def read(self, name: str, /) -> Tensor:
-        """All of one."""
+        """The whole tensor."""
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
         """The same, in consecutive parts along dim 0."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Tensors that come in one piece."""
+class WholeTensors:
+    """Tensors whose only block is the whole tensor."""
 
     function: Callable[[str], Tensor]
 
@@ -44,27 +44,27 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Renamed:
+class RenamedTensors:
     """The same tensors under other names."""
 
     tensors: Tensors
-    theirs: Callable[[str], str]
-    """Their name of each."""
+    source_name: Callable[[str], str]
+    """From a name to its name in `tensors`."""
 
     def read(self, name: str, /) -> Tensor:
-        return self.tensors.read(self.theirs(name))
+        return self.tensors.read(self.source_name(name))
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return self.tensors.blocks(self.theirs(name))
+        return self.tensors.blocks(self.source_name(name))
 
 
 @dataclass(frozen=True)
-class Finite:
+class FiniteTensors:
     """The same tensors, which must hold finite numbers only: CheckpointError for the first that does not."""
 
     tensors: Tensors
     place: Path
-    """The file or folder that they come from, for the error."""
+    """Their file or folder, for the error."""
 
     def read(self, name: str, /) -> Tensor:
         return next(all_finite(iter([self.tensors.read(name)]), self.place, name))
@@ -74,8 +74,8 @@ class Finite:
 
 
 def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
-    """The same blocks of the tensor `name` in `place`; at the first with NaN or an infinity in it CheckpointError, with
-    the number of such values in all of them."""
+    """The same blocks of the tensor `name` in `place`. CheckpointError at the first block with NaN or infinity, which
+    counts these values in all blocks."""
     others = 0
     for block in blocks:
         if others or not is_finite(block):
@@ -90,7 +90,7 @@ def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[T
 
 
 def require_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """The same for whole tensors with their names; those without memory (on `meta`) are left out."""
+    """Checks named tensors as `all_finite` does, except those on `meta`."""
     for name, tensor in tensors:
         if not tensor.is_meta:
             deque(all_finite([tensor.detach()], place, name), maxlen=0)
@@ -102,12 +102,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def block_ranges(rows: int) -> Iterator[range]:
-    """The rows of each block of `rows`; one at least."""
+    """The row ranges of the blocks of `rows` rows; at least one."""
     return (range(first, min(first + BLOCK, rows)) for first in range(0, max(rows, 1), BLOCK))
 
 
-def joined(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """A tensor of `shape` from its blocks, of which there is never a second copy; a lone block is the tensor."""
+def join_blocks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
+    """Concatenates blocks to a tensor of `shape` without a second copy. A single block is returned as it is."""
     left = iter(blocks)
     head = next(left)
     if head.shape == tuple(shape):
@@ -119,8 +119,8 @@ def joined(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
     return whole
 
 
-def take_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
-    """Fills `part` with the n rows from `first` on of a tensor that comes in blocks, all of which are read."""
+def copy_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
+    """Copies the rows from `first` on of a tensor in blocks to `part`. Reads all blocks."""
     row = 0
     for block in blocks:
         lower, upper = max(first, row), min(first + len(part), row + len(block))
@@ -129,28 +129,28 @@ def take_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
         row += len(block)
 
 
-# A tensor whose rows are sharded round-robin over a group: row i lies with rank i mod R at place i // R.
+# A tensor whose rows are sharded round-robin over a group: rank i mod R has row i at index i // R.
 
 
 @dataclass(frozen=True)
 class RoundRobinShard:
-    """One rank's rows of such a tensor."""
+    """One rank's shard of such a tensor."""
 
     part: Tensor
 
     rows: int
-    """Of all ranks together."""
+    """Rows of the whole tensor."""
 
     @property
     def shape(self) -> torch.Size:
-        """The whole tensor's."""
+        """The shape of the whole tensor."""
         return torch.Size([self.rows, *self.part.shape[1:]])
 
 
 def fill_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
-    """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] that comes in consecutive blocks [b, ...].
+    """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] in consecutive blocks [b, ...].
 
-    Sends nothing: every rank reads all blocks, and holds one at a time. n is V / ranks, up or down."""
+    Without communication: every rank reads all blocks, one at a time. n is V / ranks, rounded up or down."""
     first = 0
     for block in blocks:
         own = block[(group.rank - first) % group.size :: group.size]
@@ -160,7 +160,7 @@ def fill_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
 
 
 def interleave_shards(parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor, from all ranks' parts in rank order."""
+    """The whole tensor from the shards in rank order."""
     if len(parts) == 1:
         return parts[0]
     whole = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import Renamed, RoundRobinShard, Tensors, Whole
+from megahead.distributed.tensors import RenamedTensors, RoundRobinShard, Tensors, WholeTensors
 from megahead.engine.deepspeed import allocate_, half_format, refuse_half_without_zero, start_deepspeed
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_parameter_states
@@ -119,7 +119,7 @@ class LossScale:
     def __init__(self, optimizer: Any) -> None:
         self._scaler = getattr(optimizer, "loss_scaler", None)
         if self.is_dynamic:
-            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
+            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the fault policy decides
 
     @property
     def value(self) -> float:
@@ -347,7 +347,7 @@ class RowEngine(Engine):
         def body(name: str) -> Tensor:
             return torch.zeros(NORM_PROXY_SIZE) if name == f"{self._name}.norm_proxy" else weights.read(name)
 
-        super().__init__(module, weights=Whole(body), **arguments)
+        super().__init__(module, weights=WholeTensors(body), **arguments)
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def begin(self, rows: RowPlan | None) -> dict[str, float]:
@@ -382,7 +382,7 @@ class RowEngine(Engine):
     def load(self, tensors: Tensors, optimizer_steps: int) -> None:
         """As of any engine; rows come block by block, and each rank keeps its own."""
         super().load(tensors, optimizer_steps)
-        self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
+        self._table.restore(RenamedTensors(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
         """Leaves out the norm proxy (see `RowTable`): it is neither saved nor loaded."""

@@ -1,8 +1,9 @@
-"""Whole matrices for Muon, out of the pieces of them that ZeRO and tensor ranks hold.
+"""Muon under ZeRO and tensor parallelism: gathers the fragments of each matrix before it is orthogonalized.
 
-Momentum and weights stay in pieces: those are moved number by number. Only what is to be made orthogonal is gathered,
-in bf16, to which Muon rounds it anyway, so that updates are bit for bit those of whole matrices.
-R data ranks; n: the numbers that each holds.
+Momentum and weights stay partitioned, because their updates are elementwise. The momentum is gathered in bf16. Muon
+rounds it to bf16 anyway, so the updates equal those of unpartitioned matrices bit for bit.
+
+R data ranks, n elements of a partition.
 """
 
 from __future__ import annotations
@@ -19,50 +20,55 @@ from megahead.optim import Muon, scaled_orthogonal
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a matrix that one data rank holds; of both it is none where it holds nothing."""
+class Fragment:
+    """The part of a matrix in one data rank's partition; both slices are empty if the rank has no part."""
 
-    held: slice
-    """Where it lies among all that the rank holds together with it."""
+    in_partition: slice
+    """Its elements in the rank's flat partition."""
 
-    of_matrix: slice
-    """Which of the matrix's numbers it is."""
+    in_matrix: slice
+    """Its elements in the flattened matrix."""
 
 
 @dataclass(frozen=True)
-class CutMatrix:
-    """A matrix, or a tensor rank's share of one, cut up over the data ranks."""
+class PartitionedMatrix:
+    """A matrix, or a tensor rank's shard of one, partitioned over the data ranks."""
 
     shape: torch.Size
     shard_dim: int | None
-    """The dim along which tensor ranks share it; None: each has all of it."""
+    """The dim along which tensor ranks shard it; None: every tensor rank has all of it."""
 
-    pieces: Sequence[Piece]
-    """Of each data rank."""
+    fragments: Sequence[Fragment]
+    """One for each data rank."""
 
 
-class WholeMatrices:
-    """A `Muon.whole_update`: `cut` says which matrices are in what the optimizer holds as one parameter."""
+class GatheredUpdates:
+    """A `Muon.whole_update`. `matrices` lists the matrices in each flat parameter of the optimizer."""
 
     def __init__(
-        self, cut: Mapping[Tensor, Sequence[CutMatrix]], data_group: Group, tensor_group: Group, device: torch.device
+        self,
+        matrices: Mapping[Tensor, Sequence[PartitionedMatrix]],
+        data_group: Group,
+        tensor_group: Group,
+        device: torch.device,
     ) -> None:
-        self._cut, self._data_group, self._tensor_group, self._device = cut, data_group, tensor_group, device
+        self._matrices, self._data_group, self._tensor_group, self._device = matrices, data_group, tensor_group, device
 
     def __call__(self, held: Tensor, momentum: Tensor, joint_head: int | None) -> Tensor:
-        """Each rank makes those matrices orthogonal of which it holds a piece. Collective."""
+        """Each rank orthogonalizes the matrices of which it has a fragment. Collective."""
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
-        for matrix in self._cut[held]:
-            mine = matrix.pieces[self._data_group.rank]
-            if mine.held.start < mine.held.stop:
-                whole = torch.cat([row[piece.held] for row, piece in zip(gathered_Rn, matrix.pieces, strict=True)])
-                made = self._orthogonal(whole.view(matrix.shape), matrix.shard_dim, joint_head)
-                update_n[mine.held] = made[mine.of_matrix]
+        for matrix in self._matrices[held]:
+            own = matrix.fragments[self._data_group.rank]
+            if own.in_partition.start < own.in_partition.stop:
+                pairs = zip(gathered_Rn, matrix.fragments, strict=True)
+                whole = torch.cat([partition[fragment.in_partition] for partition, fragment in pairs])
+                update = self._orthogonal(whole.view(matrix.shape), matrix.shard_dim, joint_head)
+                update_n[own.in_partition] = update[own.in_matrix]
         return update_n.to(momentum.device).view_as(momentum)
 
     def _orthogonal(self, matrix: Tensor, shard_dim: int | None, joint_head: int | None) -> Tensor:
-        """Flat; its tensor peers hold the same pieces of their shares, and call this in the same order."""
+        """The flat update. Tensor ranks have the same fragments of their shards, and call this in the same order."""
         if shard_dim is None:
             return scaled_orthogonal(matrix, joint_head).flatten()
         whole = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim), joint_head)
@@ -70,40 +76,40 @@ class WholeMatrices:
 
 
 def gather_for_muon(deepspeed: Any, muon: Muon, stage: int, mesh: Mesh, dims: Mapping[Tensor, int]) -> None:
-    """Has `muon`, the optimizer of a started `DeepSpeedEngine`, find whole matrices. `dims`: of parameters that tensor
-    ranks share, the dim along which."""
-    layout = {0: _uncut, 1: _cut_flat, 2: _cut_flat, 3: _cut_each}[stage]
-    cut = dict(layout(deepspeed.optimizer, mesh.data_group, dims))
+    """Sets the `whole_update` of `muon`, the optimizer of an initialized `DeepSpeedEngine`. `dims`: the dim along which
+    tensor ranks shard a parameter."""
+    layout = {0: _unpartitioned, 1: _partitioned_flat, 2: _partitioned_flat, 3: _partitioned_each}[stage]
+    matrices = dict(layout(deepspeed.optimizer, mesh.data_group, dims))
     data_group = mesh.data_group if stage else Group()
-    muon.whole_update = WholeMatrices(cut, data_group, mesh.tensor_group, deepspeed.device)
+    muon.whole_update = GatheredUpdates(matrices, data_group, mesh.tensor_group, deepspeed.device)
 
 
-Cut = Iterator[tuple[Tensor, Sequence[CutMatrix]]]
+PartitionedMatrices = Iterator[tuple[Tensor, Sequence[PartitionedMatrix]]]
 
 
-def _uncut(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> Cut:
+def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 0: every data rank holds every parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["orthogonal"] else ():
             every = slice(0, parameter.numel())
-            yield parameter, [CutMatrix(parameter.shape, dims.get(parameter), [Piece(every, every)])]
+            yield parameter, [PartitionedMatrix(parameter.shape, dims.get(parameter), [Fragment(every, every)])]
 
 
-def _cut_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> Cut:
-    """Stages 1 and 2: the parameters of a group lie one behind the other in a flat tensor, cut in equal pieces."""
+def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
+    """Stages 1 and 2: a group's parameters are concatenated in a flat tensor, which is split equally over the ranks."""
     for index, group in enumerate(optimizer.param_groups):
         if group["orthogonal"]:
             (held,) = group["params"]
-            cut = []
-            for parameter, start in _laid_out(optimizer, index):
+            matrices = []
+            for parameter, start in _offsets(optimizer, index):
                 size, ranks = held.numel(), range(data_group.size)
-                pieces = [_overlap(start, parameter.numel(), rank * size, size) for rank in ranks]
-                cut.append(CutMatrix(parameter.shape, dims.get(parameter), pieces))
-            yield held, cut
+                fragments = [_overlap(start, parameter.numel(), rank * size, size) for rank in ranks]
+                matrices.append(PartitionedMatrix(parameter.shape, dims.get(parameter), fragments))
+            yield held, matrices
 
 
-def _laid_out(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
-    """The parameters of a group with the places where they begin."""
+def _offsets(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
+    """The parameters of a group with their offsets in the flat tensor."""
     if hasattr(optimizer, "round_robin_bit16_groups"):
         starts = optimizer.round_robin_bit16_offsets[index]
         yield from zip(optimizer.round_robin_bit16_groups[index], starts, strict=True)
@@ -114,27 +120,27 @@ def _laid_out(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
         start += parameter.numel()
 
 
-def _overlap(start: int, count: int, first: int, size: int) -> Piece:
-    """Of `count` numbers from `start` on those that are among `size` from `first` on."""
+def _overlap(start: int, count: int, first: int, size: int) -> Fragment:
+    """The part of `count` elements from `start` on that lies in a partition of `size` elements from `first` on."""
     begin = min(max(start, first), first + size)
     end = max(min(start + count, first + size), begin)
-    return Piece(slice(begin - first, end - first), slice(begin - start, end - start))
+    return Fragment(slice(begin - first, end - first), slice(begin - start, end - start))
 
 
-def _cut_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> Cut:
-    """Stage 3: each parameter is cut in equal pieces, the last of them filled up."""
+def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
+    """Stage 3: each parameter is split equally over the ranks, and the last fragment is padded."""
     for index, held in enumerate(optimizer.fp32_partitioned_groups_flat):
         if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["orthogonal"]:
-            cut, place = [], 0
+            matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
                 length = parameter.ds_tensor.numel()
-                pieces = [_own_piece(place, length, r, parameter.ds_numel) for r in range(data_group.size)]
-                cut.append(CutMatrix(parameter.ds_shape, dims.get(parameter), pieces))
-                place += length
-            yield held, cut
+                fragments = [_fragment_of(offset, length, r, parameter.ds_numel) for r in range(data_group.size)]
+                matrices.append(PartitionedMatrix(parameter.ds_shape, dims.get(parameter), fragments))
+                offset += length
+            yield held, matrices
 
 
-def _own_piece(place: int, length: int, rank: int, numbers: int) -> Piece:
-    """The piece of `length` that begins at `place` of what each rank holds."""
-    begin, end = min(rank * length, numbers), min((rank + 1) * length, numbers)
-    return Piece(slice(place, place + end - begin), slice(begin, end))
+def _fragment_of(offset: int, length: int, rank: int, numel: int) -> Fragment:
+    """The fragment of `length` elements that begins at `offset` of each rank's partition."""
+    begin, end = min(rank * length, numel), min((rank + 1) * length, numel)
+    return Fragment(slice(offset, offset + end - begin), slice(begin, end))

@@ -41,7 +41,7 @@ METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
     "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
     "spearman": lambda labels, predictions: spearmanr(labels, predictions).statistic,
 }
-"""By name: functions of labels and predictions, at most 1."""
+"""By name: functions of labels and predictions, with a maximum of 1."""
 
 
 def measure(metric: str, labels: Floats, predictions: Floats) -> float:
@@ -53,8 +53,8 @@ def measure(metric: str, labels: Floats, predictions: Floats) -> float:
 
 
 def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tensor:
-    """Mean cross-entropy of a batch; balanced: each class's sum divided by its count in the batch, so that all
-    classes weigh the same however rare they are (divided by the number of classes present: same scale)."""
+    """Mean cross-entropy of a batch; balanced: the mean of the means of each
+    class in the batch, so that rare classes have the same weight."""
     losses_B = F.cross_entropy(logits_BC, classes_B, reduction="none")
     if not balanced:
         return losses_B.mean()
@@ -62,9 +62,9 @@ def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tenso
     return (losses_B / counts_C[classes_B]).sum() / (counts_C > 0).sum()
 
 
-# Texts as padded batches: tokenized, joined and cut once, then batched by length.
+# Texts as padded batches: tokenized, concatenated and truncated once, then batched by length.
 
-_SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: little padding remains
+_BATCHES_PER_BUCKET = 50  # rows are sorted by length within so many batches, which leaves little padding
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Encoded:
 
 
 class ExampleEncoder:
-    """Joins a pair of texts as an encoder's tokenizer would, `[CLS] a [SEP] b [SEP]`; for decoders as two lines."""
+    """Concatenates a pair of texts: `[CLS] a [SEP] b [SEP]` for encoders, two lines for decoders."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
@@ -100,16 +100,16 @@ class ExampleEncoder:
         encoded = []
         for example, first in zip(examples, firsts, strict=True):
             pairs = (None if second is None else next(seconds) for second in example.seconds)
-            encoded.append(Encoded(tuple(self._joined(first, second) for second in pairs), example.label))
+            encoded.append(Encoded(tuple(self._with_special_tokens(first, second) for second in pairs), example.label))
         return encoded
 
-    def _joined(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
-        """One sequence; if two texts are too long together, the longer one is cut."""
-        room = self._max_length - len(self._open) - len(self._close)
+    def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
+        """One sequence; if two texts are too long together, the longer one is truncated."""
+        available = self._max_length - len(self._open) - len(self._close)
         if second is None:
-            ids = [*self._open, *first[:room], *self._close]
+            ids = [*self._open, *first[:available], *self._close]
             return ids, [0] * len(ids)
-        kept, kept_second = shares(len(first), len(second), room - len(self._between))
+        kept, kept_second = truncated_lengths(len(first), len(second), available - len(self._between))
         start = [*self._open, *first[:kept], *self._between]
         end = [*second[:kept_second], *self._close]
         return start + end, [0] * len(start) + [1] * len(end)
@@ -122,19 +122,20 @@ class ExampleEncoder:
         return ids
 
 
-def shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens to keep of two texts: the longer one is cut until both are equal, then both."""
+def truncated_lengths(first: int, second: int, available: int) -> tuple[int, int]:
+    """Lengths of two texts after truncation: the longer one is truncated until both are equal, then both are."""
     shorter, longer = min(first, second), max(first, second)
-    if shorter + longer > room:
-        shorter, longer = (shorter, room - shorter) if shorter <= room // 2 else (room // 2, room - room // 2)
+    if shorter + longer > available:
+        shorter = min(shorter, available // 2)
+        longer = available - shorter
     return (longer, shorter) if first > second else (shorter, longer)
 
 
 def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Every row once, in random batches of rows of similar length; all batches but one are full."""
+    """Every row once, in random batches of rows of similar length. At most one batch is smaller."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    reach = batch_size * _SORTED_TOGETHER
-    grouped = [k for start in range(0, len(order), reach) for k in by_length(lengths, order[start : start + reach])]
+    bucket = batch_size * _BATCHES_PER_BUCKET
+    grouped = [k for start in range(0, len(order), bucket) for k in by_length(lengths, order[start : start + bucket])]
     batches = [grouped[start : start + batch_size] for start in range(0, len(grouped), batch_size)]
     yield from (batches[k] for k in torch.randperm(len(batches), generator=generator).tolist())
 
@@ -157,7 +158,7 @@ def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> 
     return {"input_ids": padded(ids, padding), "attention_mask": attended, "token_type_ids": padded(token_types)}
 
 
-# The loop: an epoch of steps, then all evaluation sets, and again.
+# The training loop: each epoch ends with an evaluation on all sets.
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,8 @@ def fine_tune(
         mean = float(torch.stack(losses).mean())
         if not math.isfinite(mean):
             raise UserError(f"The loss must be finite, but is {mean} at step {step}; lower --learning-rate.")
-        seconds, at_once = time.monotonic() - begin, 2 * settings.batch_size
-        scores = {name: classifier.scores(examples, at_once) for name, examples in evaluation_sets.items()}
+        seconds, eval_batch_size = time.monotonic() - begin, 2 * settings.batch_size
+        scores = {name: classifier.scores(examples, eval_batch_size) for name, examples in evaluation_sets.items()}
         yield EpochScores(mean, scores, seconds)
 
 
@@ -260,7 +261,7 @@ class InitialModel:
     """A Hugging Face folder, with the tokenizer."""
 
     random_weights: bool = False
-    """Take only the shape and the tokenizer from the folder: a baseline without pretraining."""
+    """Use only the config and the tokenizer of the folder: a baseline without pretraining."""
 
 
 class FineTuningRun:
@@ -297,7 +298,7 @@ class FineTuningResult:
     seed: int
     train_rows: int
     halved: bool
-    """Whether half of the dev split was trained on, because there is no training split."""
+    """Whether half of the dev split was the training set, because the task has no training split."""
 
     epochs: list[EpochScores]
 
@@ -316,36 +317,36 @@ class FineTuningResult:
         return sum(epoch.seconds for epoch in self.epochs)
 
 
-Planned = tuple[InitialModel, TaskData, FineTuning, int]
-"""A run: the model, the task, its settings and the seed."""
+PlannedRun = tuple[InitialModel, TaskData, FineTuning, int]
+"""The model, the task, its settings and the seed of a run."""
 
 
 class FineTuningResults:
     """Results in one JSON file, a `ResultCache`.
 
-    A result is found again for the same model, weights, task, examples, settings and seed.
+    The key is the model, its weights, the task, the examples, the settings and the seed.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._kept = ResultCache(path)
+        self._cache = ResultCache(path)
 
     def newest(self) -> list[FineTuningResult]:
         """The last result stored for each model, task and seed, whatever its settings."""
-        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
+        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._cache.entries}
         return [_result(entry) for entry in runs.values()]
 
-    def find(self, run: Planned) -> FineTuningResult | None:
+    def find(self, run: PlannedRun) -> FineTuningResult | None:
         """The stored result of this run, if there is one."""
-        entry = self._kept.find(_key(*run))
+        entry = self._cache.find(_key(*run))
         return None if entry is None else _result(entry)
 
-    def add(self, run: Planned, epochs: Sequence[EpochScores]) -> FineTuningResult:
+    def add(self, run: PlannedRun, epochs: Sequence[EpochScores]) -> FineTuningResult:
         """Stores a finished run, in place of an earlier one with the same settings."""
         initial_model, data, _, seed = run
         result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
         facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
         values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
-        self._kept.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
+        self._cache.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
         return result
 
 
@@ -390,7 +391,7 @@ def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
     return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
 
 
-_LEFT_OUT = {"glue/rte", "glue/wnli"}  # of GLUE's mean, as in the paper
+_LEFT_OUT = {"glue/rte", "glue/wnli"}  # left out of the GLUE average, as in the paper
 
 
 def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
@@ -410,7 +411,7 @@ def _result(entry: Mapping[str, Any]) -> FineTuningResult:
 
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
-    """All that a result depends on; of a folder whose weights are not read the shape and the tokenizer."""
+    """Everything that a result depends on. With random weights only the folder's shape and tokenizer count."""
     folder = initial_model.folder
     shape = [folder / "config.json", folder / "tokenizer.json"]
     weights = f"random, {fingerprint_files(shape)}" if initial_model.random_weights else fingerprint_model(folder)
@@ -418,9 +419,9 @@ def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed
     return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
 
 
-# Several models on several tasks with several seeds: stored results are reused, missing ones computed.
+# A grid of models, tasks and seeds: stored results are reused, missing ones are computed.
 
-_TRAINING_COST = 3  # training on a row costs as much as evaluating three
+_TRAINING_COST = 3  # of a row, relative to evaluating it
 _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
 
 
@@ -432,11 +433,11 @@ class Comparison:
         initial_models: Sequence[InitialModel],
         tasks: Sequence[tuple[TaskData, FineTuning]],
         seeds: Sequence[int],
-        kept: FineTuningResults,
+        cache: FineTuningResults,
     ) -> None:
-        self._kept = kept
+        self._cache = cache
         self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
-        missing = [run for run in self._runs if kept.find(run) is None]
+        missing = [run for run in self._runs if cache.find(run) is None]
         self._work = sum(settings.epochs * _epoch_cost(data, settings) for _, data, settings, _ in missing)
         self._done, self._begin = 0, time.monotonic()
 
@@ -444,12 +445,12 @@ class Comparison:
         """All results, model by model, then task by task; calls `report` with a line after each epoch."""
         results, task_run = [], None
         for run in self._runs:
-            result = self._kept.find(run)
+            result = self._cache.find(run)
             if result is None:
                 initial_model, data, settings, seed = run
                 if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
                     task_run = FineTuningRun(initial_model, data, settings)
-                result = self._kept.add(run, self._epochs(task_run, seed, report))
+                result = self._cache.add(run, self._epochs(task_run, seed, report))
             results.append(result)
         return results
 
@@ -462,7 +463,7 @@ class Comparison:
         return epochs
 
     def _line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
-        """How far a run is, its speed, and how long all runs will still take."""
+        """The progress and speed of a run, and the estimated time left for all runs."""
         data, last = task_run.data, epochs[-1]
         metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
         left = (time.monotonic() - self._begin) * (self._work - self._done) / self._done
@@ -474,28 +475,28 @@ class Comparison:
 
 
 def _epoch_cost(data: TaskData, settings: FineTuning) -> int:
-    """An epoch's work, in characters that are read; to estimate the time left."""
+    """The relative cost of an epoch, in characters; to estimate the time left."""
     at_most = _CHARACTERS_PER_TOKEN * settings.max_length
     trained = sum(example.characters(at_most) for example in data.train)
     tested = sum(example.characters(at_most) for example in chain.from_iterable(data.evaluation_sets.values()))
     return _TRAINING_COST * trained + tested
 
 
-# A table that compares models: percentages, and training time.
+# The comparison table: scores in percent, and training time.
 
 
 def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
     for model in dict.fromkeys(result.model for result in results):
-        mine = [result for result in results if result.model == model]
-        halved = {result.task for result in mine if result.halved}
-        for summary in summarise(mine):
+        own = [result for result in results if result.model == model]
+        halved = {result.task for result in own if result.halved}
+        for summary in summarise(own):
             task = summary.task + (" (half of dev)" if summary.task in halved else "")
             test = "" if summary.test == summary.task.split("/")[-1] else summary.test
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = duration(sum(result.seconds() for result in mine))
+        time_row[model] = duration(sum(result.seconds() for result in own))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())

@@ -17,7 +17,7 @@ from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import step_of
 from megahead.data.batch import Batch
-from megahead.data.loader import BatchReader, held_out_masker
+from megahead.data.loader import BatchReader, held_out_collator
 from megahead.data.samples import EvenlySpread
 from megahead.data.tokenizer import Tokenizer
 from megahead.distributed.group import Group
@@ -29,7 +29,7 @@ from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective
 from megahead.losses.fused_softmax import chunk_softmax
 from megahead.losses.scores import Dot
-from megahead.objectives.micro_batch import documents_of, shorter_rows_of, target_positions_of
+from megahead.objectives.micro_batch import documents_of, target_positions_of, token_subsets_of
 from megahead.objectives.pretraining import Pretraining
 from megahead.run_folder import RunFolder
 
@@ -73,7 +73,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     if config.objective.score != "dot":
         raise FieldError("objective.score", "be dot for its gradients to be measured", got=config.objective.score)
     samples = EvenlySpread(open_held_out(config), rows)
-    reader = BatchReader(samples, config.data, held_out_masker(config))
+    reader = BatchReader(samples, config.data, held_out_collator(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
     spread, shares = _Spread(), _Share()
     for first in range(0, samples.count, per_group):
@@ -105,7 +105,7 @@ def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     """[N, D]: what the head multiplies, for the outputs that have targets."""
     backbone = pretraining.backbone
     inputs_BTD = backbone.embed(batch.input_ids_BT)
-    places = documents_of(batch), target_positions_of(batch), shorter_rows_of(batch)
+    places = documents_of(batch), target_positions_of(batch), token_subsets_of(batch)
     outputs_ND = backbone.encode_at(inputs_BTD, *places)
     vanilla = pretraining.objective.name == "vanilla"
     return pretraining.mask_head(outputs_ND) if vanilla and pretraining.mask_head is not None else outputs_ND

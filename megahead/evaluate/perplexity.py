@@ -15,7 +15,7 @@ from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.data import DataConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
-from megahead.data.batch import CausalRows, RowMasker
+from megahead.data.batch import CausalRows, RowCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, require_end_tokens
 from megahead.data.samples import EvenlySpread, Samples, held_out_samples
@@ -72,13 +72,13 @@ class ValidationSet:
         rows: int,
         micro_size: int,
         group: Group,
-        masker: RowMasker | None = None,
+        collator: RowCollator | None = None,
         auxiliary: AuxiliarySettings | None = None,
     ) -> None:
         self._samples, self._auxiliary = samples, auxiliary
         spread = EvenlySpread(samples, rows)
-        self._masker = masker or CausalRows(data)
-        self._reader = BatchReader(spread, data, self._masker)
+        self._collator = collator or CausalRows(data)
+        self._reader = BatchReader(spread, data, self._collator)
         self._rows = spread.count
         self._micro_size = micro_size
         self._group = group
@@ -86,8 +86,12 @@ class ValidationSet:
     @staticmethod
     def of(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
         """As a run of `config` scores it."""
-        rows, masker, auxiliary = config.training.evaluate_samples, held_out_rows(config), config.objective.auxiliary()
-        return ValidationSet(samples, config.data, rows, config.batch.micro_size, group, masker, auxiliary)
+        rows, collator, auxiliary = (
+            config.training.evaluate_samples,
+            held_out_rows(config),
+            config.objective.auxiliary(),
+        )
+        return ValidationSet(samples, config.data, rows, config.batch.micro_size, group, collator, auxiliary)
 
     def evaluate(
         self, score: Callable[[EvaluationRequest], EvaluationSums], bias_V: Tensor | None, device: torch.device
@@ -124,7 +128,7 @@ class ValidationSet:
         loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
         bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
         means = self._auxiliary.means(sums.auxiliary) if self._auxiliary and sums.auxiliary else None
-        accuracy, bound = sums.correct / sums.targets, self._masker.upper_bound
+        accuracy, bound = sums.correct / sums.targets, self._collator.upper_bound
         return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
 
     def _bytes_per_token(self) -> float | None:
@@ -133,7 +137,7 @@ class ValidationSet:
         The whole dataset's average: exact only if all of it was read.
         """
         info = self._samples.dataset.info
-        predicted = None if info is None else self._masker.predicted(info)
+        predicted = None if info is None else self._collator.predicted(info)
         return info.text_bytes / max(predicted, 1) if info and info.text_bytes and predicted is not None else None
 
 

@@ -33,7 +33,7 @@ from megahead.config.loading import config_from_dict
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
-from megahead.distributed.tensors import all_finite, block_ranges, joined, require_finite
+from megahead.distributed.tensors import all_finite, block_ranges, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import staged_folder
 from megahead.hf import decoders, encoders
@@ -103,7 +103,7 @@ class PublishedModel:
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
         lacks it, has another shape, or values that are not finite."""
-        return joined(self.blocks(name, shape), shape)
+        return join_blocks(self.blocks(name, shape), shape)
 
     def blocks(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them."""

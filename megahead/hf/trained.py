@@ -22,7 +22,7 @@ from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.data.loader import evaluation_target_counts
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Finite, Renamed
+from megahead.distributed.tensors import FiniteTensors, RenamedTensors
 from megahead.errors import CheckpointError
 from megahead.losses.candidates import training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_, weight_shapes
@@ -85,8 +85,8 @@ class TrainedModel:
         """The same in consecutive blocks of rows; memory holds one of them."""
         return (block.float() for block in self._weights().blocks(name))
 
-    def _weights(self) -> Finite:
-        return Finite(Renamed(self.checkpoint, lambda name: f"weight/{name}"), self.checkpoint.folder)
+    def _weights(self) -> FiniteTensors:
+        return FiniteTensors(RenamedTensors(self.checkpoint, lambda name: f"weight/{name}"), self.checkpoint.folder)
 
     def bias(self, head: HeadName) -> Tensor | None:
         """[V] fp32: what a head of this name adds to `E h / T`; None if nothing. CheckpointError where counts that the

@@ -1,4 +1,4 @@
-"""Compares an exported folder with the model it came from: the same outputs, within rounding."""
+"""Verifies that an exported folder computes the same outputs as the checkpoint, within rounding."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
 
 MAX_PADDING = 1e-6
-"""Largest probability that padding rows may take together, where they were kept."""
+"""Largest total probability of padding rows, if the export has them."""
 
-_OWN_ROUNDINGS = 4  # of the source, that an export in half precision may be off by
+_ROUNDING_FACTOR = 4  # tolerance of a half-precision export, in rounding errors of the source
 
 _ROWS, _TOKENS = 2, 64
-_SCORES = 1 << 24
-"""Of larger vocabularies than 65,536 fewer tokens are compared, so that logits stay within 64 MiB."""
+_MAX_LOGITS = 1 << 24
+"""Limits the logits to 64 MiB: vocabularies above 65,536 are compared on fewer tokens."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far an export is from its source."""
+    """The differences between an export and its source."""
 
     compared: str
     """`logits`, or `hidden states` of an export without a head."""
 
     tokens: int
-    """Random and (where the run's dataset is at hand) real ones."""
+    """Number of compared tokens: random ones and, if the run's dataset exists, real ones."""
 
     largest_output: float
     largest_error: dict[str, float]
-    """By the dtype that the export computes in: float32, and the dtype it is stored in."""
+    """By the dtype of the computation: float32, and the stored dtype."""
 
     own_rounding: float
-    """What the source itself is off by when it computes in the stored dtype; 0 for float32."""
+    """The error of the source itself when it computes in the stored dtype; 0 for float32."""
 
     padding: float
-    """Largest probability that padding rows take together, after any token and in any dtype."""
+    """Largest total probability of padding rows at any position and in any dtype."""
 
     tolerance: float
     """The largest error allowed in the stored dtype."""
 
 
 def verify(folder: Path, target: ExportTarget) -> Parity:
-    """Compares the exported `folder` with its model computing in fp32; CheckpointError above the tolerance.
+    """Compares the exported `folder` with the source in fp32; CheckpointError above the tolerance.
 
-    Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time (an exported
-    encoder is held whole); the source once more where the export is in half precision, to see what rounding alone does.
+    Cost: a forward pass of a few hundred tokens for each model, with one layer in memory at a time (all layers of an
+    exported encoder). A half-precision export needs another pass of the source to measure its rounding.
     """
     model, head, dtype = target.model, target.head, target.dtype
     rows_BT = _token_rows(model)
@@ -73,8 +73,8 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
     own_rounding = _distance(rounded, expected)
-    tolerance = TOLERANCE * max(scale, 10.0) + _OWN_ROUNDINGS * own_rounding
-    if not errors[dtype] <= tolerance:  # also when one of them is not a number
+    tolerance = TOLERANCE * max(scale, 10.0) + _ROUNDING_FACTOR * own_rounding
+    if not errors[dtype] <= tolerance:  # also if one of them is NaN
         raise CheckpointError(
             f"the exported {compared} must be within {tolerance:.1e} of the checkpoint's, but are off by "
             f"{errors[dtype]:.1e} in {dtype}; nothing was written."
@@ -89,7 +89,7 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
 
 @torch.no_grad()
 def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, T, V] logits as they are defined, `E h / T + log q` or the like, or [B, T, D] hidden states.
+    """[B, T, V] reference logits, such as `E h / T + log q`, or [B, T, D] hidden states.
 
     Computed in `dtype` throughout, returned in fp32.
     """
@@ -131,8 +131,8 @@ def _token_rows(model: TrainedModel) -> Tensor:
     """[B, T] random ids, and rows of the run's own text."""
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
-    wanted = _TOKENS + window  # further than local layers see
-    length = min(wanted, model.config.data.sequence_length, max(1 + window, _SCORES // (2 * _ROWS * vocab_size)))
+    needed = _TOKENS + window  # beyond the window of local layers
+    length = min(needed, model.config.data.sequence_length, max(1 + window, _MAX_LOGITS // (2 * _ROWS * vocab_size)))
     random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     real_BT = _real_rows(model, length)
     return random_BT if real_BT is None else torch.cat([random_BT, real_BT])
@@ -141,9 +141,9 @@ def _token_rows(model: TrainedModel) -> Tensor:
 def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
     prefix = model.config.data.validation or model.config.data.parts()[0].prefix
     if is_remote(prefix):
-        return None  # a whole dataset is not fetched for some rows
+        return None  # does not download a dataset for a few rows
     try:
         samples = SequentialSamples(IndexedDataset(prefix), length)
         return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])
-    except DataError:  # trained elsewhere: its text is not here
+    except DataError:  # trained on another machine
         return None

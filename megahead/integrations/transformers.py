@@ -1,4 +1,4 @@
-"""Contrastive weight tying for a language model of Hugging Face, in its own `Trainer`."""
+"""Contrastive weight tying for a Hugging Face language model, trained with `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from megahead.losses.contrastive import build_objective
 from megahead.losses.softmax import candidate_loss, streamed_sums
 from megahead.objectives.loader import gather_targets
 
-# A trained body as a plain model of transformers: `none`, `tied` or `pmi`, whichever head its class has a place for.
+# Saves a trained body as an ordinary transformers model with the head `none`, `tied` or `pmi`, as its class allows.
 #
-# Families that our own exports know go out as these do: exact, compared, and with every head docs/models.md names. Of
-# any other the output matrix becomes the input embedding and its bias, where there is one, log q; that too is
-# compared.
+# Families that `hf.export` supports are exported by it, with every head of docs/models.md. For any other family the
+# output matrix is tied to the input embedding, and its bias, if it has one, is log q. Both are verified.
 
 _TOLERANCE = 1e-4  # of the largest score
 _HEADS = ("none", "tied", "pmi")
@@ -46,7 +45,7 @@ def save_plain(
     head: HeadName,
     tokenizer: Any,
 ) -> None:
-    """Writes `folder`, of `kind` and with the body's `weights`; UserError where it cannot have `head`.
+    """Writes a model of class `kind` with the body's `weights` to `folder`; UserError if it cannot have `head`.
 
     counts_V: of the targets it was trained on. tokenizer: of transformers, or None.
     """
@@ -63,7 +62,7 @@ def save_plain(
         except UserError as error:
             if head != "none" and not isinstance(error, FieldError):
                 raise
-            run = None  # not one of ours, by family or by a setting; or an encoder without a tokenizer
+            run = None  # an unsupported family or setting, or an encoder without a tokenizer
         if run is not None:
             with staged_folder(folder, replaceable=PARITY_FILE) as staged:
                 export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."))
@@ -81,7 +80,7 @@ def save_plain(
 def _with_head(
     kind: type[PreTrainedModel], config: PreTrainedConfig, weights: Mapping[str, Tensor], counts_V: Tensor, head: str
 ) -> PreTrainedModel:
-    """The whole model, on the CPU, whose output matrix is the input embedding."""
+    """The complete model on the CPU, with the output matrix tied to the input embedding."""
     config = copy.deepcopy(config)
     config.tie_word_embeddings = True
     model = kind(config)
@@ -99,7 +98,7 @@ def _with_head(
 
 
 def _compare(model: PreTrainedModel, bias_V: Tensor) -> None:
-    """UserError unless the model's scores are its outputs times its input embedding, and the bias."""
+    """UserError unless the logits are the hidden states times the input embedding, plus the bias."""
     ids_BT = torch.randint(len(bias_V), (2, 16), generator=torch.Generator().manual_seed(0))
     expected_BTV = model.base_model(ids_BT).last_hidden_state @ model.get_input_embeddings().weight.T + bias_V
     error = (model(ids_BT).logits - expected_BTV).abs().max()
@@ -116,20 +115,20 @@ _NO_TARGET = -100  # a label, to Hugging Face
 _BLOCK_ROWS = 16_384
 _BODY, _COUNTS = "body.", "target_counts"
 _NOISE = "neftune_noise_alpha"
-_ADAPTED = (".base_layer.", ".original_module.")
-"""In the names of weights beside which PEFT has others."""
+_ADAPTER_PARTS = (".base_layer.", ".original_module.")
+"""Parts of parameter names of models with PEFT adapters."""
 
 
 class Headless(nn.Module):
     """The body of a causal or masked language model, shared with `model`; its head is neither used nor trained.
 
     In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike; in
-    evaluation the loss of the training-free head with these counts, so that exp(`eval_loss`) is its perplexity (before
-    any target was counted, that of the tied head). Candidates are the targets of the rank's micro-batch, or with
+    evaluation the loss of the training-free head with these counts, so that exp(`eval_loss`) is its perplexity (of the
+    tied head before any target was counted). Candidates are the targets of the rank's micro-batch, or with
     `share_candidates` those of all ranks.
 
-    FieldError for a model that is not such, or whose outputs cannot be compared with its input embeddings;
-    CheckpointError for one whose weights are not finite.
+    FieldError for another kind of model, or if its hidden size differs from its embedding dimension; CheckpointError if
+    its weights are not finite.
     """
 
     body: PreTrainedModel
@@ -138,15 +137,15 @@ class Headless(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, share_candidates: bool = False) -> None:
         super().__init__()
-        self.loss_type = _loss_type(model)  # by it Trainer counts the targets of a step
+        self.loss_type = _loss_type(model)  # Trainer counts the targets of a step by it
         self.body, self.config, self._kind = cast(PreTrainedModel, model.base_model), model.config, type(model)
         require_finite(self.body.named_parameters(), "model")
-        table = _table_of(model)
+        table = _input_embedding(model)
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
         self.share_candidates = share_candidates
         self.register_buffer(_COUNTS, torch.zeros(table.num_embeddings, dtype=torch.int64))
-        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # which needs no counts
-        self._taken = frozenset(inspect.signature(self.body.forward).parameters)
+        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # needs no counts
+        self._body_arguments = frozenset(inspect.signature(self.body.forward).parameters)
 
     def forward(
         self,
@@ -156,22 +155,22 @@ class Headless(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step;
         without any 0, in evaluation NaN, which `Trainer` leaves out of its mean.
 
         labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target; FieldError
         without any, as with label smoothing, which needs logits. An input that the body has no argument for is left
-        out; `more` goes to it as it is. Collective in training.
+        out; `kwargs` goes to it as it is. Collective in training.
         """
         if labels is None:
             hint = "there are no logits: leave label_smoothing_factor at 0; to predict, `save` with a head"
             raise FieldError("labels", "be given", got="missing", hint=hint)
         self._fit_counts()
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        given = {name: value for name, value in optional.items() if value is not None and name in self._taken}
-        hidden_BTD = self.body(input_ids=input_ids, **given, **more).last_hidden_state
+        given = {name: value for name, value in optional.items() if value is not None and name in self._body_arguments}
+        hidden_BTD = self.body(input_ids=input_ids, **given, **kwargs).last_hidden_state
         if self.loss_type == "ForCausalLM":
             hidden_BTD, labels = hidden_BTD[:, :-1], labels[:, 1:]
         chosen_BT = labels != _NO_TARGET
@@ -182,11 +181,11 @@ class Headless(nn.Module):
         return {"loss": summed / (count.clamp(min=1) if self.training else count)}
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table: the body's, to whose outputs `Trainer` adds NEFTune's noise; candidates are without it."""
+        """The input embedding of the body. `Trainer` adds NEFTune noise to its outputs, but not to candidates."""
         return self.body.get_input_embeddings()
 
-    def prepare_inputs_for_generation(self, *inputs: Any, **more: Any) -> Any:
-        """Which PEFT wants of a causal model; FieldError when it is called."""
+    def prepare_inputs_for_generation(self, *inputs: Any, **kwargs: Any) -> Any:
+        """PEFT requires this method of a causal model; calling it raises FieldError."""
         raise FieldError("model", "have a head to generate", got="headless", hint="`save` it with one")
 
     def log_frequencies(self) -> Tensor:
@@ -210,25 +209,25 @@ class Headless(nn.Module):
         self._fit_counts()
         weights = self.state_dict() if state_dict is None else state_dict
         body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
-        if any(part in name for name in body for part in _ADAPTED):
+        if any(part in name for name in body for part in _ADAPTER_PARTS):
             raise FieldError("model", "be without adapters", got="adapted", hint="call its merge_and_unload() first")
         save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """`Trainer` calls this where its arguments have it."""
+        """`Trainer` calls this if its arguments enable it."""
         body: Any = self.body
         enable = getattr(body, "activation_checkpointing_enable", None) or body.gradient_checkpointing_enable
         enable(**options)
 
     gradient_checkpointing_enable = activation_checkpointing_enable
-    """As versions before 5.20 call it."""
+    """The name in transformers before 5.20."""
 
     def _load_from_state_dict(self, *state: Any) -> None:
         self._fit_counts()
         super()._load_from_state_dict(*state)
 
     def _fit_counts(self) -> None:
-        """After `resize_token_embeddings`: new ids were no targets yet."""
+        """Resizes the counts after `resize_token_embeddings`; new ids have count 0."""
         table: Any = self.body.get_input_embeddings()
         while not hasattr(table, "num_embeddings"):  # an adapter of PEFT
             table = table.base_layer if hasattr(table, "base_layer") else table.original_module
@@ -237,7 +236,7 @@ class Headless(nn.Module):
             self.target_counts = nn.functional.pad(self.target_counts, (0, missing))
 
     def _rows(self, ids_U: Tensor) -> Tensor:
-        """[U, D], looked up by the module, as ZeRO-3 must see it, without the noise of NEFTune's hook."""
+        """[U, D], by a call of the embedding module, as ZeRO-3 requires, without NEFTune noise."""
         table = self.body.get_input_embeddings()
         noise = getattr(table, _NOISE, None)
         if noise is None:
@@ -245,24 +244,24 @@ class Headless(nn.Module):
             return rows_UD
         setattr(table, _NOISE, 0.0)
         try:
-            (rows_UD,) = table(ids_U[None])  # [1, U, D]: the hook takes batches alone
+            (rows_UD,) = table(ids_U[None])  # [1, U, D]: the hook requires a batch dimension
             return rows_UD
         finally:
             setattr(table, _NOISE, noise)
 
     def _loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
-        """Over candidates; summed over the outputs. Collective: ranks exchange ids."""
-        everyones = _of_all_ranks(target_ids_N)
+        """The loss over candidates, summed over the outputs. Collective: ranks exchange ids."""
+        all_target_ids = _gather_targets(target_ids_N)
         if torch.is_grad_enabled():
-            self.target_counts.index_add_(0, everyones, torch.ones_like(everyones))
-        pool = self._objective.pool(everyones if self.share_candidates else target_ids_N)
+            self.target_counts.index_add_(0, all_target_ids, torch.ones_like(all_target_ids))
+        pool = self._objective.pool(all_target_ids if self.share_candidates else target_ids_N)
         candidates = pool.candidates(target_ids_N)
         assert candidates.ids_U is not None
         return candidate_loss(outputs_ND, self._rows(candidates.ids_U), candidates)
 
     @torch.no_grad()
     def _held_out_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
-        """Over the vocabulary, whose rows are looked up block by block; summed over the outputs."""
+        """The loss over the vocabulary, block by block, summed over the outputs."""
         table, ids_V = self.body.get_input_embeddings(), torch.arange(len(self.target_counts), device=outputs_ND.device)
         vocabulary = vocabulary_candidates(target_ids_N, self.log_frequencies())
         with torch.autocast(outputs_ND.device.type, enabled=False):
@@ -282,7 +281,7 @@ def _loss_type(model: PreTrainedModel) -> str:
     raise FieldError("model", "be a causal or masked language model", got=f"a {type(model).__name__}", hint=hint)
 
 
-def _table_of(model: PreTrainedModel) -> nn.Embedding:
+def _input_embedding(model: PreTrainedModel) -> nn.Embedding:
     table, width = model.get_input_embeddings(), getattr(model.config.get_text_config(), "hidden_size", None)
     if type(table) is not nn.Embedding:
         raise FieldError("model", "look its inputs up in a plain nn.Embedding", got=f"one with {type(table).__name__}")
@@ -292,7 +291,7 @@ def _table_of(model: PreTrainedModel) -> nn.Embedding:
     return table
 
 
-def _of_all_ranks(target_ids_N: Tensor) -> Tensor:
+def _gather_targets(target_ids_N: Tensor) -> Tensor:
     """Every rank's targets, in rank order, on every rank. Collective."""
     ranks = Group.world()
     sizes_R1 = ranks.all_gather(torch.tensor([target_ids_N.numel()], device=target_ids_N.device))

@@ -1,6 +1,6 @@
-"""Which tokens compete for an output, with which biases, and the head that follows from them without training.
+"""The candidates of the softmax, their logit biases, and the training-free head that follows from them.
 
-N targets of a micro-batch (or of its part that is in one candidate group), U candidates, V vocabulary.
+N targets of a micro-batch (or of its part in one candidate group), U candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megahead.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Candidates:
-    """Which rows of the table compete in the softmax of each output, and with which biases."""
+    """The rows of the embedding in the denominator of the sampled softmax, and their logit biases."""
 
     ids_U: Tensor | None
     """int64 token ids, each once; None: all rows of the output matrix, in order."""
@@ -35,35 +35,35 @@ class Candidates:
     """Replaces `bias_U` for outputs whose target the candidate is; None: `bias_U` for them too."""
 
     subtracts_target_bias: bool = False
-    """Whether the loss has the target's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
-    have a gradient: that of the softmax, in which nothing must be added up by ids."""
+    """Whether the numerator of the loss has the target's bias, too, as in an ordinary softmax. Only such a bias may
+    have a gradient."""
 
     weight_N: Tensor | None = None
-    """How often each output's loss counts; None: once."""
+    """The weight of each output's loss; None: 1."""
 
     drawn_bias_U: Tensor | None = None
     """Replaces `bias_U` of an output's target where tokens are drawn, which must not know the target: log of what the
     id weighs on average among the other targets; None: `bias_U`."""
 
     def weighed(self, values_N: Tensor) -> Tensor:
-        """[N], each output's value as often as it counts."""
+        """[N], each output's value times its weight."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
     def numerator(self, target_n: Tensor, biased_n: Tensor) -> Tensor:
-        """What the loss subtracts of some outputs' targets: their score without bias, or the one with it."""
+        """The logits of the targets in the numerator: without bias, or with it."""
         return biased_n if self.subtracts_target_bias else target_n
 
     def to(self, device: torch.device) -> Candidates:
-        """The same candidates on `device`; copies from pinned memory do not wait."""
+        """The same candidates on `device`; copies from pinned memory are asynchronous."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Candidates:
-        """The same in page-locked memory, from which a CUDA device copies in the background."""
+        """The same in pinned memory."""
         return self._mapped(Tensor.pin_memory)
 
     def padded(self, multiple: int) -> Candidates:
-        """Pads the number of candidates to a multiple, so that shapes repeat; the added ones are the first again, so
-        that no more rows of a table are used, with the bias -inf."""
+        """Pads the number of candidates to a multiple, so that shapes repeat. The padding repeats the first candidate
+        with the bias -inf, so that no more rows of the embedding are read."""
         if self.ids_U is None or self.bias_U is None:
             return self
         missing = -self.ids_U.numel() % multiple
@@ -83,7 +83,7 @@ class Candidates:
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:
-    """The targets themselves, each once, with the bias log(count): the same as the paper's sum over all N targets.
+    """The unique targets, with the bias log(count): equal to the paper's sum over all N targets.
 
     sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
     """
@@ -98,7 +98,7 @@ def vocabulary_candidates(
     return Candidates(None, bias_V, target_ids_N, weight_N=weight_N)
 
 
-# The weight of each candidate in the softmax, the only thing in which the headless objectives differ.
+# The bias of each candidate, in which alone the headless objectives differ.
 #
 # All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, where p is the target
 # of output i and s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
@@ -125,26 +125,26 @@ class Weighting:
 
 
 def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Weighting:
-    """The weighting named `bias` of ids that are candidates `multiplicity_P` times (targets and draws together).
+    """The biases of ids that occur `multiplicity_P` times among targets and random negatives, by the setting `bias`.
 
     log_inclusion_P: log-probability that an id is a candidate at all, for `corrected`.
     """
     log_count_P = multiplicity_P.double().log()
-    even_P = torch.zeros_like(log_count_P)
+    zeros_P = torch.zeros_like(log_count_P)
     if bias == "paper":
         return Weighting(log_count_P, log_count_P, subtracts_target_bias=False)
     if bias == "once":
-        return Weighting(even_P, even_P, subtracts_target_bias=False)
+        return Weighting(zeros_P, zeros_P, subtracts_target_bias=False)
     if bias == "own_once":
-        return Weighting(log_count_P, even_P, subtracts_target_bias=False)
+        return Weighting(log_count_P, zeros_P, subtracts_target_bias=False)
     if log_inclusion_P is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
     return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_target_bias=True)
 
 
 def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
-    """float64 [P]: b of each candidate beside one output whose target it is: had it been a candidate once less. What
-    `log_mean_weight` is on average, for where no q is known."""
+    """float64 [P]: the bias of each candidate if it occurred once less, as among the other targets. `log_mean_weight`
+    is its average, for a known q."""
     return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
 
 
@@ -159,23 +159,23 @@ def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None
 def log_mean_weight(
     bias: Bias, log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0
 ) -> Tensor:
-    """float64: log of what each id weighs on average in a group of so many targets and draws, where it counts as 0 when
-    it is no candidate. Of `corrected` without its b = -log pi."""
+    """float64: log of the mean weight of each id in a group with so many targets and random negatives. The weight is 0
+    if the id is no candidate. Without the b = -log pi of `corrected`."""
     if bias in ("once", "corrected"):
         return log_inclusion(log_q_V, targets, log_r_V, draws)
     weight_V = targets * log_q_V.double().exp()
     return (weight_V if log_r_V is None else weight_V + draws * log_r_V.double().exp()).log()
 
 
-# Random draws on the CPU: of negatives, and of the candidates that stay if there are too many.
+# Sampling on the CPU: random negatives, and a subset of candidates if there are too many.
 #
 # Results depend on the generator's seed alone: the same on every machine and mesh. V vocabulary, P some ids.
 
 
-def draw_ids(below_V: Tensor, draws: int, generator: torch.Generator) -> Tensor:
-    """int64 [draws]: ids drawn with replacement. `below_V`: running sums of their weights, float64. O(draws log V)."""
-    uniform = torch.rand(draws, generator=generator, dtype=torch.float64) * below_V[-1]
-    return torch.searchsorted(below_V, uniform, right=True).clamp_(max=len(below_V) - 1)
+def draw_ids(cumulative_V: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    """int64 [draws]: ids drawn with replacement. `cumulative_V`: float64 cumulative sums of weights. O(draws log V)."""
+    uniform = torch.rand(draws, generator=generator, dtype=torch.float64) * cumulative_V[-1]
+    return torch.searchsorted(cumulative_V, uniform, right=True).clamp_(max=len(cumulative_V) - 1)
 
 
 def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
@@ -200,15 +200,15 @@ def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
 def systematic_sample(chances_P: Tensor, generator: torch.Generator) -> Tensor:
     """bool [P]: a sample that has each id with its given probability; its size is their sum, rounded.
 
-    The probabilities are laid end to end on a line, in random order and with a random shift; those that cover an
-    integer are chosen (Madow 1949).
+    Systematic sampling (Madow 1949): of the shuffled, randomly shifted cumulative sums, those that pass an integer are
+    chosen.
     """
     chosen_P = chances_P >= 1.0
     open_ids = ((chances_P > 0) & ~chosen_P).nonzero().squeeze(1)
     open_ids = open_ids[torch.randperm(len(open_ids), generator=generator)]
     ends = chances_P[open_ids].cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)
-    teeth = ends.floor().diff(prepend=torch.zeros(1, dtype=torch.float64))
-    chosen_P[open_ids[teeth > 0]] = True
+    crossings = ends.floor().diff(prepend=torch.zeros(1, dtype=torch.float64))
+    chosen_P[open_ids[crossings > 0]] = True
     return chosen_P
 
 
@@ -265,7 +265,7 @@ def training_free_bias(
         return None
     weight_V = log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
     draws = config.negatives
-    if draws or config.bias == "once":  # else an id weighs on average as often as it is a target
+    if draws or config.bias == "once":  # else the mean weight of an id is its frequency as a target
         log_r_V = log_negatives(config, vocab_size, token_counts_V) if draws else None
         weight_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, draws)
         weight_V = (weight_V if config.bias == "once" else weight_V - log(group_targets + draws)).float()

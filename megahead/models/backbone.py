@@ -106,7 +106,7 @@ class Backbone(nn.Module, ABC):
         for part in subsets:
             before = slice(done, part.layers.start)
             x_BTD = self._through(self.blocks[before], views[before], x_BTD)
-            x_BTD = part.joined(self._alone(part, x_BTD, documents), x_BTD)
+            x_BTD = part.merge(self._alone(part, x_BTD, documents), x_BTD)
             done = part.layers.stop
         x_BTD = self._through(self.blocks[done:last], views[done:last], x_BTD)
         if not targets.are_few:

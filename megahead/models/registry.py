@@ -1,4 +1,4 @@
-"""Families of backbones by name, their sharding tables, and their first weights."""
+"""Backbone families by name, their parallelize plans, and the initialization of weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SHARDING: dict[str, dict[str, str]] = {
     "bert": bert.SHARDING,
     "modernbert": modernbert.SHARDING,
 }
-"""Per family: pattern of module names (`*` is one layer's number) -> how it splits, in words of `parallel`."""
+"""Per family: pattern of module names (`*` stands for a layer's number) -> its kind of parallel layer."""
 
 
 def build_backbone(config: ModelConfig) -> Backbone:
-    """The backbone of `config` on torch's current default device, its weights undefined; on `meta` it costs nothing."""
+    """The backbone of `config` on torch's default device, with uninitialized weights. On `meta` it costs nothing."""
     return _BACKBONES[config.family](config)
 
 
-# Random weights that depend on the seed and a parameter's name alone: the same on every mesh and device.
+# Random initial weights depend only on the seed and the parameter's name: the same on every mesh and device.
 #
 # Pythia: normal weights with std sqrt(2 / (5 D)) ("small init", Nguyen & Salazar 2019, arXiv 1910.05895), and 2 / (L
 # sqrt(D)) where a sublayer writes to the residual stream (GPT-J's "wang init"); biases 0, norms 1. Megatron (Shoeybi
@@ -43,23 +43,23 @@ def build_backbone(config: ModelConfig) -> Backbone:
 
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
-_AT_ONCE = 16  # numbers: else torch draws the last 16 anew, and a longer tensor would begin otherwise
+_RANDN_CHUNK = 16  # torch.randn redraws the last 16 elements of a count that is no multiple of 16
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
-    """The fp32 CPU tensor that the full parameter `name` starts from.
+    """The initial value of the full parameter `name`, an fp32 CPU tensor.
 
     A matrix with more rows starts with the same rows: padding of the vocabulary changes no token's weights.
     """
-    return next(_drawn(name, shape, [range(shape[0])], seed, config))
+    return next(_initial_blocks(name, shape, [range(shape[0])], seed, config))
 
 
 def initial_blocks(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Iterator[Tensor]:
-    """The same, bit for bit, in consecutive blocks of rows: each is drawn when it is needed, 16,384 rows at most."""
-    return _drawn(name, shape, block_ranges(shape[0]), seed, config)
+    """The same, bit for bit, in consecutive blocks of at most 16,384 rows, each drawn when it is needed."""
+    return _initial_blocks(name, shape, block_ranges(shape[0]), seed, config)
 
 
-def _drawn(
+def _initial_blocks(
     name: str, shape: Sequence[int], blocks: Iterable[range], seed: int, config: ModelConfig
 ) -> Iterator[Tensor]:
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -72,7 +72,7 @@ def _drawn(
             yield torch.zeros(size)
         else:
             count = math.prod(size)
-            draws = torch.randn(-(-count // _AT_ONCE) * _AT_ONCE, generator=generator)
+            draws = torch.randn(-(-count // _RANDN_CHUNK) * _RANDN_CHUNK, generator=generator)
             yield draws[:count].view(size).mul_(_std(name, config))
 
 

@@ -15,9 +15,9 @@ from megahead.config.auxiliary import AuxiliarySettings, CustomConfig
 from megahead.config.base import load_named
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, RowMasker
+from megahead.data.batch import Batch, RowCollator
 from megahead.data.indexed import DatasetInfo, IndexedDataset
-from megahead.data.loader import held_out_masker, training_masker
+from megahead.data.loader import held_out_collator, training_collator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import Difficulty
 from megahead.errors import ConfigError
@@ -100,9 +100,9 @@ class Auxiliary(nn.Module):
         return ()
 
     @classmethod
-    def masker(cls, masker: RowMasker, config: RunConfig, seed: int) -> RowMasker:
-        """`masker`, whose batches also have what is prepared. By default its targets stay as they are."""
-        return _Preparing(masker, cls, config, seed)
+    def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
+        """`collator`, whose batches also have what is prepared. By default its targets stay as they are."""
+        return _Preparing(collator, cls, config, seed)
 
     @classmethod
     def counted(cls, batch: Batch) -> int | None:
@@ -126,10 +126,10 @@ class Auxiliary(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Preparing(RowMasker):
+class _Preparing(RowCollator):
     """Makes the batches of `inner`, with what the objective prepares."""
 
-    inner: RowMasker
+    inner: RowCollator
     kind: type[Auxiliary]
     config: RunConfig
     seed: int
@@ -172,21 +172,21 @@ def build_auxiliary(config: RunConfig) -> Auxiliary | None:
     return built
 
 
-def with_auxiliary(masker: RowMasker, config: RunConfig, seed: int, *, held_out: bool = False) -> RowMasker:
-    """`masker`, whose batches also have what the run's auxiliary objective needs; for `held_out` rows only if these are
-    scored by it."""
+def with_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_out: bool = False) -> RowCollator:
+    """`collator`, whose batches also have what the run's auxiliary objective needs. For `held_out` rows only if it is
+    evaluated on them."""
     settings = config.objective.auxiliary()
     kind = None if settings is None else auxiliary_kind(settings)
-    return masker if kind is None or (held_out and not kind.evaluated) else kind.masker(masker, config, seed)
+    return collator if kind is None or (held_out and not kind.evaluated) else kind.collator(collator, config, seed)
 
 
 def training_rows(
     config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
-) -> RowMasker:
-    """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_masker`."""
-    return with_auxiliary(training_masker(config, datasets, difficulty, masked_from), config, config.seed)
+) -> RowCollator:
+    """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_collator`."""
+    return with_auxiliary(training_collator(config, datasets, difficulty, masked_from), config, config.seed)
 
 
-def held_out_rows(config: RunConfig) -> RowMasker:
+def held_out_rows(config: RunConfig) -> RowCollator:
     """The same of held-out rows, which are masked alike in every run."""
-    return with_auxiliary(held_out_masker(config), config, 0, held_out=True)
+    return with_auxiliary(held_out_collator(config), config, 0, held_out=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.data import BatchConfig, DataConfig
-from megahead.data.batch import Batch, RowMasker
+from megahead.data.batch import Batch, RowCollator
 from megahead.data.blending import RowSource
 from megahead.data.loader import BatchReader
 from megahead.data.samples import derive_seed
@@ -119,12 +119,12 @@ class StepBatches:
     """How ranks exchange the embedding's rows for this step, where these are sharded."""
 
 
-class Feed:
+class StepLoader:
     """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
-    `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
-    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `counted`: that
+    `group`: the data ranks, used only from the loader's thread (see `Group.side_channel`). `group_samples`: size of a
+    candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks what is read. `counted`: that
     of an auxiliary objective. `owners`: all ranks, over a connection of their own, if the embedding's rows are sharded
     over them; `sharing`: those that read the same samples. Batches are on the CPU, prepared for `device`, which
     computes in half precision if `half`.
@@ -142,12 +142,12 @@ class Feed:
         seed: int = 0,
         device: torch.device = CPU,
         half: bool = False,
-        masker: RowMasker | None = None,
+        collator: RowCollator | None = None,
         counted: Callable[[Batch], int | None] | None = None,
         owners: Group | None = None,
         sharing: Group | None = None,
     ) -> None:
-        self._reader = BatchReader(samples, data, masker)
+        self._reader = BatchReader(samples, data, collator)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._counted = counted or (lambda batch: None)
         self._prefetch = data.prefetch

@@ -1,4 +1,4 @@
-"""A micro-batch as the module reads it: documents, targets, and outputs at the targets alone."""
+"""A micro-batch of the pretraining module: its documents, target positions and candidates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
 CANDIDATE_MULTIPLE_ON_CPU = 128
-"""In half precision on a CPU, where the code of a product takes longer to make for a new shape than its operations."""
+"""In half precision on a CPU, where a new shape costs more to compile a matrix product for than to compute."""
 
 DOCUMENT_MULTIPLE = 128
-"""On CUDA boundaries of documents are padded to a multiple of this, so that compiled blocks see one or two shapes.
-Empty documents cost the kernels next to nothing."""
+"""On CUDA `cu_seqlens` is padded to a multiple of this, so that compiled blocks see one or two shapes. Empty documents
+cost the kernels almost nothing."""
 
 
 def documents_of(batch: Batch) -> Documents:
-    """Where each document of the batch begins, on its device."""
+    """The document boundaries of the batch, on its device."""
     if batch.positions_BT is not None:
         return Documents(batch.positions_BT, batch.cu_seqlens)
     rows, row_length = batch.input_ids_BT.shape
@@ -34,19 +34,19 @@ def documents_of(batch: Batch) -> Documents:
 
 
 def target_positions_of(batch: Batch) -> TargetPositions:
-    """Which of the batch's outputs have a target."""
+    """The positions of the batch that have a target."""
     rows, row_length = batch.input_ids_BT.shape
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
 def all_positions_of(batch: Batch) -> TargetPositions:
-    """All of the batch's outputs."""
+    """All positions of the batch."""
     ids_BT = batch.input_ids_BT
     return TargetPositions(torch.arange(ids_BT.numel(), device=ids_BT.device), *ids_BT.shape)
 
 
-def shorter_rows_of(batch: Batch) -> list[TokenSubset]:
-    """What some layers compute of the batch alone, in the order of these layers."""
+def token_subsets_of(batch: Batch) -> list[TokenSubset]:
+    """The token subsets of the batch that some layers compute, in the order of these layers."""
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
     for part in batch.kept:
         computed = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
@@ -55,12 +55,11 @@ def shorter_rows_of(batch: Batch) -> list[TokenSubset]:
 
 
 def with_boundaries(batch: Batch, multiple: int) -> Batch:
-    """The same, in which it is known where documents begin, so that a device need not look for them. There are padded
-    to a multiple of so many."""
+    """The same batch with `cu_seqlens`, padded to a multiple, so that the GPU need not compute and synchronize it."""
     documents = documents_of(batch)
     kept = tuple(
         part._replace(cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
-        for part, shorter in zip(batch.kept, shorter_rows_of(batch), strict=True)
+        for part, shorter in zip(batch.kept, token_subsets_of(batch), strict=True)
     )
     packed = batch.positions_BT is not None  # else each row is one, of a length that is known
     return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, kept=kept)
@@ -75,13 +74,12 @@ class MicroBatch:
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float
-    """data_ranks * accumulation / global_targets, where targets count by their weights. Times it, the loss summed over
-    this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
+    """data_ranks * accumulation / global_targets, where targets count by their weights. The loss summed over this
+    micro-batch, times this, contributes to the mean over the global batch's targets, since the engine averages over
     accumulation steps and data ranks."""
 
     auxiliary_weight: float | None = None
-    """The same for an auxiliary objective whose loss is a mean of something else than targets, by the number of these;
-    None: its loss counts as theirs."""
+    """The same for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
 
     def ids(self) -> Tensor:
         """int64: all ids whose embeddings it looks up, inputs and candidates."""
@@ -94,9 +92,9 @@ class MicroBatch:
         return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
     def staged(self, device: torch.device, half: bool = False) -> MicroBatch:
-        """The same micro-batch, still on the CPU, prepared for `device`, which computes in half precision or not.
+        """The same micro-batch, still on the CPU, prepared for `device`; `half`: it computes in half precision.
 
-        For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host need not wait.
+        For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host does not block.
         """
         if device.type != "cuda":
             return self._padded(CANDIDATE_MULTIPLE_ON_CPU) if half else self
@@ -109,8 +107,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Batches whose targets are to be scored by a head over the whole vocabulary, each run through the body by itself,
-    all together in one pass over the vocabulary."""
+    """Batches to evaluate over the whole vocabulary: a forward pass of the body for each, then one pass over the
+    vocabulary for all."""
 
     batches: tuple[Batch, ...]
 
@@ -118,7 +116,7 @@ class EvaluationRequest:
     """Added to the scores of all V ids: log q for a headless model's training-free head; None: no bias."""
 
 
-# What a vanilla objective trains beside the backbone: an output matrix, a bias, and for an encoder a transform.
+# Parameters of a vanilla head: an output matrix, a bias, and for an encoder a transform.
 #
 # V padded vocabulary, D features, N targets.
 
@@ -132,7 +130,7 @@ class OutputEmbedding(nn.Module):
 
 
 class OutputBias(nn.Module):
-    """What is added to each token's score, [V]: a parameter only."""
+    """The bias of the logits, [V]: a parameter only."""
 
     def __init__(self, padded_vocab_size: int) -> None:
         super().__init__()
@@ -140,9 +138,9 @@ class OutputBias(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """What an encoder does to an output before it is multiplied by the output matrix, and the bias of each token.
+    """The head of a masked language model without its output matrix: dense layer, norm, and bias of the logits.
 
-    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
+    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has none.
     """
 
     def __init__(self, config: ModelConfig) -> None:

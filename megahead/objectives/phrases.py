@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, RowMasker
+from megahead.data.batch import Batch, RowCollator
 from megahead.data.framing import FramedRows
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import Strategy
 from megahead.objectives.auxiliary import Auxiliary, Pass
@@ -39,11 +39,11 @@ class Phrases(Auxiliary):
         self._temperature = asked.temperature or config.model.hidden_size**0.5
 
     @classmethod
-    def masker(cls, masker: RowMasker, config: RunConfig, seed: int) -> RowMasker:
+    def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
         """Masks phrases, too."""
-        assert isinstance(masker, Masker)
+        assert isinstance(collator, MaskingCollator)
         assert config.objective.phrases is not None
-        return PhraseMasker(masker, config.objective.phrases)
+        return PhraseCollator(collator, config.objective.phrases)
 
     def sums(self, given: Pass) -> Mapping[str, Tensor]:
         """`loss` in nats, `ends`, and of how many of them the same phrase is `found` before all other tokens."""
@@ -170,11 +170,11 @@ class SharedPhrases:
 
 
 @dataclass(frozen=True)
-class PhraseMasker(RowMasker):
+class PhraseCollator(RowCollator):
     """Masks rows by `inner`, phrases that rows of a group share among them. What is masked depends on the samples of
     the group."""
 
-    inner: Masker
+    inner: MaskingCollator
     asked: PhrasesConfig
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:

@@ -16,7 +16,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Tensors, take_rows_
+from megahead.distributed.tensors import Tensors, copy_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
@@ -33,8 +33,8 @@ from megahead.objectives.micro_batch import (
     OutputEmbedding,
     all_positions_of,
     documents_of,
-    shorter_rows_of,
     target_positions_of,
+    token_subsets_of,
 )
 
 # In a headless run (contrastive weight tying) the candidates are the input embeddings of a candidate group's targets;
@@ -56,8 +56,8 @@ class Pretraining(nn.Module):
 
     Both go through `forward`, because under ZeRO-3 weights exist only there. Rows of the embedding from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
-    `note_misses`, where something wants to know, is told the targets of each training batch, int64 [N], and which of
-    them another candidate beat, bool [N]; that costs a third of the loss once more.
+    `note_misses`, if it is set, receives the targets of each training batch, int64 [N], and whether another candidate
+    had a higher score, bool [N]. It adds a third of the cost of the loss.
 
     With an `auxiliary` objective its loss counts beside the softmax's; `note_metrics` receives its sums of each batch.
     If it has a generator, that learns the targets in the backbone's place.
@@ -207,7 +207,7 @@ class Pretraining(nn.Module):
 
     def _hidden_at(self, wanted: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states there, of what learns the targets."""
-        return self.encoders()[-1].encode_at(inputs_BTD, documents_of(batch), wanted, shorter_rows_of(batch))
+        return self.encoders()[-1].encode_at(inputs_BTD, documents_of(batch), wanted, token_subsets_of(batch))
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.
@@ -351,7 +351,7 @@ def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
         if dims.get(name):  # not the rows
             part.copy_(group.shard(weights.read(name), dims[name]).detach())
         else:
-            take_rows_(part, weights.blocks(name), group.rank * len(part) if name in dims else 0)
+            copy_rows_(part, weights.blocks(name), group.rank * len(part) if name in dims else 0)
         parameter.data = part
 
 

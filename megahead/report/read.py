@@ -19,7 +19,7 @@ from megahead.wording import counted, listed, span
 Record = Mapping[str, Any]
 
 _RESTARTS = {"session", "rollback"}
-"""Records after which a run continues from an earlier step than it had reached."""
+"""Records after which a run continues from an earlier step."""
 
 _EVENTS = {*_RESTARTS, "fault", "slow", "replica", "copy", "mirror"}
 
@@ -40,18 +40,17 @@ class RunMetrics:
     """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""
 
     events: Sequence[Record] = ()
-    """{"step", "tokens", "seconds", "session": {...}} where a session began, {..., "fault": {...}} where a step went
-    wrong, {..., "rollback": {...}} where it went back, {..., "slow": {...}} where a rank was, {..., "replica": {...}}
-    where weights differed between ranks, {..., "copy": {...}} where one in memory was due, {..., "mirror": {...}} where
-    a checkpoint was sent there, or could not be; as they happened, those that a run went through again included
+    """{"step", "tokens", "seconds"} with one of "session" (a session began), "fault" (a bad step), "rollback", "slow"
+    (a straggling rank), "replica" (weights differed between replicas), "copy" (a checkpoint in memory) and "mirror" (an
+    upload). In the order of the log, including events of steps that were rolled back.
     """
 
 
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    A last line cut short by a killed run is left out, and so are the orphaned steps that a later session or a rollback
-    left; of two lines for one step the later counts. UserError when there is no log, or when another line is broken.
+    An incomplete last line is ignored. Steps that a rollback or a later session discarded are left out, and the last
+    of several lines for one step counts. UserError if there is no log, or if another line is malformed.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
     training: dict[int, Record] = {}
@@ -81,7 +80,7 @@ def read_metrics(run: Path) -> RunMetrics:
 
 
 def read_all_metrics(runs: Sequence[Path]) -> list[RunMetrics]:
-    """Those of several runs; runs that share a name are named by their paths."""
+    """The metrics of several runs. Runs with the same name are named by their paths."""
     found = [read_metrics(run) for run in runs]
     names = [metrics.name for metrics in found]
     return [
@@ -106,7 +105,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             record["step"], record["tokens"], record["seconds"]
         except (ValueError, KeyError, TypeError):
-            if number == len(lines):  # whole lines end in a line break: this one was cut short
+            if number == len(lines):  # a complete line ends in a newline
                 break
             raise UserError(
                 f"{path} must hold a JSON object with step, tokens and seconds a line, but line {number} is not."
@@ -126,13 +125,13 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds; what is missing there is empty."""
+    """The content of a run's folder; missing files are empty."""
 
     folder: RunFolder
     metrics: RunMetrics
 
     config: Config
-    """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
+    """The sections of RUN/config.yaml, not validated, so that runs of earlier versions can be read."""
 
     geometry: Sequence[Record]
     """{"step", "tokens", "seconds", "gradient_share", ...} of each checkpoint that was measured"""
@@ -152,7 +151,7 @@ class Run:
         return value if isinstance(value := self._setting(path), (int, float)) else None
 
     def text(self, path: str) -> str | None:
-        """As `number`, of texts."""
+        """The string at `section.field`, or None."""
         return value if isinstance(value := self._setting(path), str) else None
 
     def _setting(self, path: str) -> Any:
@@ -194,8 +193,8 @@ def _geometry(path: Path) -> list[Record]:
 
 def _samples(path: Path) -> list[Record]:
     found = []
-    for line in _text(path).split("\n"):  # a text may hold other ends of lines
-        with suppress(ValueError):  # cut short
+    for line in _text(path).split("\n"):  # not splitlines: a text may contain other line separators
+        with suppress(ValueError):  # incomplete
             found.append(json.loads(line))
     return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
@@ -213,7 +212,7 @@ _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step of a run, in a sentence."""
+    """An event of a run, described in a sentence."""
 
     step: int
     tokens: int
@@ -221,11 +220,11 @@ class Event:
     text: str
 
     wrong: bool
-    """Whether it is a problem, which someone should look at."""
+    """Whether it is a problem."""
 
 
 def events_of(run: Run) -> list[Event]:
-    """The events of a run in their order; that it began is none."""
+    """The events of a run in order, without its first start."""
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
@@ -234,7 +233,7 @@ def events_of(run: Run) -> list[Event]:
 
 
 def _sentences(record: Record) -> Iterator[tuple[str, bool]]:
-    """What a record tells, and whether it is a problem."""
+    """The sentences of a record, and whether each is a problem."""
     match record:
         case {"session": session}:
             yield from _session(session)
@@ -264,8 +263,8 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     for sentence in session.get("damaged", ()):
         yield f"passed over a damaged checkpoint: {sentence}", True
     if session.get("resumed") is not None:
-        gone_over = session.get("new_phase", False)
-        yield f"{'the next phase went on' if gone_over else 'resumed'} from {session['resumed']}", False
+        new_phase = session.get("new_phase", False)
+        yield f"{'the next phase went on' if new_phase else 'resumed'} from {session['resumed']}", False
     mirror = session.get("mirror", {})
     if "fetched" in mirror:
         yield "the checkpoint came from the mirror", False

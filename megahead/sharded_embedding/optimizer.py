@@ -1,4 +1,4 @@
-"""Lazy optimizer updates of rows: a row that no batch used catches up when it is fetched."""
+"""Lazy optimizer updates of embedding rows: a row without gradients gets its missed updates when it is next fetched."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megahead.config.training import OptimizerConfig
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_STEADY = 2.0
-"""If the rates of two neighbouring steps differ by more than this factor, that is a jump; else they change smoothly."""
+_JUMP_FACTOR = 2.0
+"""The learning rate jumps if two consecutive steps differ by more than this factor."""
 
 
-class PerStep:
-    """Numbers, or rows of them, one for each step; appending is cheap. `first` is that of step 0."""
+class StepSeries:
+    """A growable array with one entry, a number or a row, for each step. `first` is the entry of step 0."""
 
     def __init__(self, first: Any) -> None:
-        self._room = np.array([first])
+        self._buffer = np.array([first])
         self._length = 1
 
     def __len__(self) -> int:
@@ -33,25 +33,25 @@ class PerStep:
 
     @property
     def values(self) -> NDArray[Any]:
-        """All so far, as a view."""
-        return self._room[: self._length]
+        """All entries, as a view."""
+        return self._buffer[: self._length]
 
     def extend(self, values: NDArray[Any]) -> None:
         """Appends `values`, one for each further step."""
         needed = self._length + len(values)
-        if needed > len(self._room):
-            more = max(needed, 2 * len(self._room)) - len(self._room)
-            self._room = np.concatenate([self._room, np.zeros((more, *self._room.shape[1:]), self._room.dtype)])
-        self._room[self._length : needed] = values
+        if needed > len(self._buffer):
+            more = max(needed, 2 * len(self._buffer)) - len(self._buffer)
+            self._buffer = np.concatenate([self._buffer, np.zeros((more, *self._buffer.shape[1:]), self._buffer.dtype)])
+        self._buffer[self._length : needed] = values
         self._length = needed
 
 
 class RateHistory:
-    """What happened at each applied step, in float64. Steps count from 1; number 0 stands for the beginning."""
+    """Learning rates and weight decay of all applied steps, in float64. Steps count from 1; step 0 is the start."""
 
     def __init__(self, weight_decay: float, rates: Sequence[float] | Floats = ()) -> None:
         self._weight_decay = weight_decay
-        self._rates, self._log_kept, self._jumps = PerStep(0.0), PerStep(0.0), PerStep(0)
+        self._rates, self._log_kept, self._jumps = StepSeries(0.0), StepSeries(0.0), StepSeries(0)
         self.extend(np.asarray(rates, np.float64))
 
     @property
@@ -65,10 +65,10 @@ class RateHistory:
         return self._rates.values[1:].copy()
 
     def extend(self, rates: Floats) -> None:
-        """More steps were applied, at these rates."""
+        """Appends steps with these rates."""
         before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
         kept = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
-        steps_apart = np.maximum(rates, before) > _STEADY * np.minimum(rates, before)
+        steps_apart = np.maximum(rates, before) > _JUMP_FACTOR * np.minimum(rates, before)
         _accumulate(self._jumps, steps_apart)
         _accumulate(self._log_kept, np.log(kept))
         self._rates.extend(rates)
@@ -78,22 +78,22 @@ class RateHistory:
         return self._rates.values[steps]
 
     def kept(self, since: Any, until: Any) -> Any:
-        """What weight decay leaves of a weight between two steps: prod of 1 - rate * decay over since + 1 .. until."""
+        """The factor of weight decay between two steps: prod of 1 - rate * decay over since + 1 .. until."""
         log_kept = self._log_kept.values
         return np.exp(log_kept[until] - log_kept[since])
 
     def jumps(self, since: Any, until: Any) -> Any:
-        """How often the rate jumped over since + 1 .. until, each against the step before."""
+        """The number of jumps of the rate over since + 1 .. until, each relative to the step before."""
         jumps = self._jumps.values
         return jumps[until] - jumps[since]
 
 
-def _accumulate(sums: PerStep, more: NDArray[Any]) -> None:
+def _accumulate(sums: StepSeries, more: NDArray[Any]) -> None:
     """Continues a running sum. Rounding is the same whether values are added one at a time or together."""
     sums.extend(np.cumsum(np.concatenate([sums.values[-1:], more]))[1:])
 
 
-# Gauss quadrature of sums with geometric weights: a few nodes stand for hundreds of terms.
+# Gauss quadrature of sums with geometric weights: a few nodes replace hundreds of terms.
 #
 # For a smooth f and weights near ratio^j, sum over j = 1 .. n of w_j f(j) is the sum over a few nodes x of W_x f(x).
 # The nodes are those of the measure ratio^j (a discrete Laguerre); the weights integrate the actual w_j, so that
@@ -103,7 +103,7 @@ def _accumulate(sums: PerStep, more: NDArray[Any]) -> None:
 def gauss_nodes(ratio: float, count: int, terms_G: Ints) -> Floats:
     """[G, count]: the nodes of the measure ratio^j on j = 1 .. terms, increasing; for each of G numbers of terms.
 
-    The first `count` places where there are no more terms than that. By Golub & Welsch 1969: eigenvalues.
+    With at most `count` terms the nodes are 1 .. `count`. Eigenvalues of the Jacobi matrix (Golub & Welsch 1969).
     """
     nodes_GN = np.tile(np.arange(1.0, count + 1), (len(terms_G), 1))
     more = terms_G > count
@@ -112,7 +112,7 @@ def gauss_nodes(ratio: float, count: int, terms_G: Ints) -> Floats:
 
 
 def _recurrence(ratio: float, count: int, terms_G: Ints) -> Floats:
-    """[G, count, count]: the matrices of the recurrence of the measures' orthogonal polynomials, three diagonals."""
+    """[G, count, count]: the tridiagonal Jacobi matrices of the measures' orthogonal polynomials."""
     places_J = np.arange(1.0, np.max(terms_G, initial=1) + 1)
     weights_GJ = ratio**places_J * (places_J <= terms_G[:, None])
     weights_GJ /= weights_GJ.sum(1, keepdims=True)
@@ -131,7 +131,7 @@ def _recurrence(ratio: float, count: int, terms_G: Ints) -> Floats:
 
 
 def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
-    """[G, N, J]: the polynomial that is 1 at one node and 0 at the others, for each node, at the places."""
+    """[G, N, J]: the Lagrange polynomial of each node, evaluated at `places_J`."""
     apart_GNJ, basis = places_J - nodes_GN[:, :, None], []
     for k, node_G1 in enumerate(nodes_GN.T[:, :, None]):
         there_G1 = np.delete(node_G1 - nodes_GN, k, 1).prod(1, keepdims=True)
@@ -139,7 +139,7 @@ def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
     return np.stack(basis, 1)
 
 
-# What AdamW did to a weight while it had no gradient, in closed form (Loshchilov & Hutter 2019, arXiv 1711.05101).
+# AdamW's updates of a weight without gradients, in closed form (Loshchilov & Hutter 2019, arXiv 1711.05101).
 #
 # A weight p with moments m, v after step s has after step t = s + n, without gradients in between,
 #
@@ -147,9 +147,9 @@ def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
 #     A_j = W(s+j, t) lr_{s+j} sqrt(1 - b2^{s+j}) / (1 - b1^{s+j}) (b1 / sqrt b2)^j
 #     E_j = eps sqrt(1 - b2^{s+j}) b2^{-j/2}
 #
-# where W is what weight decay leaves. b1 < sqrt(b2) makes the sum die out within a window of steps. Four nodes of
-# Gauss quadrature stand for it, which is exact for terms that change smoothly with j. Where they do not, all terms are
-# added: near the first step, where Adam's bias correction is singular, and where the learning rate jumped.
+# where W is the factor of weight decay. With b1 < sqrt(b2) the sum converges within a window of steps. Gauss quadrature
+# with four nodes is accurate for terms that are smooth in j. All terms are added where they are not: near the first
+# step, where Adam's bias correction is singular, and after a jump of the learning rate.
 #
 # `last_step` is s, the step of a row's last update; 0 if there was none, so that it lacks only weight decay.
 
@@ -163,7 +163,7 @@ LONGEST_WINDOW = 1024
 
 
 def window_of(betas: tuple[float, float]) -> float:
-    """Terms until the sum has died out to 1e-7; inf where it does not."""
+    """Terms until the sum has converged to 1e-7; inf if it does not converge."""
     if betas[0] == 0:
         return 1
     ratio = betas[0] / math.sqrt(betas[1]) if betas[1] else math.inf
@@ -171,9 +171,9 @@ def window_of(betas: tuple[float, float]) -> float:
 
 
 class LazyUpdates:
-    """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied.
+    """The missed updates of stale rows, from a growing history of learning rates.
 
-    What later steps would have done to rows last updated at each of S steps is [S, 3 + 2 K], float64: W, b1^n and b2^n,
+    The missed updates of rows last updated at each of S steps are [S, 3 + 2 K], float64: W, b1^n and b2^n,
     then K summands of two columns, their weight and E: one for each node, whose weight is the sum over terms j of A_j
     times the node's Lagrange polynomial at j, or one for each term, whose weight is A_j.
     """
@@ -188,20 +188,20 @@ class LazyUpdates:
         self._basis = (
             lagrange_basis(self._nodes, j) * (j <= gaps[:, None])[:, None]
         )  # [gap, NODES, window], of each term
-        self._corrected = PerStep(0.0)  # rates with Adam's bias correction
-        self._settled = PerStep(np.zeros(NODES))  # sums over the whole window after a step
+        self._corrected = StepSeries(0.0)  # rates with Adam's bias correction
+        self._full_window_sums = StepSeries(np.zeros(NODES))  # sums over the whole window after a step
 
     def _extend(self) -> None:
-        """Continues both `PerStep`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
+        """Continues both `StepSeries`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
         b1, b2 = self._betas
         steps = np.arange(len(self._corrected), self._history.steps + 1)
         self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))
-        window_passed = np.arange(len(self._settled), self._history.steps - self._window + 1)
+        window_passed = np.arange(len(self._full_window_sums), self._history.steps - self._window + 1)
         for part in np.array_split(window_passed, len(window_passed) // 4096 + 1):
-            self._settled.extend(self._at_nodes(part, np.full(len(part), self._window)))
+            self._full_window_sums.extend(self._at_nodes(part, np.full(len(part), self._window)))
 
     def needs_every_term(self, last_step: Ints) -> NDArray[np.bool_]:
-        """Whether all terms have to be added for rows last updated at these steps: quadrature would not be exact."""
+        """Whether quadrature is inaccurate for rows last updated at these steps, so that every term must be added."""
         until = np.minimum(last_step + self._window, self._history.steps)
         jumps = self._history.jumps(np.minimum(last_step + 1, until), until)
         has_terms = (last_step > 0) & (last_step < self._history.steps)
@@ -209,26 +209,26 @@ class LazyUpdates:
         return answer
 
     def by_quadrature(self, last_step: Ints) -> Floats:
-        """By quadrature; for steps of which `needs_every_term` is false."""
+        """The missed updates by quadrature, for steps with `needs_every_term` False."""
         self._extend()
         gaps = np.minimum(self._history.steps - last_step, self._window)
         weights, in_window = np.empty((len(last_step), NODES)), gaps < self._window
         weights[in_window] = self._at_nodes(last_step[in_window], gaps[in_window])
-        weights[~in_window] = self._settled.values[last_step[~in_window]]
-        return self._with(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
+        weights[~in_window] = self._full_window_sums.values[last_step[~in_window]]
+        return self._columns(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
 
     def term_by_term(self, last_step: Ints) -> Floats:
-        """By adding every term; for any steps."""
+        """The missed updates term by term, for any steps."""
         self._extend()
         now = self._history.steps
         longest = min(self._window, int(np.max(now - last_step, initial=1)))
         terms = np.arange(1, longest + 1)
         steps = np.minimum(last_step[:, None] + terms, now)
-        live = terms <= (now - last_step)[:, None]
-        weights = live * self._corrected.values[steps] / self._history.kept(last_step[:, None], steps)
-        return self._with(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
+        in_gap = terms <= (now - last_step)[:, None]
+        weights = in_gap * self._corrected.values[steps] / self._history.kept(last_step[:, None], steps)
+        return self._columns(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
 
-    def _with(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
+    def _columns(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
         now, (b1, b2) = self._history.steps, self._betas
         kept_S, gaps_S = self._history.kept(last_step_S, now), (now - last_step_S).astype(np.float64)
         in_turn = np.stack([kept_S[:, None] * weights_SK, offsets_SK], 2)
@@ -236,7 +236,7 @@ class LazyUpdates:
         return np.concatenate([np.stack([kept_S, b1**gaps_S, b2**gaps_S], 1), in_turn], 1)
 
     def _at_nodes(self, last_step: Ints, gaps: Ints) -> Floats:
-        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, but for the decay up to now."""
+        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, without the decay up to now."""
         steps = np.minimum(last_step[:, None] + np.arange(1, self._window + 1), self._history.steps)
         terms = self._corrected.values[steps] / self._history.kept(last_step[:, None], steps) * self._powers
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
@@ -248,12 +248,12 @@ class LazyUpdates:
         return offsets
 
 
-# How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
+# Row optimizers: a step updates only rows with a gradient.
 #
-# A stale row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
-# would have done to it without a gradient (momentum, weight decay). `last_step`: the step of a row's last update.
+# A row is stale if the last steps did not update it, because no batch used it. Its missed updates (momentum and weight
+# decay) are applied when it is next fetched. `last_step`: the step of a row's last update.
 #
-# A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
+# `Rows` has the tensors of n rows: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
 
 
 Rows = Mapping[str, Tensor]
@@ -262,36 +262,36 @@ WEIGHT = "weight"
 
 
 class RowRule(ABC):
-    """Updates rows in place, and remembers the rate of every applied step. Every rank that has rows has one."""
+    """The optimizer of a rank's rows. Updates them in place, and records the learning rate of every applied step."""
 
     moments: ClassVar[Moments]
-    """Names of what is kept beside a weight: a number for each, or one for the row."""
+    """Names of the optimizer state: a number for each weight, or one for the row."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self.resume(np.empty(0))
 
     def resume(self, rates: Floats) -> None:
-        """Goes on as if these had been the rates of all steps so far."""
+        """Replaces the history of learning rates."""
         self.history = RateHistory(self._config.weight_decay, rates)
 
     @abstractmethod
     def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
-        """Brings rows up to date that were last updated at the steps `last_step_n` (int32, on the CPU)."""
+        """Applies the missed updates to rows last updated at the steps `last_step_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
-        """One step at `rate` of rows that have caught up. Ranks without rows to update call it too."""
+        """One step with learning rate `rate` on rows that are up to date. Ranks without such rows call it, too."""
         self.history.extend(np.array([rate]))
         rows[WEIGHT].mul_(1 - rate * self._config.weight_decay)
         self._update_(rows, gradients_nD, rate)
 
     @abstractmethod
     def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
-        """The step but for weight decay; the history has it already."""
+        """The step without weight decay. The history has this step already."""
 
 
 class DeferredAdamW(RowRule):
-    """AdamW to the last digits, as if every row were updated at every step."""
+    """Equal to AdamW on every row at every step, up to rounding."""
 
     moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "each"}
 
@@ -328,7 +328,7 @@ class DeferredAdamW(RowRule):
 
 
 class RowwiseAdamW(DeferredAdamW):
-    """AdamW with one second moment a row, the mean of its weights': a third lighter."""
+    """AdamW with one second moment per row, the mean over its weights; needs a third less memory."""
 
     moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "row"}
 
@@ -337,7 +337,7 @@ class RowwiseAdamW(DeferredAdamW):
 
 
 class RowwiseAdaGrad(RowRule):
-    """AdaGrad with one number a row, the sum of its gradients' mean squares; decay as in AdamW."""
+    """AdaGrad with one number per row, the sum of its mean squared gradients; weight decay as in AdamW."""
 
     moments: ClassVar[Moments] = {"square_sum": "row"}
 
@@ -359,8 +359,7 @@ def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
 
 
 def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:
-    """Applies an update of `LazyUpdates`; row i was last updated at its step place_n[i]. One pass over them for each
-    summand."""
+    """Applies missed updates of `LazyUpdates`: line place_n[i] to row i. One pass over the rows for each summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
     on_device = torch.from_numpy(update_SC).to(weight.device, weight.dtype)  # in one copy
     columns_nC = on_device[torch.from_numpy(place_n).to(weight.device)]

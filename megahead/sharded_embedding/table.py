@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from megahead.config.embedding import shards_embedding
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, joined
+from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import WEIGHT, RowRule, Rows, build_row_rule
 from megahead.sharded_embedding.saved import LAST_STEP, RATES
@@ -357,7 +357,7 @@ class RowTable(nn.Module):
         """[n, D]: this rank's rows as they would be now."""
         if self._now_nD is None:
             blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
-            self._now_nD = joined((block.to(self.norm_proxy.dtype) for block in blocks), kept_nD.shape)
+            self._now_nD = join_blocks((block.to(self.norm_proxy.dtype) for block in blocks), kept_nD.shape)
         return self._now_nD
 
 

@@ -54,7 +54,7 @@ def robust_score(value: float, others: list[float]) -> float:
     return (value - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
 
 
-class Guard:
+class FaultPolicy:
     """Judges steps by the config's rules. `recent_losses` belong to the training state: they survive a restart."""
 
     def __init__(self, rules: FaultsConfig) -> None:
@@ -237,7 +237,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @contextmanager
-def signals_put_back() -> Iterator[None]:
+def signal_handlers_restored() -> Iterator[None]:
     """Restores the signal handlers when the block ends."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:

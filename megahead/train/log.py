@@ -23,7 +23,7 @@ from megahead.evaluate.results import TaskResult
 from megahead.train.faults import Action
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
-from megahead.train.start import Start
+from megahead.train.start import ResumePoint
 from megahead.train.step import StepReport, Utilization
 from megahead.wording import counted, duration, span, thousands
 
@@ -84,7 +84,7 @@ def records_with(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]
                 continue
 
 
-def require_boards(config: RunConfig) -> None:
+def require_wandb(config: RunConfig) -> None:
     """ConfigError if the run asks for W&B, but it is not installed."""
     if config.training.wandb is not None and find_spec("wandb") is None:
         hint = "pip install -e '.[wandb]'"
@@ -287,7 +287,7 @@ _QUIETER = 10
 """In a log file or a pipe progress lines are this many times rarer than in a terminal."""
 
 
-class Meters:
+class RunLogger:
     """Writes the means of the steps between two lines, and what happens beside them. Does nothing without a `lease`,
     rank 0's claim on the run folder, which a later session may take over."""
 
@@ -309,7 +309,7 @@ class Meters:
             self._log = RunLog(self._folder.metrics)
             self._boards = Boards(config)
 
-    def banner(self, lines: list[tuple[str, str]], start: Start, progress: Progress) -> None:
+    def banner(self, lines: list[tuple[str, str]], start: ResumePoint, progress: Progress) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, the damaged ones that were passed over to
         find it, and those that the next save orphans; records that, up to which step the log's lines still count,
         and whether a new phase begins."""
@@ -368,7 +368,7 @@ class Meters:
 
     def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
         """Writes a bad step and returns the sentence about it. `bad`: (rank, its samples) of each bad micro-batch;
-        `action`: what the guard does about it."""
+        `action`: what the fault policy does about it."""
         assert report.fault is not None
         where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
         step = state.step if report.applied else state.step + 1

@@ -9,14 +9,14 @@ import torch
 
 from megahead.config.run import RunConfig
 from megahead.errors import UserError
-from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.optim import learning_rate_ratio
 from megahead.train.evaluation import Evaluation, TaskEvaluation
-from megahead.train.faults import Ending, Guard, Health, StopRequest
-from megahead.train.log import Meters
+from megahead.train.faults import Ending, FaultPolicy, Health, StopRequest
+from megahead.train.log import RunLogger
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
-from megahead.train.step import StepReport, Stopwatch, Tally, seed_step, train_step
+from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, train_step
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Training:
     progress: Progress
     """What is trained, and how far it has come."""
 
-    feed: Feed
-    tally: Tally
-    guard: Guard
+    loader: StepLoader
+    step_metrics: StepMetrics
+    fault_policy: FaultPolicy
     health: Health
-    meters: Meters
+    logger: RunLogger
     stop: StopRequest
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
@@ -62,17 +62,17 @@ class Training:
 
 def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     """Does what the config asks for after a bad step, and prints that."""
-    action = run.guard.decide(report.fault)
+    action = run.fault_policy.decide(report.fault)
     if report.fault is None:
         return
     state, tensor_size = run.state, run.progress.world_group.size // run.progress.data_group.size
-    bad = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
+    bad = [(rank, run.loader.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
     rows = range(first_sample, first_sample + run.config.batch.global_size)
     state.spikes += report.fault.kind == "spike"
-    sentence = run.meters.fault(report, bad or [(None, rows)], action, state)
+    sentence = run.logger.fault(report, bad or [(None, rows)], action, state)
     if action == "stop":
         raise UserError(
-            f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "
+            f"steps must be finite and without spikes, but {sentence}, {run.fault_policy.in_a_row} bad in a row; lower "
             "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
@@ -84,7 +84,7 @@ def _roll_back(run: Training) -> bool:
     run.checkpointer.before_rollback()
     reached, folder = run.state.step, run.progress.roll_back()
     run.state.rollbacks += folder is not None
-    run.meters.rolled_back(folder, reached - run.state.step, run.state)
+    run.logger.rolled_back(folder, reached - run.state.step, run.state)
     return folder is not None
 
 
@@ -96,8 +96,8 @@ def replicas_agree(run: Training, *, kept: bool) -> bool:
     if odd is None:
         return True
     sentence = odd.sentence(run.state.step, run.health.hosts)
-    run.meters.event("replica", asdict(odd) | {"action": policy}, run.state, sentence)
-    if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
+    run.logger.event("replica", asdict(odd) | {"action": policy}, run.state, sentence)
+    if policy == "stop" or (policy == "rollback" and not (run.fault_policy.may_roll_back() and _roll_back(run))):
         raise UserError(
             f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
             "memory of that machine."
@@ -117,17 +117,17 @@ def train(run: Training) -> Ending:
     if ending is None:
         _run_missed_tasks(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
-    run.meters.start(state)
-    with closing(run.feed.steps(state.samples)) as steps:
+    run.logger.start(state)
+    with closing(run.loader.steps(state.samples)) as steps:
         while state.step < run.until and ending is None:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
             for event in run.checkpointer.events():
-                run.meters.event(event.record, event.facts, state, event.sentence)
+                run.logger.event(event.record, event.facts, state, event.sentence)
             ending = _reason_to_stop(run)
-    run.meters.finish(state)
+    run.logger.finish(state)
     known = state.evaluated
     if ending != "stopped" and not state.evaluated and not _evaluate(run):
         ending = "stopped"
@@ -141,13 +141,15 @@ def train(run: Training) -> Ending:
 
 
 def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
-    """Takes one step and records it in the state and the meters; returns whether it was applied."""
+    """Takes one step and records it in the state and the logger; returns whether it was applied."""
     config, state, progress = run.config, run.state, run.progress
     first_sample = state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
     seed_step(config.seed, first_sample, progress.data_group.rank, run.device)
     learning_rate = config.optimizer.learning_rate * ratio
-    report = train_step(progress.engine, batches, learning_rate, run.device, run.tally, run.guard, state.recent_losses)
+    report = train_step(
+        progress.engine, batches, learning_rate, run.device, run.step_metrics, run.fault_policy, state.recent_losses
+    )
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()
@@ -155,15 +157,15 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
         state.record_applied_step(config.batch.global_size, report.targets)
         for micro in batches.micro_batches:
             state.count_targets(micro.batch)
-        run.guard.remember(report.loss, state.recent_losses)
+        run.fault_policy.remember(report.loss, state.recent_losses)
     if state.difficulty is not None:
-        state.difficulty.settle(state.samples, report.applied, progress.data_group)
+        state.difficulty.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
-    run.meters.step(report, state, last=state.step >= run.until)
+    run.logger.step(report, state, last=state.step >= run.until)
     handle_fault(run, report, first_sample)
     slow = run.health.pace.after_step(report.forward_seconds)
     if slow is not None:
-        run.meters.event("slow", asdict(slow), state, slow.sentence(state.step))
+        run.logger.event("slow", asdict(slow), state, slow.sentence(state.step))
     return report.applied
 
 
@@ -208,7 +210,7 @@ def _run_missed_tasks(run: Training) -> None:
     state, tasks, ended = run.state, run.tasks, run.state.step >= run.config.training.steps
     if tasks is None or run.checkpointer.wait() is None or not (ended or state.step % tasks.every == 0):
         return
-    if not run.progress.world_group.broadcast_object(run.meters.has_tasks(state)):
+    if not run.progress.world_group.broadcast_object(run.logger.has_tasks(state)):
         _evaluate_tasks(run, tasks)
 
 
@@ -221,7 +223,7 @@ def _evaluate(run: Training) -> bool:
     if result is None:
         return False
     run.state.validation = {"step": run.state.step, "loss": result.loss}
-    run.meters.validation(result, run.state, run.evaluation.head)
+    run.logger.validation(result, run.state, run.evaluation.head)
     return True
 
 
@@ -229,12 +231,12 @@ def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
     """Evaluates the tasks with the run's newest checkpoint."""
     checkpoint = run.checkpointer.wait()
     if checkpoint is not None:
-        run.meters.tasks(tasks.run(checkpoint), run.state)
+        run.logger.tasks(tasks.run(checkpoint), run.state)
 
 
 def _save(run: Training) -> None:
-    run.meters.event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
-    run.guard.saved()
+    run.logger.event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
+    run.fault_policy.saved()
 
 
 def _reason_to_stop(run: Training) -> Ending | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megahead.checkpoints.disk import Disk
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
-from megahead.checkpoints.store import Lineage, history, is_name, leads_to, led_to, new_name, step_of
+from megahead.checkpoints.store import Lineage, ancestors_among, history, is_ancestor, is_name, new_name, step_of
 from megahead.config.plan import Phase, learn_alike
 from megahead.data.batch import Batch
 from megahead.data.strategy import Difficulty
@@ -170,8 +170,8 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a rank has of the run at one step, ready to be written while it goes on."""
+class CapturedCheckpoint:
+    """One rank's part of a checkpoint, captured after a step and written while training goes on."""
 
     header: Header
     """Its name, the same on all ranks, and its parents; the counters and the settings of the phase."""
@@ -236,15 +236,15 @@ class RunHistory:
     def continues(self) -> int:
         """The last step that it has in common with the present history: up to there the run's log is of both."""
         there = history(Disk(self.root))
-        return max((step_of(name) for name in there if leads_to(name, self.lineage.parents)), default=0)
+        return max((step_of(name) for name in there if is_ancestor(name, self.lineage.parents)), default=0)
 
     def orphaned_next(self) -> list[str]:
         """Names of the checkpoints of the present history that the next save orphans."""
-        return [name for name in history(Disk(self.root)) if not leads_to(name, self.lineage.parents)]
+        return [name for name in history(Disk(self.root)) if not is_ancestor(name, self.lineage.parents)]
 
     def folders(self) -> list[Path]:
         """What led to the run's weights and is there, the newest first."""
-        return [self.root / name for name in led_to(self.lineage.parents, Disk(self.root).names())]
+        return [self.root / name for name in ancestors_among(self.lineage.parents, Disk(self.root).names())]
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,9 @@ class Progress:
     world_group: Group
     """All ranks, for CPU tensors."""
 
-    def moment(self, group: Group, *, copied: bool) -> Moment:
-        """The present one, of which each rank of `group` will write a share. `copied`: so that training may go on."""
+    def capture(self, group: Group, *, copied: bool) -> CapturedCheckpoint:
+        """The state after the last step, of which each rank of `group` will write a share. Training may go on before it
+        is written if it is `copied`."""
         name = self.world_group.broadcast_object(new_name(self.state.step))
         tensors = chain(self.engine.tensors(), self.state.tensors(self.data_group).items())
         snapshot = Snapshot.take(tensors, group, copied=copied)
@@ -277,7 +278,9 @@ class Progress:
         counters = self.state.counters() | of_engine | {"phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
         lineage = self.history.lineage
-        return Moment(Header(name, self.state.step, counters, settings, lineage.parents, lineage.orphaned), snapshot)
+        return CapturedCheckpoint(
+            Header(name, self.state.step, counters, settings, lineage.parents, lineage.orphaned), snapshot
+        )
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
         """Continues exactly where `checkpoint` was saved, by the objective of the phase."""

@@ -1,4 +1,4 @@
-"""Builds all parts of a run from its config and the launch, and trains: the file to read first."""
+"""Builds all components of a run from its config and the launch, and trains: the file to read first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megahead.models.attention_backends import AttentionSpec, choose_backend, pa
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows
-from megahead.objectives.loader import Feed
+from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining, assemble
 from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
@@ -41,14 +41,14 @@ from megahead.sharded_embedding.table import owners_of, shard_embedding_
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
 from megahead.train.describe import describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
-from megahead.train.faults import Ending, Guard, Health, signals_put_back
-from megahead.train.log import require_boards
+from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
+from megahead.train.log import require_wandb
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
-from megahead.train.session import Session, must_be_shared
-from megahead.train.start import Start, starting_weights
-from megahead.train.step import Tally, Utilization, device_name
+from megahead.train.session import Session, require_shared_folder
+from megahead.train.start import ResumePoint, starting_weights
+from megahead.train.step import StepMetrics, Utilization, device_name
 from megahead.wording import counted, gib, listed, span
 
 
@@ -73,19 +73,18 @@ class Run:
     """Whether it was Ctrl-C (SIGINT) by which this process was asked to stop."""
 
 
-# Elastic runs: which of the launcher's ranks train, and what the others do meanwhile.
+# Elastic runs: the launcher's ranks that train, and the spare ranks, which wait.
 #
-# The global batch, the objective and the order of the data depend on no mesh, so a run may go on with another number
-# of ranks from its newest checkpoint. torchrun's agents decide who is there; nothing here starts or ends a rank of
-# another.
+# The global batch, the objective and the data order do not depend on the mesh, so a run can resume from its newest
+# checkpoint with another number of ranks. torchrun's agents start and stop ranks.
 
 
 LOST_HOST_SECONDS = 20.0
-"""A machine that has not answered for so long is done without. Others wait `engine.timeout_seconds` for its ranks."""
+"""The run continues without a host that has not answered for so long. Else ranks wait `engine.timeout_seconds`."""
 
 
 def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
-    """`launch` with as many ranks as `config` uses; UserError where its ranks could not meet again."""
+    """`launch` with as many ranks as `config` uses; UserError if the ranks could not rendezvous again."""
     if not config.parallel.elastic:
         return launch
     if launch.keeps_store:
@@ -100,7 +99,7 @@ def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
 
 
 def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
-    """The banner's line on ranks that wait, and on who would start lost ones again."""
+    """The banner's line about spare ranks and restarts."""
     if not plan.config.parallel.elastic:
         return []
     there = launch.world_size + launch.spare_ranks
@@ -111,8 +110,8 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
 
 
 def wait_for_end(config: RunConfig, launch: Launch) -> Run:
-    """A rank beyond those that train waits until they end; LostRankError when they fail. What it returns is how the run
-    was left, without an evaluation."""
+    """A spare rank waits until the training ranks end; LostRankError if they fail. Returns the run's result without an
+    evaluation."""
     train, there, batch = launch.world_size, launch.world_size + launch.spare_ranks, config.batch
     if launch.rank == train:
         print(
@@ -131,13 +130,13 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     return Run(folder, ending["step"], ending["ending"], None)
 
 
-_PLACES = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
-"""What may be called otherwise on each node: paths, and sections that have some."""
+_NODE_LOCAL = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
+"""Settings that may differ between nodes: paths, and sections with paths."""
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that all ranks must have alike."""
-    return {name: str(value) for name, value in config.flat().items() if not is_within(name, _PLACES)}
+    """The settings that must be the same on all ranks."""
+    return {name: str(value) for name, value in config.flat().items() if not is_within(name, _NODE_LOCAL)}
 
 
 # `engine.precision: auto`: the number format in which the ranks' devices multiply fastest.
@@ -168,7 +167,7 @@ def numerics(deterministic: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-_SIGNS = (
+_OUT_OF_MEMORY_MESSAGES = (
     "not enough memory",
     "out of memory",
     "Cannot allocate memory",
@@ -198,10 +197,10 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
         return True
-    return getattr(error, "errno", None) == errno.ENOMEM or any(sign in str(error) for sign in _SIGNS)
+    return getattr(error, "errno", None) == errno.ENOMEM or any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES)
 
 
-# How a run's transformer blocks are computed: by which attention backend, and whether compiled.
+# How a run computes its transformer blocks: the attention backend, and torch.compile.
 
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -210,7 +209,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def accelerate_(
     backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Sets up `backbone` as `config.engine` says; returns what was chosen, as (name, value) lines of the banner.
+    """Configures `backbone` by `config.engine`; returns the choices as (name, value) lines of the banner.
 
     ConfigError for an attention backend that does not work on this device.
     """
@@ -233,7 +232,7 @@ def accelerate_(
 
 
 def _what_is_compiled(config: RunConfig) -> str:
-    """All blocks but those whose shapes are another batch's each time."""
+    """Which blocks are compiled: all except those whose shapes change with each batch."""
     plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     auxiliary = config.objective.auxiliary()
     needs_all = config.model.is_causal or config.generator() or (auxiliary and auxiliary.needs_all_outputs)
@@ -243,7 +242,7 @@ def _what_is_compiled(config: RunConfig) -> str:
 
 
 def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
-    """Why blocks cannot be compiled, as far as that is known before trying; empty if they can."""
+    """Why blocks cannot be compiled, if that is known in advance; otherwise empty."""
     if config.parallel.tensor > 1:
         return "tensor ranks communicate within a block"
     if zero_stage == 3:
@@ -261,7 +260,7 @@ ONE_PROCESS = Launch()
 
 
 def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "auto") -> Run:
-    """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
+    """Trains `config` to its end, or until a signal stops it. Every rank of `launch` calls it.
 
     `launch`: this process alone, or what `distributed.read_launch` makes of a launcher's environment; not used if
     torch.distributed is initialized already. `resume`: `auto` continues from the newest checkpoint in the run's folder
@@ -273,25 +272,25 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     if not isinstance(config, RunConfig):
         hint = "load_config makes one of a YAML file"
         raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
-    with numerics(config.engine.deterministic), signals_put_back():
-        require_boards(config)
+    with numerics(config.engine.deterministic), signal_handlers_restored():
+        require_wandb(config)
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
-            settled, by_auto = settle_precision(config, device, ranks), config.engine.precision == "auto"
-            plan = RunPlan.of(settled, ranks.size, device.type, precision_by_auto=by_auto)
+            resolved, by_auto = settle_precision(config, device, ranks), config.engine.precision == "auto"
+            plan = RunPlan.of(resolved, ranks.size, device.type, precision_by_auto=by_auto)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, launch, ranks, device, resume)
 
 
 def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device, resume: str) -> Run:
-    """Phase after phase: the next one resumes what the last one has left, as another session would."""
+    """Trains phase after phase; each resumes from the checkpoint of the previous one, as a new session would."""
     config, mesh = plan.config, Mesh.build(ranks, plan.config.parallel.tensor)
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
     datasets = open_datasets(config, world_group)
-    must_be_shared(config.folder(), world_group)
+    require_shared_folder(config.folder(), world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     try:
         for start in session.starts(resume):
@@ -307,38 +306,38 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
     return Run(config.folder(), state.step, ending, perplexity, session.stop.signal == "SIGINT")
 
 
-def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]:
-    """Trains from `start` to the end of the phase that this is in."""
+def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, TrainingState]:
+    """Trains from `start` to the end of its phase."""
     phase = phase_at(session.plan.config, start.step)
     plan, config = replace(session.plan, config=phase.config), phase.config
     state = _state(session, plan, start)
-    feed = _feed(session, config, state)
+    loader = _loader(session, config, state)
     weights = starting_weights(config, session.world_group, start.checkpoint)
     engine, lines = build_engine(plan, session.mesh, session.device, weights)
     history = session.history_from(start)
     progress = Progress(phase, engine, state, history, session.data_group, session.world_group)
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
-    _set_head_of_draws(config, state, engine, session.device)
-    facts = _facts(session, plan, state) + lines + session.describe_copies()
-    session.meters.utilization = Utilization.on(session.device, plan)
-    session.meters.banner(facts, start, progress)
-    training = _training(session, plan, start, progress, feed)
+    _set_sampling_bias(config, state, engine, session.device)
+    facts = _banner_lines(session, plan, state) + lines + session.describe_copies()
+    session.logger.utilization = Utilization.on(session.device, plan)
+    session.logger.banner(facts, start, progress)
+    training = _training(session, plan, start, progress, loader)
     with closing(engine):
         return train(training), state
 
 
-def _training(session: Session, plan: RunPlan, start: Start, progress: Progress, feed: Feed) -> Training:
-    """The parts of the phase that the loop works with."""
+def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Progress, loader: StepLoader) -> Training:
+    """The components of the training loop for this phase."""
     config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.history)
     held_out, tasks, encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
     return Training(
         progress=progress,
-        feed=feed,
-        tally=_tally(session, progress),
-        guard=Guard(config.faults),
+        loader=loader,
+        step_metrics=_step_metrics(session, progress),
+        fault_policy=FaultPolicy(config.faults),
         health=Health(config.faults, progress.engine, ranks, plan.data_ranks),
-        meters=session.meters,
+        logger=session.logger,
         stop=session.stop,
         evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
         tasks=None if tasks is None else TaskEvaluation(tasks, ranks, encoder=encoder),
@@ -348,8 +347,8 @@ def _training(session: Session, plan: RunPlan, start: Start, progress: Progress,
     )
 
 
-def _set_head_of_draws(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
-    """The training-free head's bias, by the text's counts: it never moves. For tokens that are drawn from all ids."""
+def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
+    """Sets the training-free head's constant bias, for an auxiliary objective that samples from all ids."""
     settings, auxiliary = config.objective.auxiliary(), cast(Pretraining, engine.module).auxiliary
     if settings is not None and auxiliary is not None and settings.draws_all_ids():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
@@ -357,16 +356,16 @@ def _set_head_of_draws(config: RunConfig, state: TrainingState, engine: Engine, 
         auxiliary.drawn_bias_V = None if bias_V is None else bias_V.to(device)
 
 
-def _tally(session: Session, progress: Progress) -> Tally:
-    """Where the model notes what it finds in its batches; which tokens it misses, it tells those who mask by that."""
-    tally = Tally(session.world_group, session.mesh.tensor_group.size)
+def _step_metrics(session: Session, progress: Progress) -> StepMetrics:
+    """The accumulator of the model's metrics. Also passes mispredicted tokens to an adaptive masking strategy."""
+    step_metrics = StepMetrics(session.world_group, session.mesh.tensor_group.size)
     model, difficulty = cast(Pretraining, progress.engine.module), progress.state.difficulty
-    model.note_metrics = tally.note
+    model.note_metrics = step_metrics.note
     model.note_misses = None if difficulty is None else difficulty.note
-    return tally
+    return step_metrics
 
 
-def _state(session: Session, plan: RunPlan, start: Start) -> TrainingState:
+def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState:
     """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
     state = TrainingState(plan.config.model.padded_vocab_size(), start.group_samples(plan))
     state.data_fingerprints = data_fingerprints(session.plan.config, session.datasets)
@@ -379,8 +378,8 @@ def _state(session: Session, plan: RunPlan, start: Start) -> TrainingState:
     return state
 
 
-def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
-    """The banner's lines but for those about the engine."""
+def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
+    """The banner's lines, except those about the engine."""
     idle = session.launch.job_tasks > 1
     tasks = f" (SLURM_NTASKS is {session.launch.job_tasks}: srun starts as many ranks)" if idle else ""
     return [
@@ -392,11 +391,11 @@ def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[
     ]
 
 
-def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
-    """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
+def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
+    """The data loader of the phase, with process groups of its own."""
     masked_from, settings = session.plan.config.masked_from(), config.objective.auxiliary()
     auxiliary = None if settings is None else auxiliary_kind(settings)
-    return Feed(
+    return StepLoader(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
         config.data,
@@ -406,7 +405,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        masker=training_rows(config, session.datasets.train, state.difficulty, masked_from),
+        collator=training_rows(config, session.datasets.train, state.difficulty, masked_from),
         counted=None if auxiliary is None else auxiliary.counted,
         owners=owners_of(config, session.mesh),
         sharing=session.mesh.tensor_group,
@@ -416,7 +415,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
 def build_engine(
     plan: RunPlan, mesh: Mesh, device: torch.device, weights: Tensors
 ) -> tuple[Engine, list[tuple[str, str]]]:
-    """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
+    """The engine: the model sharded over the mesh and initialized from `weights`, its optimizer; and banner lines."""
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
     engine_lines, *_ = [accelerate_(each, config, device, plan.zero_stage) for each in pretraining.encoders()]

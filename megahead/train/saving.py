@@ -28,7 +28,7 @@ from megahead.remote_files import is_below, is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_another_run
 from megahead.train.faults import Ending, StopRequest
-from megahead.train.progress import Moment, Progress
+from megahead.train.progress import CapturedCheckpoint, Progress
 
 # A session's lease on its run's folder, so that of two sessions there only the later one writes.
 #
@@ -99,12 +99,12 @@ class Checkpointer:
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
         self._replicate_every, self._skipped = training.copy_every or 0, 0
-        self._rules = rules if mirror is None else replace(rules, read_now=mirror.in_hand)
+        self._rules = rules if mirror is None else replace(rules, in_use=mirror.in_hand)
         self._pending: Future[Path] | None = None
         self._events: list[Event] = []
         run = progress.history
         self._saved_at = self._reached() if run.lineage.step == progress.state.step else None
-        self._folder = run.root / str(run.lineage.tip) if self.up_to_date else None
+        self._folder = run.root / str(run.lineage.newest) if self.up_to_date else None
 
     def _reached(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
@@ -123,12 +123,12 @@ class Checkpointer:
         """Saves, and returns the seconds that training waited for it."""
         started = time.monotonic()
         self.wait()
-        moment = self._progress.moment(self._group, copied=self._pool is not None)
-        self._progress.history.lineage.add(moment.header.name)
+        captured = self._progress.capture(self._group, copied=self._pool is not None)
+        self._progress.history.lineage.add(captured.header.name)
         if self._pool:
-            self._pending = self._pool.submit(self._write, moment)
+            self._pending = self._pool.submit(self._write, captured)
         else:
-            self._folder = self._write(moment)
+            self._folder = self._write(captured)
         self._saved_at = self._reached()
         return time.monotonic() - started
 
@@ -145,12 +145,12 @@ class Checkpointer:
         events, self._events = self._events, []
         return events if self._mirror is None else [*events, *self._mirror.events()]
 
-    def _write(self, moment: Moment) -> Path:
+    def _write(self, captured: CapturedCheckpoint) -> Path:
         """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
-        checks = [moment.must_be_finite, *(each.check for each in (self._lease, self._mirror) if each is not None)]
+        checks = [captured.must_be_finite, *(each.check for each in (self._lease, self._mirror) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         root = self._progress.history.root
-        folder = write_snapshot(root, moment.header, moment.snapshot, self._group, self._rules)
+        folder = write_snapshot(root, captured.header, captured.snapshot, self._group, self._rules)
         if self._mirror is not None:
             self._mirror.offer(folder)
         return folder
@@ -178,9 +178,9 @@ class Checkpointer:
             self._replicas = None
             replicas.close()
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
-        moment = self._progress.moment(self._progress.world_group, copied=True)
-        replicas.begin(moment.header, moment.snapshot, moment.must_be_finite)
-        facts = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes}
+        captured = self._progress.capture(self._progress.world_group, copied=True)
+        replicas.begin(captured.header, captured.snapshot, captured.must_be_finite)
+        facts = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": captured.snapshot.total_bytes}
         return Event(facts, record="copy")
 
     def before_rollback(self) -> None:

@@ -36,10 +36,10 @@ from megahead.remote_files import is_remote, local_file
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import Lease, accepting, last_moment, local_resume, look_at_mirror, session_mark
-from megahead.train.start import Start, find_resume
+from megahead.train.start import ResumePoint, find_resume
 from megahead.wording import counted
 
 
@@ -75,7 +75,7 @@ class Session:
     _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
     """Closes what was opened until then."""
 
-    def starts(self, resume: str) -> Iterator[Start]:
+    def starts(self, resume: str) -> Iterator[ResumePoint]:
         """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
         has left. Collective, whenever the next is asked for."""
         folder = self.plan.config.folder()
@@ -106,11 +106,11 @@ class Session:
             shutil.rmtree(self.plan.config.folder().fetched, ignore_errors=True)
 
     @cached_property
-    def meters(self) -> Meters:
+    def logger(self) -> RunLogger:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
         tensor, data = self.mesh.tensor_group.size, self.mesh.data_group.size
         mesh = {"tensor": tensor, "data": data, "waiting": self.launch.spare_ranks}
-        return Meters(self.plan.config, lease=self.lease, mesh=mesh)
+        return RunLogger(self.plan.config, lease=self.lease, mesh=mesh)
 
     @property
     def keep_rules(self) -> KeepRules:
@@ -136,7 +136,7 @@ class Session:
         self._remove_handed_over()
         copies = Replicas(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
         if not self.launch.restarts:
-            self._after_an_error.callback(copies.close, patience=0)
+            self._after_an_error.callback(copies.close, timeout=0)
         return copies
 
     def _remove_handed_over(self) -> None:
@@ -152,11 +152,11 @@ class Session:
         every = counted(self.plan.config.training.copy_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
 
-    def history_from(self, start: Start) -> RunHistory:
+    def history_from(self, start: ResumePoint) -> RunHistory:
         """The checkpoints that led to what the session, or its next phase, goes on from."""
         return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._seen.names)
 
-    def mirror_from(self, start: Start, history: RunHistory) -> Uploads | None:
+    def mirror_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
         """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
         url, checkpoint = self.plan.config.training.mirror, start.checkpoint
         if self.mirror is None and url is not None and self.lease is not None:
@@ -193,8 +193,8 @@ class Session:
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
         for event in self._finish_mirror(deadline):
-            self.meters.event(event.record, event.facts, state, event.sentence)
-        self.meters.close(ending, state)
+            self.logger.event(event.record, event.facts, state, event.sentence)
+        self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
@@ -239,11 +239,11 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
 # Whether all ranks see one folder, before they write into it.
 
 
-PATIENCE = 10.0
+TIMEOUT_SECONDS = 10.0
 """Seconds that a network file system may take to show one rank what another wrote."""
 
 
-def must_be_shared(folder: RunFolder, world_group: Group) -> None:
+def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     """CheckpointError on all ranks if one of them does not see what rank 0 writes there. Collective.
 
     All ranks write a checkpoint together: were the folder a different one on each node, none would be complete. What
@@ -273,7 +273,7 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
 
 
 def _see(mark: Path, rank: int) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not mark.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(

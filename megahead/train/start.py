@@ -20,7 +20,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Finite, Renamed, Tensors
+from megahead.distributed.tensors import FiniteTensors, RenamedTensors, Tensors
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
@@ -33,7 +33,7 @@ from megahead.wording import counted
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """What a session, or its next phase, goes on from."""
 
     checkpoint: Checkpoint | None
@@ -98,7 +98,7 @@ class Start:
 
 def find_resume(
     resume: str, folder: RunFolder, world_group: Group, elsewhere: Sequence[Callable[[int], Resumed | None]] = ()
-) -> Start:
+) -> ResumePoint:
     """What `--resume auto|never|DIR` asks for. Collective.
 
     `elsewhere`: other places, for `auto`: each makes a checkpoint in `folder` of what is newer there than a step (-1:
@@ -106,7 +106,7 @@ def find_resume(
     """
     if resume != "auto":
         named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
-        return Start(None if named is None else open_together(named, world_group), [])
+        return ResumePoint(None if named is None else open_together(named, world_group), [])
     checkpoint, damage = newest_sound(folder.path, world_group)
     newer: list[Resumed] = []
     for look in elsewhere:
@@ -117,7 +117,7 @@ def find_resume(
         lost = [each for found in newer if found.place == "mirror" for each in found.problems]
         refuse_damaged(folder.path, [*damage, *lost])
         run_on_all_ranks(world_group, lambda: _refuse_orphaned(folder) if world_group.rank == 0 else None)
-    return Start(checkpoint, damage, newer)
+    return ResumePoint(checkpoint, damage, newer)
 
 
 def refuse_damaged(folder: Path, damage: list[str]) -> None:
@@ -175,8 +175,8 @@ class WithNewHead:
         first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([first_bias(self.checkpoint)])
         return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
 
-    def _saved(self) -> Finite:
-        return Finite(self.checkpoint, self.checkpoint.folder)
+    def _saved(self) -> FiniteTensors:
+        return FiniteTensors(self.checkpoint, self.checkpoint.folder)
 
     def _name_of_new(self, key: str) -> str | None:
         """The parameter that `key` is of, if it is in a head that the checkpoint lacks."""
@@ -214,7 +214,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
         if init.from_checkpoint is None
         else _begun_from(_source(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
-    return Renamed(source, lambda name: copies.get(name, name))
+    return RenamedTensors(source, lambda name: copies.get(name, name))
 
 
 def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> Tensors:
@@ -261,7 +261,7 @@ def _weights_of(
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
                 "instead; give `model` the sizes of that run."
             )
-    return Renamed(WithNewHead(checkpoint), lambda name: f"{kind}/{name}")
+    return RenamedTensors(WithNewHead(checkpoint), lambda name: f"{kind}/{name}")
 
 
 @dataclass(frozen=True)

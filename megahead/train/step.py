@@ -16,7 +16,7 @@ from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, ForwardTime
 from megahead.estimate import peak_flops, run_flops
 from megahead.objectives.loader import StepBatches
-from megahead.train.faults import Fault, Guard, found_afterwards
+from megahead.train.faults import Fault, FaultPolicy, found_afterwards
 
 # What the micro-batches of a step measured, told to all ranks in one message.
 #
@@ -37,7 +37,7 @@ class Measured:
     """What an auxiliary objective has summed over the global batch, by name."""
 
 
-class Tally:
+class StepMetrics:
     """Of one step at a time; a model notes here what it finds beside its loss."""
 
     def __init__(self, world_group: Group, tensor_ranks: int) -> None:
@@ -94,7 +94,7 @@ class StepReport:
     """How long each rank's forward passes took."""
 
     cpu_seconds: float
-    """Of this rank's process, all threads, its feed's too; not what else keeps the machine busy."""
+    """Of this rank's process, all threads, its loader's too; not what else keeps the machine busy."""
 
     auxiliary: dict[str, float]
     """What an auxiliary objective has summed over the global batch, by name; its loss has a part in `loss`."""
@@ -105,20 +105,20 @@ def train_step(
     batches: StepBatches,
     learning_rate: float,
     device: torch.device,
-    tally: Tally,
-    guard: Guard,
+    step_metrics: StepMetrics,
+    fault_policy: FaultPolicy,
     recent_losses: list[float],
 ) -> StepReport:
-    """Forward and backward of every micro-batch, then one update, unless the guard or the engine skips it.
+    """Forward and backward of every micro-batch, then one update, unless the fault policy or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
     counts = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    measured = tally.gather(losses, engine.forward_time)
+    measured = step_metrics.gather(losses, engine.forward_time)
     loss_scale = engine.loss_scale.value
-    fault = guard.suspects(measured.losses_WA, recent_losses)
-    skip = guard.must_skip(fault)
+    fault = fault_policy.suspects(measured.losses_WA, recent_losses)
+    skip = fault_policy.must_skip(fault)
     result = engine.skip_step() if skip else engine.step(learning_rate)
     return StepReport(
         loss=float(measured.losses_WA.mean()),

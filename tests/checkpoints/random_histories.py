@@ -29,7 +29,7 @@ from megahead.checkpoints.format import MANIFEST, Header, Snapshot
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
 from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError, look_at
 from megahead.checkpoints.store import KeepRules, Lineage, history, new_name, orphans, step_of
-from megahead.checkpoints.upload import send, settle
+from megahead.checkpoints.upload import remove_superseded, send
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import Store
@@ -183,7 +183,7 @@ class Histories:
         session.step += self.chance.choice((1, 1, 2))
         name = new_name(session.step)
         assert name not in self.parents
-        self.parents[name] = session.lineage.tip
+        self.parents[name] = session.lineage.newest
         before, latest = place.names(), place.latest.name
         snapshot = Snapshot.take([("w", torch.full((3,), float(len(self.parents))))], Group())
         header = Header(
@@ -223,7 +223,7 @@ class Histories:
     def upload(self, disk: str, killed: int | None = None) -> None:
         """The newest that the session saved goes to the store, unless another has taken the lease."""
         session, store = self.sessions[disk], self.place("store")
-        tip = session.lineage.tip
+        tip = session.lineage.newest
         if tip is None or not session.has_saved or tip not in self.place(disk).names() or (disk, tip) in self.damaged:
             return
         latest = store.latest.name
@@ -233,7 +233,7 @@ class Histories:
             with killed_at(10_000 if killed is None else killed, *IN_STORE):
                 session.lease.hold()
                 send(self.remote, self.place(disk).root / tip, session.lease.check, is_new=True)
-                settle(self.remote, tip, RULES)
+                remove_superseded(self.remote, tip, RULES)
                 assert self.has_one_history(tip)
         except TakenOverError:
             assert session.is_followed

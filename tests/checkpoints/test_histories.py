@@ -14,7 +14,7 @@ import torch
 from megahead.checkpoints.disk import Disk, find_checkpoint, orphaned_in, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_sound, open_checkpoint
-from megahead.checkpoints.store import KeepRules, Latest, led_to, step_of
+from megahead.checkpoints.store import KeepRules, Latest, ancestors_among, step_of
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 from megahead.train.progress import RunHistory
@@ -242,4 +242,8 @@ def test_where_all_that_led_to_a_lost_one_is_gone_orphans_must_be_named(tmp_path
 
 def test_of_two_of_one_step_the_one_that_was_saved_last_comes_first() -> None:
     later, earlier, older = "step-00000004-000000", "step-00000004-ffffff", "step-00000002-aaaaaa"
-    assert led_to((later, earlier, older), {older, earlier, later, "step-00000009-000000"}) == [later, earlier, older]
+    assert ancestors_among((later, earlier, older), {older, earlier, later, "step-00000009-000000"}) == [
+        later,
+        earlier,
+        older,
+    ]

@@ -8,7 +8,7 @@ import torch
 
 from megahead.config.masking import MaskingConfig
 from megahead.data.framing import Framing
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import FLOOR, Hardest
 from megahead.data.strategy import Difficulty
 from megahead.distributed.group import Group
@@ -35,7 +35,7 @@ def follow(group: Group, steps: int, begun: int = 0, state: torch.Tensor | None 
         seen.append(difficulty.at(step))
         ids, missed = (part.view(group.size, -1)[group.rank] for part in noted(step))
         difficulty.note(ids, missed)
-        difficulty.settle((step + 1) * SAMPLES, step != 4, group)  # the fifth step was not applied
+        difficulty.end_step((step + 1) * SAMPLES, step != 4, group)  # the fifth step was not applied
     return [*seen, difficulty.state(group)]
 
 
@@ -61,9 +61,9 @@ def test_only_at_the_end_of_a_period_counts_come_to_the_host() -> None:
     difficulty = Difficulty(V, EVERY, SAMPLES)
     for step in range(EVERY - 1):
         difficulty.note(torch.zeros(5, dtype=torch.int64, device="meta"), torch.ones(5, device="meta"))
-        difficulty.settle((step + 1) * SAMPLES, True, Group())
+        difficulty.end_step((step + 1) * SAMPLES, True, Group())
     with pytest.raises(NotImplementedError, match="no data"):
-        difficulty.settle(EVERY * SAMPLES, True, Group())
+        difficulty.end_step(EVERY * SAMPLES, True, Group())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -89,15 +89,15 @@ def test_ids_are_selected_by_their_share_of_misses() -> None:
     for step in range(EVERY):  # the hard half was always missed, the other one never
         ids = torch.arange(V).repeat(1000)
         difficulty.note(ids, hard.repeat(1000))
-        difficulty.settle((step + 1) * SAMPLES, True, Group())
+        difficulty.end_step((step + 1) * SAMPLES, True, Group())
     config = MaskingConfig(mask_token=3, cls_token=1, sep_token=2, rate=0.02)
-    masker = Masker(
+    collator = MaskingCollator(
         Framing(config, 2, False), Hardest(np.ones(V), difficulty), V, 5, samples_per_step=SAMPLES, steps=10**6
     )
     text = np.random.default_rng(0).integers(4, V, (4000, 126))
 
     def ratio(first_step: int) -> float:
-        batch = masker.batch(text, first_step * SAMPLES + np.arange(len(text)))
+        batch = collator.batch(text, first_step * SAMPLES + np.arange(len(text)))
         chosen = np.bincount(batch.target_ids_N.numpy(), minlength=V)
         return float(chosen[15:].sum() / 15 / (chosen[4:15].sum() / 11))
 

@@ -16,8 +16,8 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_masker
-from megahead.data.masking import Masker
+from megahead.data.loader import training_collator
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import STRATEGIES, Hardest, Uniform
 from megahead.data.strategy import Difficulty, Strategy, WeighedIds
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
@@ -30,13 +30,13 @@ SMALL: dict[str, Any] = {"size": "bert-small", "vocab_size": V}
 MODEL = ModelConfig(**SMALL)
 
 
-def masker(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> Masker:
+def collator(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> MaskingCollator:
     asked = DroppingConfig(from_layer=1, keep_share=keep_share)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, dropping=asked, **settings)
     framing = Framing(config, SEP, False)
     dropping = TokenDropping(framing, asked.layers(MODEL), asked.keep_share, importance)
     subsets = TokenSubsets(MASK, dropping=dropping)
-    return Masker(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
+    return MaskingCollator(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
 
 
 def texts(rows: int, length: int = 62) -> np.ndarray:
@@ -57,7 +57,7 @@ def kept(batch: Batch) -> np.ndarray:
 def test_the_most_important_tokens_are_kept_as_many_in_each_row() -> None:
     """By what is read: a target that is read as another token is as important as that one."""
     weight_V = np.random.default_rng(1).permutation(V) + 1.0
-    batch = masker(WeighedIds(weight_V)).batch(texts(50), range(50))
+    batch = collator(WeighedIds(weight_V)).batch(texts(50), range(50))
     read_BT, kept_BT = batch.input_ids_BT.numpy(), kept(batch)
     assert (kept_BT.sum(1) == 32).all()
     special_BT = np.isin(read_BT, [CLS, SEP, MASK])
@@ -72,14 +72,14 @@ def test_masks_are_kept_first_and_what_is_empty_last() -> None:
     text = texts(20)
     text[:, 40:] = -1
     text[:, 5:15] = SEP
-    batch = masker(Uniform(), keep_share=0.3, rate=0.3, mask_share=1.0, random_share=0.0).batch(text, range(20))
+    batch = collator(Uniform(), keep_share=0.3, rate=0.3, mask_share=1.0, random_share=0.0).batch(text, range(20))
     read_BT, kept_BT = batch.input_ids_BT.numpy(), kept(batch)
     assert (kept_BT.sum(1) == 19).all()
     assert kept_BT[read_BT == MASK].all()
     assert (read_BT[kept_BT] == SEP).any()
     assert np.isin(read_BT[kept_BT], [MASK, SEP, CLS]).all()  # more than there is room for
     assert not kept_BT[:, 42:].any()
-    roomy_BT = kept(masker(Uniform(), keep_share=0.6).batch(text, range(20)))
+    roomy_BT = kept(collator(Uniform(), keep_share=0.6).batch(text, range(20)))
     assert (roomy_BT.sum(1) == 38).all()
     assert not roomy_BT[:, 42:].any()
 
@@ -90,7 +90,7 @@ def test_the_least_share_that_is_accepted_keeps_every_mask_token(share: float, l
     """Though all targets of a row are mask tokens."""
     assert run_config("hardest", rate=share, keep_share=share).masking is not None
     settings = {"rate": share, "mask_share": 1.0, "random_share": 0.0}
-    batch = masker(Uniform(), keep_share=share, **settings).batch(texts(20, length), range(20))
+    batch = collator(Uniform(), keep_share=share, **settings).batch(texts(20, length), range(20))
     assert kept(batch)[batch.input_ids_BT.numpy() == MASK].all()
 
 
@@ -98,7 +98,7 @@ def test_the_least_share_that_is_accepted_keeps_every_mask_token(share: float, l
 def test_what_is_kept_depends_on_the_sample_alone(rows: range) -> None:
     """Also among tokens that are all as important."""
     text = texts(20)
-    every, some = (masker(Uniform()).batch(text[list(part)], part) for part in (range(20), rows))
+    every, some = (collator(Uniform()).batch(text[list(part)], part) for part in (range(20), rows))
     assert (kept(every)[list(rows)] == kept(some)).all()
     assert len(np.unique(kept(every), axis=0)) == 20
 
@@ -108,8 +108,8 @@ def test_ids_that_are_missed_more_often_are_kept_two_periods_later() -> None:
     hard = torch.arange(V) >= 60
     for step in range(EVERY):
         difficulty.note(torch.arange(V), hard)
-        difficulty.settle((step + 1) * SAMPLES, True, Group())
-    text, adapting = texts(SAMPLES), masker(Hardest(np.ones(V), difficulty), keep_share=0.4)
+        difficulty.end_step((step + 1) * SAMPLES, True, Group())
+    text, adapting = texts(SAMPLES), collator(Hardest(np.ones(V), difficulty), keep_share=0.4)
 
     def share_of_hard(step: int) -> float:
         batch = adapting.batch(text, range(step * SAMPLES, (step + 1) * SAMPLES))
@@ -142,12 +142,12 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=V) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
     dataset = IndexedDataset(tmp_path / "text")
-    made = training_masker(run_config(by), [dataset], Difficulty(V, 5, 4))
-    assert isinstance(made, Masker)
+    made = training_collator(run_config(by), [dataset], Difficulty(V, 5, 4))
+    assert isinstance(made, MaskingCollator)
     assert made.subsets.dropping is not None
     assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeighedIds))
     assert (kept(made.batch(texts(4), range(4))).sum(1) == 32).all()
     assert by in STRATEGIES
     (tmp_path / "text.json").unlink()
     with pytest.raises(ConfigError, match=rf"`masking.dropping.by` must have a dataset with .* but is {by} instead"):
-        training_masker(run_config(by), [IndexedDataset(tmp_path / "text")], Difficulty(V, 5, 4))
+        training_collator(run_config(by), [IndexedDataset(tmp_path / "text")], Difficulty(V, 5, 4))

@@ -14,7 +14,7 @@ from megahead.config.masking import MaskedInputsConfig
 from megahead.data.batch import CausalRows, causal_batch
 from megahead.data.framing import MaskedInputs
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import held_out_masker, training_masker
+from megahead.data.loader import held_out_collator, training_collator
 from megahead.errors import ConfigError
 from support.small_run import small_config, write_text
 
@@ -76,7 +76,7 @@ def test_a_mask_token_that_the_text_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"`masked_inputs.mask_token` must be an id that .*text does not have, but is 7"
     ):
-        training_masker(config, datasets)
+        training_collator(config, datasets)
     beyond = small_config(tmp_path, {"model.vocab_size": 61, "masked_inputs": {"mask_token": 60}})
-    assert isinstance(training_masker(beyond, datasets), MaskedInputs)
-    assert isinstance(held_out_masker(beyond), CausalRows)  # held-out text is read as it is
+    assert isinstance(training_collator(beyond, datasets), MaskedInputs)
+    assert isinstance(held_out_collator(beyond), CausalRows)  # held-out text is read as it is

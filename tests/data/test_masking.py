@@ -14,7 +14,7 @@ from megahead.config.masking import MaskingConfig
 from megahead.data import masking
 from megahead.data.framing import Framing
 from megahead.data.loader import evaluation_target_counts
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
 from support.small_run import small_config
@@ -22,10 +22,12 @@ from support.small_run import small_config
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
 
-def masker(seed: int = 7, isolate: bool = True, steps: int = 1, samples_per_step: int = 1, **settings: Any) -> Masker:
+def collator(
+    seed: int = 7, isolate: bool = True, steps: int = 1, samples_per_step: int = 1, **settings: Any
+) -> MaskingCollator:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     config = MaskingConfig(**ids, **settings)
-    return Masker(Framing(config, END, isolate), Uniform(), VOCABULARY, seed, samples_per_step, steps)
+    return MaskingCollator(Framing(config, END, isolate), Uniform(), VOCABULARY, seed, samples_per_step, steps)
 
 
 def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.ndarray:
@@ -37,7 +39,7 @@ def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.
 
 def test_a_row_is_cls_text_sep_and_targets_are_the_tokens_as_they_were() -> None:
     text = texts(50)
-    batch = masker().batch(text, range(50))
+    batch = collator().batch(text, range(50))
     inputs = batch.input_ids_BT.numpy()
     whole = np.concatenate([np.full((50, 1), CLS), text, np.full((50, 1), SEP)], 1)
     assert np.array_equal(batch.target_ids_N.numpy(), whole.reshape(-1)[batch.target_index_N.numpy()])
@@ -47,13 +49,13 @@ def test_a_row_is_cls_text_sep_and_targets_are_the_tokens_as_they_were() -> None
 
 
 def test_every_row_has_the_same_number_of_targets_fifteen_percent_of_its_text() -> None:
-    batch = masker().batch(texts(200, ends=0.05), range(200))
+    batch = collator().batch(texts(200, ends=0.05), range(200))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=200)
     assert set(per_row) == {19} == {batch.max_targets_per_row}  # 0.15 x 126
 
 
 def test_bernoulli_draws_each_token_by_itself() -> None:
-    batch = masker(count="bernoulli").batch(texts(4000), range(4000))
+    batch = collator(count="bernoulli").batch(texts(4000), range(4000))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=4000)
     assert per_row.mean() == pytest.approx(0.15 * 126, rel=0.01)
     assert per_row.var() == pytest.approx(126 * 0.15 * 0.85, rel=0.1)
@@ -64,7 +66,7 @@ def test_special_tokens_and_padding_are_never_selected_nor_put_in() -> None:
     text = texts(500, ends=0.2)
     text[:, 90:] = -1
     text[::3, 5] = PAD
-    batch = masker(random_share=0.9, mask_share=0.0, rate=0.5).batch(text, range(500))
+    batch = collator(random_share=0.9, mask_share=0.0, rate=0.5).batch(text, range(500))
     special = [CLS, SEP, MASK, END, PAD]
     assert not np.isin(batch.target_ids_N.numpy(), special).any()
     assert (batch.target_index_N.numpy() % 128 <= 90).all()
@@ -73,7 +75,7 @@ def test_special_tokens_and_padding_are_never_selected_nor_put_in() -> None:
 
 @pytest.mark.parametrize(("mask", "random"), [(0.8, 0.1), (1.0, 0.0), (0.0, 0.5)])
 def test_shares_of_masked_random_and_kept_tokens(mask: float, random: float) -> None:
-    batch = masker(mask_share=mask, random_share=random).batch(texts(2000), range(2000))
+    batch = collator(mask_share=mask, random_share=random).batch(texts(2000), range(2000))
     read = batch.input_ids_BT.numpy().reshape(-1)[batch.target_index_N.numpy()]
     target = batch.target_ids_N.numpy()
     masked, kept = read == MASK, read == target
@@ -90,7 +92,7 @@ def test_shares_of_masked_random_and_kept_tokens(mask: float, random: float) -> 
 def test_noise_is_read_where_nothing_is_asked_for_and_never_in_place_of_a_special_token() -> None:
     text = texts(2000)
     text[:, 90:], text[::3, 5] = -1, PAD
-    plain, noisy = (masker(**settings).batch(text, range(2000)) for settings in ({}, {"noise_share": 0.2}))
+    plain, noisy = (collator(**settings).batch(text, range(2000)) for settings in ({}, {"noise_share": 0.2}))
     assert torch.equal(noisy.target_index_N, plain.target_index_N)
     assert torch.equal(noisy.target_ids_N, plain.target_ids_N)
     before, after = plain.input_ids_BT.reshape(-1), noisy.input_ids_BT.reshape(-1)
@@ -104,7 +106,7 @@ def test_noise_is_read_where_nothing_is_asked_for_and_never_in_place_of_a_specia
 
 
 def test_every_place_is_selected_alike() -> None:
-    batch = masker().batch(texts(8000), range(8000))
+    batch = collator().batch(texts(8000), range(8000))
     counts = np.bincount(batch.target_index_N.numpy() % 128, minlength=128)
     assert counts[0] == counts[127] == 0
     expected = 8000 * 19 / 126
@@ -113,10 +115,10 @@ def test_every_place_is_selected_alike() -> None:
 
 def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_epoch() -> None:
     text = texts(8)
-    together = masker().batch(text, range(8))
-    alone = masker().batch(text[5:6], [5])
+    together = collator().batch(text, range(8))
+    alone = collator().batch(text[5:6], [5])
     assert np.array_equal(together.input_ids_BT[5:6], alone.input_ids_BT)
-    again, other_seed = masker().batch(text[5:6], [5 + 8]), masker(seed=8).batch(text[5:6], [5])
+    again, other_seed = collator().batch(text[5:6], [5 + 8]), collator(seed=8).batch(text[5:6], [5])
     for another in (again, other_seed):
         assert not np.array_equal(another.target_index_N, alone.target_index_N)
 
@@ -125,14 +127,14 @@ def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_e
     ("course", "rates"), [("linear", (0.4, 0.3, 0.2, 0.1)), ("cosine", (0.4, 0.325, 0.175, 0.1))], ids=str
 )
 def test_the_rate_moves_with_the_run_and_is_one_for_a_step(course: str, rates: tuple[float, ...]) -> None:
-    moving = masker(rate=0.4, final_rate=0.1, rate_course=course, steps=4, samples_per_step=2)
+    moving = collator(rate=0.4, final_rate=0.1, rate_course=course, steps=4, samples_per_step=2)
     batch = moving.batch(texts(10), range(10))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=10)
     assert per_row.tolist() == [round(126 * rate) for rate in (*rates, rates[-1]) for _ in range(2)]
 
 
 def test_the_rates_course_begins_with_the_first_step_that_masks() -> None:
-    moving = masker(rate=0.4, final_rate=0.1, steps=7, samples_per_step=2)
+    moving = collator(rate=0.4, final_rate=0.1, steps=7, samples_per_step=2)
     late = replace(moving, masked_from=3)
     batch = late.batch(texts(8), range(6, 14))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=8)
@@ -142,23 +144,23 @@ def test_the_rates_course_begins_with_the_first_step_that_masks() -> None:
 def test_documents_are_told_apart_where_asked() -> None:
     text = texts(1, length=8)
     text[0, 2] = END
-    positions = masker().batch(text, [0]).positions_BT
+    positions = collator().batch(text, [0]).positions_BT
     assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
-    assert masker(isolate=False).batch(text, [0]).positions_BT is None
-    assert masker().batch(texts(1, length=8), [0]).positions_BT is None
+    assert collator(isolate=False).batch(text, [0]).positions_BT is None
+    assert collator().batch(texts(1, length=8), [0]).positions_BT is None
 
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_padding_is_a_document_behind_sep(isolate: bool) -> None:
     text = texts(2, length=8)
     text[1, 5:] = -1
-    batch = masker(isolate=isolate).batch(text, [0, 1])
+    batch = collator(isolate=isolate).batch(text, [0, 1])
     assert batch.input_ids_BT[1, 6] == SEP
     assert batch.positions_BT.tolist() == [list(range(10)), [*range(7), 0, 1, 2]]
 
 
 def test_a_row_without_text_has_no_targets() -> None:
-    batch = masker().batch(np.full((2, 8), -1), [0, 1])
+    batch = collator().batch(np.full((2, 8), -1), [0, 1])
     assert batch.target_ids_N.numel() == batch.max_targets_per_row == 0
 
 

@@ -21,8 +21,8 @@ from megahead.config.loading import config_from_dict
 from megahead.config.masking import MaskingConfig
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_masker
-from megahead.data.masking import Masker
+from megahead.data.loader import training_collator
+from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategies import FLOOR, STRATEGIES, Frequency, Informative, Pmi, Spans, Weights
 from megahead.data.strategy import Difficulty, PairCounts, Strategy
@@ -39,7 +39,7 @@ CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
 def chosen(strategy: Strategy, text: np.ndarray, **settings: Any) -> np.ndarray:
     """bool [B, t]: which tokens of the text are targets."""
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, **settings)
-    batch = Masker(Framing(config, SEP, False), strategy, VOCABULARY, seed=5).batch(text, range(len(text)))
+    batch = MaskingCollator(Framing(config, SEP, False), strategy, VOCABULARY, seed=5).batch(text, range(len(text)))
     selected = np.zeros((len(text), text.shape[1] + 2), bool)
     selected.reshape(-1)[batch.target_index_N.numpy()] = True
     assert not selected[:, 0].any()
@@ -329,9 +329,9 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     np.save(tmp_path / "weights.npy", np.ones(VOCABULARY))
     given = {"id_weights": str(tmp_path / "weights.npy")} if strategy == "weights" else {}
     config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"), **given)
-    masker = training_masker(config, [IndexedDataset(tmp_path / "text")], Difficulty(VOCABULARY, 5, 4))
-    assert masker is not None
-    batch = masker.batch(texts(4, 30), range(4))
+    collator = training_collator(config, [IndexedDataset(tmp_path / "text")], Difficulty(VOCABULARY, 5, 4))
+    assert collator is not None
+    batch = collator.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
 
 
@@ -407,4 +407,4 @@ def test_what_weighs_ids_needs_their_counts(tmp_path, strategy: str) -> None:
         writer.add_document([5, 6, SEP])
     (tmp_path / "text.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"masking\.strategy"):
-        training_masker(run_config(tmp_path, strategy), [IndexedDataset(tmp_path / "text")])
+        training_collator(run_config(tmp_path, strategy), [IndexedDataset(tmp_path / "text")])

@@ -8,7 +8,7 @@ import torch
 
 from megahead.config.masking import MaskingConfig
 from megahead.data.framing import Framing, NextTokens
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 
 CLS, SEP, MASK, END = 1, 2, 3, 4
@@ -52,7 +52,7 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_sample_is_the_same_text_whether_masked_or_not(isolate: bool) -> None:
-    masked = Masker(Framing(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
+    masked = MaskingCollator(Framing(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
     batch = NextTokens(Framing(MASKING, END, isolate), True).batch(texts(), range(5))
     original = masked.input_ids_BT.flatten().index_copy(0, masked.target_index_N, masked.target_ids_N)
     assert torch.equal(batch.input_ids_BT.flatten(), original)

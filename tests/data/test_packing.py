@@ -22,7 +22,7 @@ from megahead.data.blending import training_samples
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.packing import PADDING, PackedSamples, best_fit, pack_table
 from megahead.data.strategies import Uniform
 from megahead.data.writer import IndexedDatasetWriter
@@ -189,9 +189,9 @@ def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) 
     samples = training_samples(data, [IndexedDataset(prefix)], 1, 6)
     masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
     for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
-        masker = Masker(Framing(masking, 9, isolate), Uniform(), 20, seed=0)
+        collator = MaskingCollator(Framing(masking, 9, isolate), Uniform(), 20, seed=0)
         rows, document_starts = samples.rows([0]), samples.document_starts([0])
         assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
-        found = masker.batch(rows, [0], document_starts).positions_BT
+        found = collator.batch(rows, [0], document_starts).positions_BT
         assert found is not None
         assert found[0].tolist() == (expected or [0, 1, 2, 3, 4, 5, 6, 7, 0])

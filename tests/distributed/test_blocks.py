@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Renamed, Whole, block_ranges, fill_shard_, joined, take_rows_
+from megahead.distributed.tensors import (
+    RenamedTensors,
+    WholeTensors,
+    block_ranges,
+    copy_rows_,
+    fill_shard_,
+    join_blocks,
+)
 
 ROWS, WIDTH = 23, 3
 WHOLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -23,12 +30,12 @@ def in_blocks(size: int) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_blocks_are_joined(size: int) -> None:
-    assert torch.equal(joined(in_blocks(size), WHOLE.shape), WHOLE)
+    assert torch.equal(join_blocks(in_blocks(size), WHOLE.shape), WHOLE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
 def test_a_tensor_without_rows_keeps_its_type(dtype: torch.dtype) -> None:
-    empty = joined([torch.empty(0, WIDTH, dtype=dtype)], (0, WIDTH))
+    empty = join_blocks([torch.empty(0, WIDTH, dtype=dtype)], (0, WIDTH))
     assert empty.dtype == dtype
     assert empty.shape == (0, WIDTH)
 
@@ -37,7 +44,7 @@ def test_a_tensor_without_rows_keeps_its_type(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [range(23), range(4, 9), range(22, 23), range(0, 1)])
 def test_some_rows_are_taken(size: int, rows: range) -> None:
     part = torch.full((len(rows), WIDTH), torch.nan)
-    take_rows_(part, in_blocks(size), rows.start)
+    copy_rows_(part, in_blocks(size), rows.start)
     assert torch.equal(part, WHOLE[rows.start : rows.stop])
 
 
@@ -60,6 +67,6 @@ def test_blocks_cover_all_rows(monkeypatch: pytest.MonkeyPatch, rows: int, ends:
 
 
 def test_other_names_are_of_the_same_tensors() -> None:
-    named = Renamed(Whole({"there": WHOLE}.__getitem__), lambda name: {"here": "there"}[name])
+    named = RenamedTensors(WholeTensors({"there": WHOLE}.__getitem__), lambda name: {"here": "there"}[name])
     assert named.read("here") is WHOLE
     assert list(named.blocks("here")) == [WHOLE]

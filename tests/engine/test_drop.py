@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Whole
+from megahead.distributed.tensors import WholeTensors
 from megahead.engine.engine import Engine
 from support.long import long_but
 from support.on_ranks import on_ranks
@@ -101,7 +101,7 @@ def scale_goes_on(group: Group) -> tuple[dict[str, float], float, list[float], l
 
     scales(first, 5)
     state = first.loss_scale.state()
-    second.load(Whole(whole(first).__getitem__), first.optimizer_steps)
+    second.load(WholeTensors(whole(first).__getitem__), first.optimizer_steps)
     second.loss_scale.restore(state)
     return state, first.loss_scale.value, scales(first, 4), scales(second, 4)
 
@@ -126,5 +126,5 @@ def overflows_at_the_smallest_scale(group: Group) -> list[tuple[bool, float]]:
 
 @NEEDS_FP16
 def test_what_overflows_at_the_smallest_scale_is_not_applied_and_that_is_all() -> None:
-    """What to do then is the guard's decision."""
+    """What to do then is the fault policy's decision."""
     assert on_ranks(1, overflows_at_the_smallest_scale) == [[(False, 1.0)] * 3]

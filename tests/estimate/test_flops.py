@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
-from megahead.data.loader import held_out_masker
+from megahead.data.loader import held_out_collator
 from megahead.estimate import SubsetLayers, run_flops, training_flops
 from megahead.losses.candidates import unique_candidates
 from megahead.losses.fused_softmax import TorchChunkSoftmax
@@ -182,9 +182,9 @@ def test_a_generator_and_all_tokens_judged_are_counted():
 
 def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
     """Operations of a step of 4 rows by torch's count, without rotations, and how many candidates it has."""
-    tokens, masker = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_masker(config)
+    tokens, collator = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_collator(config)
     cut = {"end_token": 0, "isolate_documents": False, "boundary_targets": True}
-    batch = causal_batch(tokens, **cut) if config.masking is None else masker.batch(tokens[:, :16], range(4))
+    batch = causal_batch(tokens, **cut) if config.masking is None else collator.batch(tokens[:, :16], range(4))
     model, candidates = initialized(config), unique_candidates(batch.target_ids_N)
     model.note_misses = (lambda *_: None) if misses else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -19,12 +19,12 @@ from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.estimate import rank_memory
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed
+from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import assemble, first_weights
 from megahead.optim import build_optimizer
-from megahead.train.faults import Guard
+from megahead.train.faults import FaultPolicy
 from megahead.train.run import explain_out_of_memory, pretrain
-from megahead.train.step import Tally, train_step
+from megahead.train.step import StepMetrics, train_step
 from support.long import long, long_but
 from support.on_ranks import on_ranks
 from support.peaks import freed_memory_goes_back, measures_peaks, peak_above, told
@@ -65,11 +65,11 @@ def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)
-    feed = Feed(samples, objective, config.data, config.batch, mesh.data_group)
-    tally, guard = Tally(mesh.world_group, mesh.tensor_group.size), Guard(config.faults)
+    loader = StepLoader(samples, objective, config.data, config.batch, mesh.data_group)
+    step_metrics, fault_policy = StepMetrics(mesh.world_group, mesh.tensor_group.size), FaultPolicy(config.faults)
     for step in range(steps):
-        batches = feed.step(step * config.batch.global_size)
-        train_step(engine, batches, 1e-3, CPU, tally, guard, [])
+        batches = loader.step(step * config.batch.global_size)
+        train_step(engine, batches, 1e-3, CPU, step_metrics, fault_policy, [])
     return engine
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
-from megahead.data.loader import held_out_masker
+from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, UserError
 from megahead.hf import encoders
@@ -83,9 +83,9 @@ def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: Any, objective
     config = encoder_config(objective, vocab_multiple=256)
     save_small(tmp_path / "run", config)
     folder = export(tmp_path / "run", tmp_path / "out", head, keep_padding=keep_padding).folder
-    ours, masker = TrainedModel.open(tmp_path / "run"), held_out_masker(config)
-    assert masker is not None
-    batch = masker.batch(torch.randint(4, 61, (3, 30), generator=torch.Generator().manual_seed(1)).numpy(), range(3))
+    ours, collator = TrainedModel.open(tmp_path / "run"), held_out_collator(config)
+    assert collator is not None
+    batch = collator.batch(torch.randint(4, 61, (3, 30), generator=torch.Generator().manual_seed(1)).numpy(), range(3))
     with torch.no_grad():
         hidden = AutoModel.from_pretrained(folder)(batch.input_ids_BT).last_hidden_state
         torch.testing.assert_close(hidden, ours.load().backbone(batch.input_ids_BT), rtol=1e-5, atol=1e-5)

@@ -17,14 +17,14 @@ from support.small_run import same_tensors, small_config
 
 CRASH_ONCE = """
 import os, runpy, sys
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 
-note = Meters.step
-def noted(meters, report, state, **kwargs):
-    note(meters, report, state, **kwargs)
+note = RunLogger.step
+def noted(logger, report, state, **kwargs):
+    note(logger, report, state, **kwargs)
     if state.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(9)
-Meters.step = noted
+RunLogger.step = noted
 runpy.run_path("launch/pretrain.py", run_name="__main__")
 """
 

@@ -1,7 +1,7 @@
 """Masking rare tokens more often: the head that needs no training speaks of text as it is, not as it was masked.
 
 The contrastive optimum is known in closed form where a row's tokens are drawn alike from its context: log p(v | c) / q,
-both as the masker drew them. Held-out rows are masked alike, whatever a run trains with.
+both as the collator drew them. Held-out rows are masked alike, whatever a run trains with.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from megahead.config.run import RunConfig
 from megahead.data.framing import Framing
-from megahead.data.loader import evaluation_target_counts, held_out_masker
-from megahead.data.masking import Masker
+from megahead.data.loader import evaluation_target_counts, held_out_collator
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Frequency
 from megahead.hf.trained import TrainedModel
 from megahead.losses.candidates import log_unigram, training_free_bias
@@ -52,9 +52,9 @@ def rows(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def targets(masker: Masker, context_B: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def targets(collator: MaskingCollator, context_B: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, token) of each target."""
-    batch = masker.batch(text, range(len(text)))
+    batch = collator.batch(text, range(len(text)))
     return context_B[batch.target_index_N.numpy() // (LENGTH + 2)], batch.target_ids_N.numpy()
 
 
@@ -66,13 +66,15 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     context_B, text = rows(12_000, seed=1)
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
     strategy = Frequency.of(token_counts.tolist(), power)
-    seen_N, target_N = targets(Masker(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text)
+    seen_N, target_N = targets(
+        MaskingCollator(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text
+    )
     joint = np.zeros((CONTEXTS, VOCABULARY))
     np.add.at(joint, (seen_N, target_N), 1)
     target_counts = torch.from_numpy(joint.sum(0)).long()
     scores = np.log((joint + 1e-3) / joint.sum(1, keepdims=True)) - log_unigram(target_counts, VOCABULARY).numpy()
 
-    held_out = held_out_masker(config)
+    held_out = held_out_collator(config)
     assert held_out is not None
     asked_N, truth_N = targets(held_out, *rows(2_000, seed=2))
 

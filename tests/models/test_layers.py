@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Whole
+from megahead.distributed.tensors import WholeTensors
 from megahead.models.documents import Documents
 from megahead.models.parallel import (
     ColumnParallelLinear,
@@ -99,7 +99,7 @@ def test_a_backbone_in_parts_gives_the_hidden_states_of_the_whole(size: int) -> 
     def in_parts(group: Group) -> Tensor:
         backbone = build_backbone(config.model).double()
         parallelize_(backbone, SHARDING["gpt_neox"], group)
-        fill_(backbone, group, Whole(whole.get_parameter))
+        fill_(backbone, group, WholeTensors(whole.get_parameter))
         hidden: Tensor = backbone(ids, documents)
         return hidden.detach()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Whole
+from megahead.distributed.tensors import WholeTensors
 from megahead.errors import ConfigErrors
 from megahead.estimate import rank_parameters
 from megahead.models.backbone import Backbone
@@ -45,7 +45,7 @@ def in_parts(group: Group, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["llama"], group, sequence=config.parallel.sequence)
-    fill_(backbone, group, Whole(whole.get_parameter))
+    fill_(backbone, group, WholeTensors(whole.get_parameter))
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()
     dims = shard_dims(backbone)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.run import RunConfig
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.distributed.group import Group
 from megahead.estimate import rank_parameters
 from megahead.losses.contrastive import build_objective
@@ -38,11 +38,11 @@ def config_of(objective: dict[str, Any], tensor: int = 1, sequence: bool = False
 
 def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, float]:
     """The loss, after its backward pass, and what an evaluation says; of rows that hold several documents."""
-    masker = training_masker(config, [])
-    assert masker is not None
+    collator = training_collator(config, [])
+    assert collator is not None
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:] = -1
-    batch = masker.batch(text, range(3))
+    batch = collator.batch(text, range(3))
     candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
     module = module.double()
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Whole
+from megahead.distributed.tensors import WholeTensors
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models.backbone import Backbone
@@ -44,7 +44,7 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
-    fill_(backbone, group, Whole(whole.get_parameter))
+    fill_(backbone, group, WholeTensors(whole.get_parameter))
     backbone.recompute_blocks = recompute
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()

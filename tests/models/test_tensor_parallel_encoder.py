@@ -44,10 +44,10 @@ def config_of(objective: dict[str, Any]) -> RunConfig:
 
 
 def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float, ...]]:
-    masker = training_rows(config, [])
+    collator = training_rows(config, [])
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:], text[2, 4:] = -1, text[0, :10]
-    batch = masker.batch(text, range(3))
+    batch = collator.batch(text, range(3))
     candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
     module = module.double()
     with torch.no_grad():

@@ -12,8 +12,8 @@ from megahead.losses.candidates import Candidates
 from megahead.objectives.micro_batch import (
     MicroBatch,
     documents_of,
-    shorter_rows_of,
     target_positions_of,
+    token_subsets_of,
     with_boundaries,
 )
 
@@ -69,7 +69,7 @@ def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_
     for mine, expected in ((found.cu_seqlens, known), (found.kept[0].cu_seqlens, shorter)):
         assert (mine is None) == (expected is None)
         assert mine is None or len(mine) == len(expected)
-    (late,) = shorter_rows_of(found)
+    (late,) = token_subsets_of(found)
     boundaries = late.documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
     assert len(boundaries) == len(shorter)
     assert with_boundaries(batch, 1).kept[0].cu_seqlens.tolist() == shorter

@@ -20,7 +20,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import documents_of
 from megahead.objectives.pretraining import Pretraining
 from megahead.report.read import read_metrics
@@ -53,8 +53,8 @@ def ragged_config(**objective: Any) -> RunConfig:
 def fed(group: Group, config: RunConfig, group_samples: int, first_sample: int = 0) -> StepBatches:
     objective = build_objective(config.objective, 60, TOKEN_COUNTS)
     channel = group.side_channel()
-    feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
-    return feed.step(first_sample)
+    loader = StepLoader(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
+    return loader.step(first_sample)
 
 
 def all_candidates(group: Group, config: RunConfig, group_samples: int) -> list[tuple[Candidates, ...]]:

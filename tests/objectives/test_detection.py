@@ -42,9 +42,9 @@ def config_of(objective: dict[str, Any], family: str = "bert", weight: float = 5
 
 
 def micro_batch(config: RunConfig, rows: int = 6, ids: range = range(2, VOCABULARY)) -> MicroBatch:
-    masker = training_rows(config, [])
+    collator = training_rows(config, [])
     text = np.random.default_rng(0).integers(ids.start, ids.stop, (rows, 14))
-    batch = masker.batch(text, range(rows))
+    batch = collator.batch(text, range(rows))
     rule = build_objective(config.objective, VOCABULARY, torch.arange(VOCABULARY) + 1)
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25, 0.125)

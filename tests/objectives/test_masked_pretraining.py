@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from megahead.config.run import RunConfig
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.losses.contrastive import build_objective
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining
@@ -45,10 +45,10 @@ def config_of(objective: dict[str, Any], activation: str = "gelu", masks: str = 
 
 
 def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch:
-    masker = training_masker(config, [])
-    assert masker is not None
+    collator = training_collator(config, [])
+    assert collator is not None
     text = np.random.default_rng(0).integers(2, 61, (4, 14)) if text is None else text
-    batch = masker.batch(text, range(len(text)))
+    batch = collator.batch(text, range(len(text)))
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     candidates = objective.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     return MicroBatch(batch, (candidates,), 0.25)

@@ -13,10 +13,10 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.data.batch import Batch
 from megahead.data.framing import Framing
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Spans, Uniform
 from megahead.data.strategy import Strategy, WeighedIds
-from megahead.objectives.phrases import PhraseMasker, SharedPhrases
+from megahead.objectives.phrases import PhraseCollator, SharedPhrases
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 40
 STRATEGIES: dict[str, Strategy] = {
@@ -26,15 +26,15 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def masker(
+def collator(
     phrases: PhrasesConfig | None,
     strategy: Strategy = STRATEGIES["uniform"],
     count: Literal["fixed", "bernoulli"] = "fixed",
-) -> Masker | PhraseMasker:
+) -> MaskingCollator | PhraseCollator:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     masking = MaskingConfig.model_validate(ids | {"rate": 0.3, "count": count})
-    plain = Masker(Framing(masking, END, isolate_documents=True), strategy, VOCABULARY, 7)
-    return plain if phrases is None else PhraseMasker(plain, phrases)
+    plain = MaskingCollator(Framing(masking, END, isolate_documents=True), strategy, VOCABULARY, 7)
+    return plain if phrases is None else PhraseCollator(plain, phrases)
 
 
 def texts(rows: int, length: int = 40) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_phrases_of_other_rows_are_masked_whole_and_found_where_they_are_read(
     asked = PhrasesConfig(shortest=lengths[0], longest=lengths[1], group_samples=4, share=0.7)
     starts = np.zeros((12, 40), bool)
     starts[:, 20] = True  # a document that begins without an end token before it
-    batch = masker(asked, STRATEGIES[strategy], count).batch(texts(12), range(12), starts)
+    batch = collator(asked, STRATEGIES[strategy], count).batch(texts(12), range(12), starts)
     tokens, width = tokens_of(batch), batch.input_ids_BT.shape[1]
     masked, seen = set(batch.target_index_N.tolist()), set()
     assert all(tokens[place // width][place % width] > END for place in masked)
@@ -115,9 +115,9 @@ def test_phrases_are_that_share_of_the_masked_tokens_which_are_as_many_as_withou
     """Of a `fixed` number a little less, since long phrases often do not fit in any more."""
     asked = PhrasesConfig(share=share, shortest=3, longest=4, group_samples=16)
     text = texts(2000, 120)[::2]  # some 60 tokens of each row are in phrases
-    batch, plain = (masker(phrases, count=count).batch(text, range(len(text))) for phrases in (asked, None))
+    batch, plain = (collator(phrases, count=count).batch(text, range(len(text))) for phrases in (asked, None))
     assert len(batch.target_ids_N) == pytest.approx(len(plain.target_ids_N), rel=0.02)
-    shared = SharedPhrases.of(masker(None).framing.rows(text), asked)
+    shared = SharedPhrases.of(collator(None).framing.rows(text), asked)
     inside_M = np.zeros(batch.input_ids_BT.numel(), bool)
     for first, length in zip(shared.first_S, shared.length_S, strict=True):
         inside_M[first : first + length] = True
@@ -127,7 +127,7 @@ def test_phrases_are_that_share_of_the_masked_tokens_which_are_as_many_as_withou
 
 
 def test_groups_are_their_own_in_any_batch() -> None:
-    rows, text = masker(PhrasesConfig(group_samples=4, longest=3)), texts(16)
+    rows, text = collator(PhrasesConfig(group_samples=4, longest=3)), texts(16)
     together = rows.batch(text, range(32, 48))
     for size in (4, 8):
         for first in range(0, 16, size):
@@ -143,7 +143,7 @@ def test_groups_are_their_own_in_any_batch() -> None:
 
 def test_rows_that_share_nothing_are_masked_as_without() -> None:
     text = np.arange(5, 5 + 4 * 8).reshape(4, 8)
-    batch, plain = (masker(phrases).batch(text, range(4)) for phrases in (PhrasesConfig(group_samples=4), None))
+    batch, plain = (collator(phrases).batch(text, range(4)) for phrases in (PhrasesConfig(group_samples=4), None))
     assert (batch.input_ids_BT == plain.input_ids_BT).all()
     assert len(batch.target_ids_N) == 4 * round(0.3 * 8)
     assert all(len(part.ends_Q) == 0 < len(part.candidates_K) for part in batch.auxiliary)

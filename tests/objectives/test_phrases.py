@@ -33,8 +33,8 @@ def config_of(objective: dict[str, Any], family: str) -> RunConfig:
 
 
 def micro_batch(config: RunConfig) -> MicroBatch:
-    masker = training_rows(config, [])
-    batch = masker.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
+    collator = training_rows(config, [])
+    batch = collator.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
     candidates = build_objective(config.objective, 61).pool(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25)
 

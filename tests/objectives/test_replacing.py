@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megahead.data.batch import RowMasker
+from megahead.data.batch import RowCollator
 from megahead.data.framing import Framing
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 from megahead.objectives.auxiliary import with_auxiliary
 from megahead.objectives.replaced_tokens import ReplacedTokens
@@ -24,13 +24,13 @@ CONFIG = small_config(
 )
 
 
-def masker(seed: int = 7) -> Masker:
+def collator(seed: int = 7) -> MaskingCollator:
     assert CONFIG.masking is not None
-    return Masker(Framing(CONFIG.masking, END, isolate_documents=True), Uniform(), VOCABULARY, seed)
+    return MaskingCollator(Framing(CONFIG.masking, END, isolate_documents=True), Uniform(), VOCABULARY, seed)
 
 
-def replacing(seed: int = 7) -> RowMasker:
-    return with_auxiliary(masker(seed), CONFIG, seed)
+def replacing(seed: int = 7) -> RowCollator:
+    return with_auxiliary(collator(seed), CONFIG, seed)
 
 
 def texts(rows: int, length: int = 30) -> np.ndarray:
@@ -40,7 +40,7 @@ def texts(rows: int, length: int = 30) -> np.ndarray:
 
 
 def test_every_token_is_judged_but_special_ones_and_padding() -> None:
-    rows, plain = replacing(), masker().framing.rows(texts(50))
+    rows, plain = replacing(), collator().framing.rows(texts(50))
     batch = rows.batch(texts(50), range(50))
     judged = np.zeros(plain.tokens_BT.size, bool)
     judged[batch.auxiliary.judged_P.numpy()] = True
@@ -50,7 +50,7 @@ def test_every_token_is_judged_but_special_ones_and_padding() -> None:
 
 
 def test_rows_are_masked_as_they_are_without() -> None:
-    with_draws, without = replacing().batch(texts(8), range(8)), masker().batch(texts(8), range(8))
+    with_draws, without = replacing().batch(texts(8), range(8)), collator().batch(texts(8), range(8))
     assert (with_draws.input_ids_BT == without.input_ids_BT).all()
     assert (with_draws.target_index_N == without.target_index_N).all()
     assert without.auxiliary == ()

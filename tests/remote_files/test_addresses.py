@@ -10,7 +10,7 @@ import pytest
 from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
-from megahead.remote_files import RemoteError, Store, is_below, is_remote, parted, refuse_secrets, told
+from megahead.remote_files import RemoteError, Store, error_summary, is_below, is_remote, refuse_secrets, split_url
 from support.small_run import small_config
 
 SECRETS = (
@@ -69,8 +69,8 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
 
 
 def test_roots_are_addresses_as_well(tmp_path: Path) -> None:
-    assert parted("s3://bucket/a/b.json") == ("s3://bucket/a", "b.json")
-    assert [parted(name) for name in ("file:///b.json", "memory://b.json")] == [
+    assert split_url("s3://bucket/a/b.json") == ("s3://bucket/a", "b.json")
+    assert [split_url(name) for name in ("file:///b.json", "memory://b.json")] == [
         ("file:///", "b.json"),
         ("memory://", "b.json"),
     ]
@@ -117,12 +117,13 @@ def test_a_mirror_is_an_address_and_a_run_trains_on_a_disk(tmp_path: Path) -> No
 def test_what_a_store_says_is_told_without_the_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hushhush")
     error = PermissionError("denied for hushhush at https://host/x?Signature=abc\nand more")
-    assert told(error) == "PermissionError: denied for *** at https://host/x?***"
+    assert error_summary(error) == "PermissionError: denied for *** at https://host/x?***"
     unreachable = ConnectionError('no answer from "http://me:quiet@proxy:3128", "http://:quiet@proxy" or s3://b/a@b')
     assert (
-        told(unreachable) == 'ConnectionError: no answer from "http://***@proxy:3128", "http://***@proxy" or s3://b/a@b'
+        error_summary(unreachable)
+        == 'ConnectionError: no answer from "http://***@proxy:3128", "http://***@proxy" or s3://b/a@b'
     )
-    assert told(OSError("s3://b/x: denied for me@corp")) == "OSError: s3://b/x: denied for me@corp"
+    assert error_summary(OSError("s3://b/x: denied for me@corp")) == "OSError: s3://b/x: denied for me@corp"
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

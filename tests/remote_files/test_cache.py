@@ -108,7 +108,7 @@ def test_what_another_process_fetches_is_waited_for(tmp_path: Path) -> None:
 def test_one_that_no_longer_gets_anywhere_is_waited_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "PATIENCE", 0.1)
+    monkeypatch.setattr(cache, "TIMEOUT_SECONDS", 0.1)
     store = Store(f"file://{tmp_path}/nowhere")
     with (tmp_path / "file.partial").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def test_one_that_no_longer_gets_anywhere_is_waited_for_a_limited_time(
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "TELL_SECONDS", 0)
+    monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
     store, said = Store(f"file://{tmp_path}/store"), list[str]()
     store.write("file", b"content")
     list(fetch_into(tmp_path / "copies", store, {"file": Expected(7)}, said.append))

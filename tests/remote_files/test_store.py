@@ -101,7 +101,7 @@ def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path, fault: 
 
 
 def test_a_store_that_never_answers_is_waited_for_a_limited_time(tmp_path: Path) -> None:
-    store, file, began = Store(f"faulty://{tmp_path}", patience=0.2), tmp_path / "file", time.monotonic()
+    store, file, began = Store(f"faulty://{tmp_path}", timeout=0.2), tmp_path / "file", time.monotonic()
     file.write_bytes(b"content")
     sentence = r"must answer, but has not for 0\.2 s; check the network\.$"
     with faults("waits"):
@@ -124,12 +124,12 @@ def test_a_part_of_a_file_has_its_time_however_soon_a_small_request_must_be_answ
         return bytes(read(files, *arguments, **named))
 
     (tmp_path / "file").write_bytes(b"content")
-    store = Store(f"faulty://{tmp_path}", patience=0.3)
+    store = Store(f"faulty://{tmp_path}", timeout=0.3)
     monkeypatch.setattr(Faulty, "cat_file", slow)
     assert received(store, "file", expected_of(b"content")) == b"content"
     with pytest.raises(RemoteError, match=r"has not for 0\.3 s"):
         store.read("file")
-    monkeypatch.setattr(far_store, "PATIENCE", 0.2)
+    monkeypatch.setattr(far_store, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(RemoteError, match=r"has not for 0\.2 s"):
         received(store, "file", expected_of(b"content"))
 

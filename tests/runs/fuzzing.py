@@ -41,7 +41,7 @@ from support.small_run import small_config, write_text
 
 MEMORY = 6 << 30
 TRAINED = 5
-PATIENCE, MERCY = 8.0, 60.0
+TIMEOUT_SECONDS, MERCY = 8.0, 60.0
 """Seconds until a run is asked to stop, and until it counts as hanging."""
 
 VALUES: list[Any] = [
@@ -150,7 +150,7 @@ def _start(sandbox: Path, trains: bool = True) -> tuple[int | None, str]:
     """Exit code (None for a hang) and output of a run in `sandbox`, in a process forked from this one."""
     child = multiprocessing.get_context("fork").Process(target=_train, args=(sandbox, trains))
     child.start()
-    child.join(PATIENCE)
+    child.join(TIMEOUT_SECONDS)
     if child.is_alive():
         os.kill(child.pid, signal.SIGTERM)  # type: ignore[arg-type]
         child.join(MERCY)

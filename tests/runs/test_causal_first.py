@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader, held_out_masker, training_masker
+from megahead.data.loader import BatchReader, held_out_collator, training_collator
 from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -145,8 +145,8 @@ def masked_loss(folder: Path) -> float:
     config = causal.config.model_copy(update={"model": causal.config.model.model_copy(update={"is_causal": False})})
     pretraining = TrainedModel(causal.checkpoint, config, causal.shapes).load()
     bias_V = log_unigram(torch.zeros(64), 63, causal.dataset_counts())
-    rows, masker = config.training.evaluate_samples, held_out_masker(config)
-    held_out = ValidationSet(open_held_out(config), config.data, rows, 16, Group(), masker)
+    rows, collator = config.training.evaluate_samples, held_out_collator(config)
+    held_out = ValidationSet(open_held_out(config), config.data, rows, 16, Group(), collator)
     with torch.no_grad():
         return held_out.evaluate(pretraining, bias_V, torch.device("cpu")).loss
 
@@ -176,12 +176,12 @@ def test_targets_are_counted_anew_behind_the_switch(tmp_path: Path) -> None:
     samples = StreamSamples(IndexedDataset(config.data.train), config.sample_length(), config.seed)
     for step, first in ((SWITCH, 0), (STEPS, SWITCH)):
         found = open_checkpoint(folder_of(folder, step))
-        masker = training_masker(TrainedModel.of(found).config, [])
+        collator = training_collator(TrainedModel.of(found).config, [])
         size = config.batch.global_size
         expected = torch.zeros(64, dtype=torch.int64)
         for number in range(first, step):
             rows = range(number * size, (number + 1) * size)
-            ids = BatchReader(samples, config.data, masker).read(rows).target_ids_N
+            ids = BatchReader(samples, config.data, collator).read(rows).target_ids_N
             expected += torch.bincount(ids, minlength=64)
         assert torch.equal(found.read("state/target_counts"), expected)
         assert (int(expected[0]) > 0) == (step == SWITCH)

@@ -17,7 +17,7 @@ from megahead.config.auxiliary import CustomConfig
 from megahead.config.base import load_named
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError
@@ -115,7 +115,7 @@ def test_it_learns_is_evaluated_counted_and_exported(folder: Path) -> None:
 def test_the_strategy_masks_windows_and_an_encoder_exports(folder: Path) -> None:
     config = encoder(folder, "run", {"training.steps": 2})
     text = torch.arange(22 * 8).view(8, 22).numpy() % 40 + 5
-    chosen = training_masker(config, []).batch(text, range(8)).target_index_N.tolist()
+    chosen = training_collator(config, []).batch(text, range(8)).target_index_N.tolist()
     assert sum(place + 1 in chosen or place - 1 in chosen for place in chosen) > 0.8 * len(chosen)
     on_ranks(1, run, config)
     export(folder / "run", folder / "out", "none")

@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
-from megahead.data.loader import held_out_masker, training_masker
+from megahead.data.loader import held_out_collator, training_collator
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
@@ -116,13 +116,13 @@ def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows
     decoder = encoder(tmp_path, "run", "bert", {"masking": masks | {"mask_decoder_layers": 1}})
     plain = encoder(tmp_path, "run", "bert", {"masking": masks})
     text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
-    late, early = (held_out_masker(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
+    late, early = (held_out_collator(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
     assert torch.equal(late.input_ids_BT, early.input_ids_BT)
     assert early.kept == ()
     for one, layers in ((config, 2), (decoder, 3)):
-        assert held_out_masker(one).batch(text, range(4)).kept[0].layers == range(layers)  # type: ignore[union-attr]
-    for masker in (held_out_masker(config), training_masker(config, []), training_masker(decoder, [])):
-        batch = masker.batch(text, range(4))  # type: ignore[union-attr]
+        assert held_out_collator(one).batch(text, range(4)).kept[0].layers == range(layers)  # type: ignore[union-attr]
+    for collator in (held_out_collator(config), training_collator(config, []), training_collator(decoder, [])):
+        batch = collator.batch(text, range(4))  # type: ignore[union-attr]
         (early_tokens,) = batch.kept
         seen = batch.input_ids_BT.flatten()[early_tokens.index_N]
         assert 60 not in seen

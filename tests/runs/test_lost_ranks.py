@@ -22,7 +22,7 @@ from megahead.distributed.watchdog import MonitorClient
 from megahead.engine import engine
 from megahead.engine.engine import Engine
 from megahead.train import session
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 from support.killable import Sabotage, codes, said, start_ranks
 from support.small_run import small_config, stage, write_text
 
@@ -33,14 +33,14 @@ def at_step(step: int, victim: int, act: Act) -> Sabotage:
     """`act()` on rank `victim` once it has taken `step` steps."""
 
     def sabotage(rank: int) -> None:
-        note = Meters.step
+        note = RunLogger.step
 
-        def noted(meters: Meters, report: Any, state: Any, **kwargs: Any) -> None:
-            note(meters, report, state, **kwargs)
+        def noted(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
+            note(logger, report, state, **kwargs)
             if rank == victim and state.step == step:
                 act()
 
-        Meters.step = noted  # type: ignore[method-assign]
+        RunLogger.step = noted  # type: ignore[method-assign]
 
     return sabotage
 

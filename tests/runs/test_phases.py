@@ -21,7 +21,7 @@ from megahead.hf.export import export
 from megahead.hf.heads import best_head
 from megahead.hf.trained import TrainedModel
 from megahead.report.read import read_metrics
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
 from support.long import long
@@ -232,13 +232,13 @@ BAD = (8 * SWITCH,)
 
 def run_that_loses_the_switch(group: Group, config: RunConfig) -> str:
     """Its checkpoint is gone by the time that the bad step is noticed."""
-    told = Meters.fault
+    told = RunLogger.fault
 
-    def losing(self: Meters, *facts: Any) -> str:
+    def losing(self: RunLogger, *facts: Any) -> str:
         shutil.rmtree(folder_of(config.folder().path, SWITCH))
         return told(self, *facts)
 
-    Meters.fault = losing  # type: ignore[method-assign]
+    RunLogger.fault = losing  # type: ignore[method-assign]
     return run_with(group, config, math.nan, BAD)
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import held_out_masker
+from megahead.data.loader import held_out_collator
 from megahead.data.samples import EvenlySpread, SequentialSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -190,10 +190,10 @@ def test_a_modernbert_guesses_held_out_tokens_as_transformers_does(tmp_path: Pat
     }
     config = begun(tmp_path, tmp_path / "hf", **changes | stage(zero))
     on_ranks(2, run, config)
-    masker, text = held_out_masker(config), IndexedDataset(tmp_path / "text")
-    assert masker is not None
+    collator, text = held_out_collator(config), IndexedDataset(tmp_path / "text")
+    assert collator is not None
     rows = EvenlySpread(SequentialSamples(text, config.sample_length()), 10).rows(range(10))
-    batch = masker.batch(rows, range(10))
+    batch = collator.batch(rows, range(10))
     with torch.no_grad():
         logits = model(batch.input_ids_BT).logits.flatten(0, 1)[batch.target_index_N]
     expected = F.cross_entropy(logits.double(), batch.target_ids_N).item()

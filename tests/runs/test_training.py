@@ -18,7 +18,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, ConfigError, UserError
 from megahead.report.read import read_metrics
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 from megahead.train.run import pretrain
 from support.long import long, long_but
 from support.named import folder_of
@@ -60,13 +60,13 @@ def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_
 def run_and_ask(group: Group, config: RunConfig) -> set[bool]:
     """Whether deterministic algorithms were demanded in its steps."""
     demanded: set[bool] = set()
-    step = Meters.step
+    step = RunLogger.step
 
     def asking(*args: Any, **kwargs: Any) -> None:
         demanded.add(torch.are_deterministic_algorithms_enabled())
         step(*args, **kwargs)
 
-    Meters.step = asking  # type: ignore[method-assign]
+    RunLogger.step = asking  # type: ignore[method-assign]
     run(group, config)
     return demanded
 
@@ -81,7 +81,7 @@ def test_deterministic_algorithms_are_demanded_and_enough(tmp_path: Path) -> Non
 
 def run_telling(group: Group, config: RunConfig) -> str:
     """A run whose own lines begin with `run: `."""
-    Meters.print_line = lambda meters, text: print(
+    RunLogger.print_line = lambda logger, text: print(
         *(f"run: {line}" for line in text.splitlines()), sep="\n", flush=True
     )  # type: ignore[method-assign]
     return run(group, config)
@@ -168,14 +168,14 @@ def test_resume_on_other_ranks_and_another_stage_continues_the_curve(tmp_path: P
 
 def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
     """One rank, not the first, gets SIGTERM in the middle of training."""
-    step = Meters.step
+    step = RunLogger.step
 
-    def step_then_signal(meters: Meters, report: Any, state: Any, **kwargs: Any) -> None:
-        step(meters, report, state, **kwargs)
+    def step_then_signal(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
+        step(logger, report, state, **kwargs)
         if state.step == at_step and group.rank == group.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Meters.step = step_then_signal  # type: ignore[method-assign]
+    RunLogger.step = step_then_signal  # type: ignore[method-assign]
     return pretrain(config, Launch(), "auto").ending
 
 

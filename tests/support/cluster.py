@@ -16,7 +16,7 @@ from typing import Any
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.report.read import events_of, read_runs
 from megahead.train.faults import StopRequest
-from megahead.train.log import Meters
+from megahead.train.log import RunLogger
 from soak.agent import keep_time_by
 from soak.hosts import Host, Wire, hosts
 from support.agents import Node
@@ -128,11 +128,11 @@ class Cluster:
         """In an agent, and so in its ranks: behind such a step they wait, until they may go on or are asked to stop."""
         give_memory(self.folder, number)
         keep_time_by(self.folder / f"ahead-{number}")
-        note, ask = Meters.step, StopRequest._note
+        note, ask = RunLogger.step, StopRequest._note
         asked: list[int] = []
 
-        def noted(meters: Meters, report: Any, state: Any, **kwargs: Any) -> None:
-            note(meters, report, state, **kwargs)
+        def noted(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
+            note(logger, report, state, **kwargs)
             if os.environ["WORLD_SIZE"] == str(len(self.hosts)):
                 (self.folder / "all-met").touch()
             while not (self.folder / "all-met").exists() and not asked:  # on a busy machine one came late
@@ -147,7 +147,7 @@ class Cluster:
             ask(request, signal_number, frame)
             (self.folder / f"asked-{number}").touch()
 
-        Meters.step = noted  # type: ignore[method-assign]
+        RunLogger.step = noted  # type: ignore[method-assign]
         StopRequest._note = remembered  # type: ignore[method-assign]
 
 

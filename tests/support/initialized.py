@@ -8,7 +8,7 @@ from torch import nn
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Whole
+from megahead.distributed.tensors import WholeTensors
 from megahead.models.backbone import Backbone
 from megahead.models.registry import build_backbone, initial_value
 from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
@@ -31,4 +31,4 @@ def initialized_backbone(config: ModelConfig, seed: int) -> Backbone:
 
 def initialize_(module: nn.Module, seed: int, config: ModelConfig) -> None:
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    fill_(module, Group(), Whole(lambda name: initial_value(name, shapes[name], seed, config)))
+    fill_(module, Group(), WholeTensors(lambda name: initial_value(name, shapes[name], seed, config)))

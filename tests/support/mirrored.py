@@ -52,7 +52,7 @@ def mirror(
     pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
-        remote, folder = Remote.of(url, patience=5), RunFolder(run)
+        remote, folder = Remote.of(url, timeout=5), RunFolder(run)
         plain = Remote.of(url.replace("faulty:", "file:")).store
         seen = Seen(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
         sending = Uploads(

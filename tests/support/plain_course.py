@@ -14,12 +14,12 @@ from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed
+from megahead.objectives.loader import StepLoader
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
@@ -62,14 +62,14 @@ def plain_torch(config: RunConfig) -> Course:
     module = initialized(config)
     optimizer = build_optimizer(module, config.optimizer)
     text = IndexedDataset(config.data.train)
-    samples, masker = StreamSamples(text, config.sample_length(), config.seed), training_masker(config, [text])
+    samples, collator = StreamSamples(text, config.sample_length(), config.seed), training_collator(config, [text])
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     reading = samples, objective, config.data, config.batch, Group()
-    feed = Feed(*reading, group_samples=group, seed=config.seed, masker=masker)
+    loader = StepLoader(*reading, group_samples=group, seed=config.seed, collator=collator)
     losses, norms = [], []
     for step in range(STEPS):
-        micro_batches = feed.step(step * config.batch.global_size).micro_batches
+        micro_batches = loader.step(step * config.batch.global_size).micro_batches
         optimizer.zero_grad()
         loss = torch.stack([module(micro) for micro in micro_batches]).mean()
         loss.backward()

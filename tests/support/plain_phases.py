@@ -9,12 +9,12 @@ from megahead.config.plan import phases_of
 from megahead.config.run import RunConfig
 from megahead.data.blending import token_counts
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.losses.candidates import log_unigram
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed
+from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from support.initialized import initialized
@@ -41,10 +41,10 @@ def plain_phases(config: RunConfig) -> Course:
             causal = phase.config.model.is_causal
             counts_V.zero_()
         objective = build_objective(phase.config.objective, config.model.vocab_size)
-        masker = training_masker(phase.config, [dataset], masked_from=config.masked_from())
-        feed = Feed(samples, objective, config.data, config.batch, Group(), seed=config.seed, masker=masker)
+        collator = training_collator(phase.config, [dataset], masked_from=config.masked_from())
+        loader = StepLoader(samples, objective, config.data, config.batch, Group(), seed=config.seed, collator=collator)
         for step in phase.steps:
-            micro_batches = feed.step(step * config.batch.global_size).micro_batches
+            micro_batches = loader.step(step * config.batch.global_size).micro_batches
             optimizer.zero_grad()
             loss = torch.stack([module(micro) for micro in micro_batches]).mean()
             loss.backward()

@@ -103,7 +103,7 @@ def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
         "ours", "paper", "theirs", "plainer", "softmax, ours", "softmax, plain", "softmax, theirs", "softmax, plainer"
     ]  # fmt: skip
     begins_with = {entry.name: len(entry.problem.table) for entry in entries}
-    assert begins_with["ours"] == CANDIDATE_MULTIPLE  # as the feed pads them
+    assert begins_with["ours"] == CANDIDATE_MULTIPLE  # as the loader pads them
     assert begins_with["paper"] == begins_with["theirs"] == len(problem.targets.unique())
     assert begins_with["softmax, ours"] == begins_with["softmax, theirs"] == 40
     assert absent == ["without broken: not for 6 features", "without gone: No module named 'not_installed'"]

@@ -259,7 +259,7 @@ def end_with_an_error(group: Group, config: RunConfig, folder: Path, restarts: b
     def fail(*_: Any) -> None:
         raise UserError("a reason to end.")
 
-    setup.Guard.remember = lambda guard, loss, losses: fail() if len(losses) > 2 else losses.append(loss)  # type: ignore[method-assign, misc]
+    setup.FaultPolicy.remember = lambda fault_policy, loss, losses: fail() if len(losses) > 2 else losses.append(loss)  # type: ignore[method-assign, misc]
     assert "error: a reason to end." in told(group, config, Launch(restarts=restarts))
     return files_in(memory)
 

@@ -191,16 +191,16 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
     write_text(tmp_path)
 
     def usurped(rank: int) -> None:
-        from megahead.train.log import Meters
+        from megahead.train.log import RunLogger
 
-        note = Meters.event
+        note = RunLogger.event
 
-        def noted(meters: Meters, kind: str, *arguments: Any) -> None:
-            note(meters, kind, *arguments)
+        def noted(logger: RunLogger, kind: str, *arguments: Any) -> None:
+            note(logger, kind, *arguments)
             if kind == "checkpoint":
                 Lease(tmp_path / "run/session", session_mark())
 
-        Meters.event = noted  # type: ignore[method-assign, assignment]
+        RunLogger.event = noted  # type: ignore[method-assign, assignment]
 
     config = small_config(tmp_path, {"training.log_seconds": 1000})
     assert codes(start_ranks(config, 2, tmp_path, sabotage=usurped)) == [2, 2]

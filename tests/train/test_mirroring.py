@@ -14,7 +14,7 @@ from megahead.checkpoints.upload import Uploads
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
-from megahead.train.faults import StopRequest, signals_put_back
+from megahead.train.faults import StopRequest, signal_handlers_restored
 from megahead.train.run import pretrain
 from megahead.train.saving import SECONDS_AFTER_SIGNAL, last_moment
 from support.on_ranks import on_ranks
@@ -22,7 +22,7 @@ from support.small_run import small_config, write_text
 
 
 def test_a_session_that_will_be_killed_waits_some_seconds_from_its_signal() -> None:
-    with signals_put_back():
+    with signal_handlers_restored():
         stop, before = StopRequest(), time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         after = time.monotonic()

@@ -66,7 +66,7 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     assert ending["step"] == open_checkpoint(tmp_path / "run").step
     assert stopped_at - background <= ending["step"] <= (6 if late else stopped_at)
     if phase == "evaluation":
-        assert "held out" not in said(tmp_path, 0)  # who stops us has little patience
+        assert "held out" not in said(tmp_path, 0)  # who stops us has little timeout
     assert codes(start_ranks(config, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
     assert json.loads(RunFolder(tmp_path / "run").ending.read_text()) == {"ending": "finished", "step": 6, "steps": 6}
     undisturbed = small_config(tmp_path, every | {"output_dir": str(tmp_path / "undisturbed")})

@@ -14,9 +14,9 @@ from support.on_ranks import on_ranks
 
 
 def ask(group: Group, folders: list[Path]) -> str:
-    shared_folder.PATIENCE = 0.2
+    shared_folder.TIMEOUT_SECONDS = 0.2
     try:
-        shared_folder.must_be_shared(RunFolder(folders[group.rank]), group)
+        shared_folder.require_shared_folder(RunFolder(folders[group.rank]), group)
     except CheckpointError as error:
         return str(error)
     return "shared"

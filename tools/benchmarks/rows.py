@@ -13,18 +13,18 @@ from benchmarks.command import zipf_tokens
 from megahead.config.loading import config_from_dict
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
-from megahead.data.batch import RowMasker
+from megahead.data.batch import RowCollator
 from megahead.data.blending import RowSource, training_samples
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
-from megahead.data.masking import Masker
+from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
-from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import MicroBatch
 
 
@@ -47,7 +47,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
 
 def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
     """`rows` with their candidates, which are not padded, as the only micro-batch of its step."""
-    batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
+    batch = BatchReader(_Given(rows), config.data, _collator(config)).read(range(len(rows)))
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
     others = None if settings is None else auxiliary_kind(settings).counted(batch)
@@ -60,7 +60,7 @@ def step_batches(
     """Micro-batches of rows as those of one step, as a run's loader prepares them on one rank."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
     settings = config.objective.auxiliary()
-    feed = Feed(
+    loader = StepLoader(
         _Given(np.concatenate(rows)),
         rule,
         config.data,
@@ -69,13 +69,13 @@ def step_batches(
         group_samples=group_samples,
         device=device,
         half=config.engine.precision != "fp32",
-        masker=_masker(config),
+        collator=_collator(config),
         counted=None if settings is None else auxiliary_kind(settings).counted,
     )
-    return feed.step(0)
+    return loader.step(0)
 
 
-def _masker(config: RunConfig) -> RowMasker:
+def _collator(config: RunConfig) -> RowCollator:
     """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_rows(config, [])
@@ -85,8 +85,8 @@ def _masker(config: RunConfig) -> RowMasker:
         None if asked is None else TokenDropping(framing, asked.layers(config.model), asked.keep_share, Uniform())
     )
     subsets = TokenSubsets(config.masking.mask_token, late, dropping)
-    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
-    return with_auxiliary(masker, config, seed=0)
+    collator = MaskingCollator(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
+    return with_auxiliary(collator, config, seed=0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megahead.distributed.launch import Launch
 from megahead.engine.engine import ForwardTime
 from megahead.train import loop
 from megahead.train.run import pretrain
-from megahead.train.step import Measured, Tally
+from megahead.train.step import Measured, StepMetrics
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -30,14 +30,14 @@ def noted_of(k: int) -> dict[str, torch.Tensor]:
 
 def told(group: Group, tensor_ranks: int) -> list[Measured]:
     """Of two steps: the first has two micro-batches, the second one."""
-    tally, time = Tally(group, tensor_ranks), ForwardTime(CPU)
+    step_metrics, time = StepMetrics(group, tensor_ranks), ForwardTime(CPU)
     steps = []
     for count in (2, 1):
         for _ in range(count):
-            tally.note(noted_of(group.rank // tensor_ranks))
+            step_metrics.note(noted_of(group.rank // tensor_ranks))
         with time.measured():
             losses = [torch.tensor(10.0 * group.rank + micro) for micro in range(count)]
-        steps.append(tally.gather(losses, time))
+        steps.append(step_metrics.gather(losses, time))
     return steps
 
 
@@ -83,16 +83,16 @@ def test_times_of_a_device_are_read_once_its_losses_are_here(monkeypatch: pytest
     for _ in range(2):
         with forward_time.measured():
             pass
-    assert Tally(Group(), 1).gather([torch.tensor(3.0)] * 2, forward_time).forward_seconds == [0.5]
+    assert StepMetrics(Group(), 1).gather([torch.tensor(3.0)] * 2, forward_time).forward_seconds == [0.5]
 
 
 def test_where_nothing_is_noted_nothing_is_told() -> None:
-    measured = Tally(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
+    measured = StepMetrics(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
     assert (measured.losses_WA.tolist(), measured.auxiliary) == ([[3.0]], {})
 
 
 def messages(group: Group, config: RunConfig) -> Counter[str]:
-    """What a rank sends within its steps, but for its feed and DeepSpeed."""
+    """What a rank sends within its steps, but for its loader and DeepSpeed."""
     sent: Counter[str] = Counter()
     inside: list[bool] = []
     advance = loop._advance

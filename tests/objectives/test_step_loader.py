@@ -20,14 +20,14 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.blending import RowSource, training_samples
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_masker
+from megahead.data.loader import training_collator
 from megahead.data.samples import StreamSamples
 from megahead.data.strategy import Difficulty
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import Feed, mean_candidates, prefetched
+from megahead.objectives.loader import StepLoader, mean_candidates, prefetched
 from megahead.objectives.micro_batch import MicroBatch
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text
@@ -36,10 +36,10 @@ from support.small_run import VOCABULARY, small_config, write_text
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
     """(inputs of each micro-batch, global targets, loss scale) of three steps."""
     datasets = [IndexedDataset(part.prefix) for part in config.data.parts()]
-    samples, masker = training_samples(config.data, datasets, config.seed), training_masker(config, datasets)
+    samples, collator = training_samples(config.data, datasets, config.seed), training_collator(config, datasets)
     rule = build_objective(config.objective, 60)
-    feed = Feed(samples, rule, config.data, config.batch, group.side_channel(), masker=masker)
-    steps = feed.steps(first_sample=16)
+    loader = StepLoader(samples, rule, config.data, config.batch, group.side_channel(), collator=collator)
+    steps = loader.steps(first_sample=16)
     return [
         (
             [micro.batch.input_ids_BT.flatten().tolist() for micro in step.micro_batches],
@@ -101,8 +101,8 @@ class Numbered(RowSource):
 
 def test_steps_read_every_sample_once_and_in_order_from_the_first_on(tmp_path: Path) -> None:
     config = small_config(tmp_path, {"data.isolate_documents": False})
-    feed = Feed(Numbered(), build_objective(config.objective, VOCABULARY), config.data, config.batch, Group())  # type: ignore[arg-type]
-    steps = [step for step, _ in zip(feed.steps(first_sample=16), range(2), strict=False)]
+    loader = StepLoader(Numbered(), build_objective(config.objective, VOCABULARY), config.data, config.batch, Group())  # type: ignore[arg-type]
+    steps = [step for step, _ in zip(loader.steps(first_sample=16), range(2), strict=False)]
     read = [number for step in steps for micro in step.micro_batches for number in micro.batch.input_ids_BT[:, 0]]
     assert read == list(range(16, 32))
 
@@ -123,8 +123,10 @@ def test_the_same_text_meets_other_candidates_in_every_group_and_step_and_run(
     rule = build_objective(config.objective, VOCABULARY)
 
     def drawn(seed: int) -> set[tuple[float, ...]]:
-        feed = Feed(SameText(), rule, config.data, config.batch, Group(), group_samples=group_samples, seed=seed)  # type: ignore[arg-type]
-        micro_batches = [micro for step in (0, 8, 16) for micro in feed.step(step).micro_batches]
+        loader = StepLoader(
+            SameText(), rule, config.data, config.batch, Group(), group_samples=group_samples, seed=seed
+        )  # type: ignore[arg-type]
+        micro_batches = [micro for step in (0, 8, 16) for micro in loader.step(step).micro_batches]
         groups = [group for micro in micro_batches for group in micro.candidates]
         return {(*group.ids_U.tolist(), *group.bias_U.tolist()) for group in groups}  # type: ignore[union-attr]
 
@@ -209,17 +211,17 @@ def test_preparing_a_step_is_no_pass_over_the_vocabulary(tmp_path: Path, changes
     config = small_config(tmp_path, {"model.vocab_size": vocabulary} | changes)
     text = IndexedDataset(config.data.train)
     difficulty = Difficulty(config.model.padded_vocab_size(), every=1000, samples_per_step=8)
-    masker = training_masker(config, [text], difficulty)
+    collator = training_collator(config, [text], difficulty)
     rule = build_objective(config.objective, vocabulary, torch.ones(vocabulary, dtype=torch.int64))
     reading = StreamSamples(text, config.sample_length(), config.seed), rule, config.data, config.batch, Group()
-    feed = Feed(
-        *reading, group_samples=resolve_candidate_group_samples(config.objective, config.batch, 1), masker=masker
+    loader = StepLoader(
+        *reading, group_samples=resolve_candidate_group_samples(config.objective, config.batch, 1), collator=collator
     )
-    feed.step(0)
+    loader.step(0)
     tracemalloc.start()
     try:
         with LargestPass() as largest:
-            feed.step(8)
+            loader.step(8)
         of_numpy = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -244,7 +246,7 @@ class FewTargets(RowSource):
 def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(tmp_path: Path, targets: int) -> None:
     config = small_config(tmp_path, {"objective.name": "vanilla", "data.boundary_targets": False})
     rule = build_objective(config.objective, VOCABULARY)
-    step = Feed(FewTargets(targets), rule, config.data, config.batch, Group()).step(0)  # type: ignore[arg-type]
+    step = StepLoader(FewTargets(targets), rule, config.data, config.batch, Group()).step(0)  # type: ignore[arg-type]
     assert step.targets == targets
     assert {micro.loss_weight for micro in step.micro_batches} == {4 / max(targets, 1)}
     assert step.candidates == 0  # the whole vocabulary
@@ -260,8 +262,8 @@ def test_weighed_targets_are_averaged_by_their_weights_and_keep_them_in_any_grou
     config = small_config(tmp_path, {"model.family": "bert", "model.vocab_size": 63, "masking": masks})
     text = IndexedDataset(config.data.train)
     samples, rule = StreamSamples(text, config.sample_length(), config.seed), build_objective(config.objective, 63)
-    options = {"group_samples": group_samples, "masker": training_masker(config, [text])}
-    step = Feed(samples, rule, config.data, config.batch, Group(), **options).step(0)  # type: ignore[arg-type]
+    options = {"group_samples": group_samples, "collator": training_collator(config, [text])}
+    step = StepLoader(samples, rule, config.data, config.batch, Group(), **options).step(0)  # type: ignore[arg-type]
     tokens = int((samples.rows(range(8)) != 0).sum())
     assert [micro.loss_weight for micro in step.micro_batches] == pytest.approx([4 / tokens] * 4)
     assert step.targets == sum(len(micro.batch.target_ids_N) for micro in step.micro_batches) != tokens
@@ -282,7 +284,7 @@ def test_targets_are_what_was_counted(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
     samples = StreamSamples(IndexedDataset(config.data.train), 24, config.seed)
-    step = Feed(samples, build_objective(config.objective, 60), config.data, config.batch, Group()).step(0)
+    step = StepLoader(samples, build_objective(config.objective, 60), config.data, config.batch, Group()).step(0)
     total = sum(micro.batch.target_ids_N.numel() for micro in step.micro_batches)
     assert step.targets == total == 8 * 24
     mean = torch.tensor([m.candidates[0].ids_U.numel() for m in step.micro_batches]).float().mean()  # type: ignore[union-attr]
@@ -293,6 +295,8 @@ def test_half_precision_on_a_cpu_has_candidates_of_few_numbers(tmp_path: Path) -
     write_text(tmp_path)
     config = small_config(tmp_path)
     reading = StreamSamples(IndexedDataset(config.data.train), 24, config.seed), build_objective(config.objective, 60)
-    plain, half = (Feed(*reading, config.data, config.batch, Group(), half=half).step(0) for half in (False, True))
+    plain, half = (
+        StepLoader(*reading, config.data, config.batch, Group(), half=half).step(0) for half in (False, True)
+    )
     assert {len(micro.candidates[0].ids_U) for micro in half.micro_batches} == {128}  # type: ignore[arg-type]
     assert half.candidates == plain.candidates < 60  # as they are told

@@ -19,7 +19,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.errors import ConfigError
-from megahead.objectives.loader import Feed, StepBatches
+from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -72,10 +72,10 @@ def said_with_pauses(group: Group, config: RunConfig) -> str:
 
 
 def patiently_said(group: Group, config: RunConfig, terminal: bool) -> str:
-    """A file's patience is made to outlast the run."""
-    from megahead.train import log as meters
+    """A file's timeout is made to outlast the run."""
+    from megahead.train import log as logger
 
-    meters._QUIETER = 10**12
+    logger._QUIETER = 10**12
     return said(group, config, terminal)
 
 
@@ -90,16 +90,16 @@ def test_the_line_of_progress_has_what_was_held_out_and_skipped(tmp_path: Path) 
 
 
 def said_with_a_bad_step(group: Group, config: RunConfig) -> str:
-    step = Feed.step
+    step = StepLoader.step
 
-    def bad_step(feed: Feed, first_sample: int) -> StepBatches:
-        batches = step(feed, first_sample)
+    def bad_step(loader: StepLoader, first_sample: int) -> StepBatches:
+        batches = step(loader, first_sample)
         if first_sample == config.batch.global_size:
             micro = batches.micro_batches[0]
             batches.micro_batches[0] = replace(micro, loss_weight=micro.loss_weight * math.inf)
         return batches
 
-    Feed.step = bad_step  # type: ignore[method-assign]
+    StepLoader.step = bad_step  # type: ignore[method-assign]
     return said(group, config, terminal=True)
 
 
