@@ -403,15 +403,13 @@ def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes]
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
 
-def download_to(
-    write: Callable[[bytes], object], store: Store, name: str, expected: Expected, say: Callable[[str], None] = _print
-) -> Iterator[None]:
-    """As `receive`, with a progress line every PROGRESS_SECONDS."""
-    reported = time.monotonic()
-    for received in receive(store, name, expected, write):
-        if time.monotonic() - reported > PROGRESS_SECONDS:
-            reported = time.monotonic()
-            say(f"fetching {store.url}/{name}: {gib(received)} of {gib(expected.bytes)}")
+def with_progress(download: Iterator[int], url: str, total: int, say: Callable[[str], None] = _print) -> Iterator[None]:
+    """Drives a download that yields the bytes received so far, with a progress line every PROGRESS_SECONDS."""
+    last = time.monotonic()
+    for received in download:
+        if time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            say(f"fetching {url}: {gib(received)} of {gib(total)}")
         yield
 
 
@@ -472,7 +470,8 @@ def _fetch(target: Path, store: Store, name: str, expected: Expected, say: Calla
     if staged is None:
         return
     try:
-        yield from download_to(staged.write, store, name, expected, say)
+        received = receive(store, name, expected, staged.write)
+        yield from with_progress(received, f"{store.url}/{name}", expected.bytes, say)
         staged.sync()
         staged.publish()
     finally:

@@ -228,10 +228,9 @@ def write_together(
 def describe_failure(error: Exception, partial: Path, needed: int) -> str:
     """The sentence on an error in putting a checkpoint of so many bytes on disk."""
     root = partial.parent
-    if isinstance(error, UserError):
-        return str(error)
-    if not _is_full(error):
-        return f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
+    if not _is_full(error):  # a WriteError may be: its own sentence lacks the bytes
+        unharmed = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
+        return str(error) if isinstance(error, UserError) else unharmed
     there = shutil.disk_usage(root).free + sum(map(_length, partial.glob("*")))
     lack = f"{needed - there} bytes are missing" if needed > there else "its disk or quota is full"
     return (

@@ -27,7 +27,7 @@ from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.files import fsync, write_atomically
-from megahead.remote_files import DamagedError, Expected, Store, download_to, folder_for
+from megahead.remote_files import DamagedError, Expected, Store, folder_for, join_url, receive, with_progress
 from megahead.run_folder import RunFolder
 
 # One checkpoint from a store to a disk: beside, verified, named by one rename, as a save does.
@@ -61,7 +61,8 @@ def download(remote: Remote, name: str, disk: Disk, terms: Terms) -> Generator[N
     partial = disk.partial(here)
     try:
         disk.prepare(here, manifest.total_bytes)
-        yield from _fetch_files(remote, name, partial, manifest)
+        received, place = _fetch_files(remote, name, partial, manifest), join_url(remote.url, remote.place(name))
+        yield from with_progress(received, place, manifest.total_bytes)
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
@@ -88,12 +89,16 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
         write_atomically(path, content)
 
 
-def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
+def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
+    """Yields the bytes of all files received so far."""
+    before = 0
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
             expected = Expected(entry.bytes, entry.sha256)
-            yield from download_to(target.write, remote.store, remote.place(name, file), expected)
+            for received in receive(remote.store, remote.place(name, file), expected, target.write):
+                yield before + received
         fsync(partial / file)
+        before += entry.bytes
 
 
 def _is_sound(folder: Path, manifest: Manifest) -> Generator[None, None, bool]:

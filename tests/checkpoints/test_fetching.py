@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megahead import remote_files
 from megahead.checkpoints import fetch as downloading
 from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.checkpoints.fetch import fetch_named, fetch_newer
@@ -24,6 +26,7 @@ from megahead.run_folder import RunFolder
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror
 from support.named import folder_of, folders_in, without_digits
 from support.on_ranks import on_ranks
+from support.saved import save_checkpoint
 
 
 def stored(tmp_path: Path, step: int) -> Path:
@@ -50,6 +53,24 @@ def test_an_empty_disk_gets_the_newest(ranks: int, url: str, tmp_path: Path) -> 
     name = folder_of(tmp_path / "store", 6).name
     assert [path.name for path in (tmp_path / "new/checkpoints").iterdir() if path.is_dir()] == [name]
     assert (tmp_path / "new/checkpoints/latest").read_text().split()[0] == name
+
+
+def save_together(group: Group, root: Path) -> Path:
+    tensors = {f"weight/{i}": torch.full((50,), float(i)) for i in range(4)}
+    return save_checkpoint(root, 1, tensors.items(), state={"step": 1}, config={}, group=group)
+
+
+def test_a_line_says_how_much_of_all_files_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However many files a checkpoint has, and however quickly each comes."""
+    saved = on_ranks(2, save_together, tmp_path / "run/checkpoints")[0]
+    sizes = [entry.bytes for entry in Manifest.read(saved).files.values()]
+    monkeypatch.setattr(remote_files, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(remote_files, "gib", str)
+    fetch_named(f"file://{tmp_path}/run", RunFolder(tmp_path / "new"))
+    begin, total = f"fetching file://{tmp_path}/run/checkpoints/{saved.name}:", sum(sizes)
+    assert capsys.readouterr().out.splitlines() == [f"{begin} {so_far} of {total}" for so_far in (sizes[0], total)]
 
 
 def test_nothing_that_is_not_newer_is_fetched(url: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
+from megahead.files import as_write_error
 from support.named import without_digits
 from support.on_ranks import on_ranks
 from support.saved import save_checkpoint
@@ -89,6 +90,18 @@ def test_a_full_disk_is_told_while_other_ranks_rename_their_files(
 
     monkeypatch.setattr(snapshots, "save_file", leave_a_name_without_a_file)
     with pytest.raises(CheckpointError, match="must have room for a checkpoint of 800 bytes"):
+        save(tmp_path, 1)
+
+
+def test_a_disk_that_is_full_once_the_tensors_are_there_is_told_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, *_: Any) -> None:
+        with as_write_error(path):
+            no_room()
+
+    monkeypatch.setattr(saving, "write_atomically", fail)
+    with pytest.raises(CheckpointError, match=r"must have room for a checkpoint of 800 bytes, .* are unharmed\)\.$"):
         save(tmp_path, 1)
 
 
