@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 _CHECKPOINTS = "checkpoints"
 
@@ -14,8 +15,14 @@ class _In:
 
     name: str
 
-    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
-        return run / self.name
+    @overload
+    def __get__(self, run: None, owner: type[RunFolder]) -> _In: ...
+
+    @overload
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path: ...
+
+    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Path | _In:
+        return self if run is None else run / self.name
 
 
 @dataclass(frozen=True)

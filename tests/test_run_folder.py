@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
@@ -46,3 +47,8 @@ def test_it_stands_where_a_path_is_asked_for(tmp_path: Path) -> None:
     assert Path(run) == run.path == tmp_path / os.fspath(run)
     assert f"{run}" == str(tmp_path / "run")
     assert run / "wandb" == tmp_path / "run/wandb"
+
+
+def test_the_class_can_be_inspected() -> None:
+    """By `help`, completion in notebooks, and mocks."""
+    assert {"metrics", "checkpoints", "tokenizer"} <= dict(inspect.getmembers(RunFolder)).keys()
