@@ -26,7 +26,7 @@ import yaml
 
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
-from megahead.data.preprocess import closing_id, preprocess, suitable_workers
+from megahead.data.preprocess import END_TOKEN, closing_id, preprocess, suitable_workers
 from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
@@ -128,17 +128,21 @@ def start(
     if minutes < 1:
         raise FieldError("--minutes", "be at least 1", got=minutes)
     begun, folder = time.monotonic(), folder_of(Path(path), folder)
-    config, mark = folder / "run.yaml", f"{_MARK}{Path(path).absolute()}"
+    config, mark = folder / "run.yaml", f"{_MARK}{Path(path).resolve()}"
     if config.exists() and not dry_run:
         _refuse_another_text(config, mark)
         report(f"{config} is there: the run goes on with it, and --minutes does not count")
     else:
-        text, given = survey(Path(path)), None if tokenizer is None else Path(tokenizer)
+        text, given = survey(Path(path), folder.absolute()), None if tokenizer is None else Path(tokenizer)
+        if given is not None:
+            _require_end(given)
         if text.text_bytes() < LEAST_BYTES:
             rule = f"hold at least {LEAST_BYTES:,} bytes of text to learn from"
             raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
         for line in text.lines():
             report(line)
+        if not dry_run:
+            folder.mkdir(parents=True, exist_ok=True)
         plan = make_plan(text, given, 60 * minutes - RESERVE, report)
         if dry_run:
             return None
@@ -164,6 +168,16 @@ def _refuse_another_text(config: Path, mark: str) -> None:
     if first.startswith(_MARK) and first != mark:
         rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_MARK) :]}"
         raise FieldError("--folder", rule, got=got, hint="name another folder")
+
+
+def _require_end(tokenizer: Path) -> None:
+    """FieldError for one that cannot close documents, before anything that takes long."""
+    try:
+        closing_id(load_tokenizer(str(tokenizer)), None)
+    except FieldError:
+        rule = f"have the token {END_TOKEN}, which closes documents"
+        hint = "add it, or take the steps one by one with `megahead preprocess --end-token`"
+        raise FieldError("--tokenizer", rule, got=f"{tokenizer}, without it", hint=hint) from None
 
 
 def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
@@ -259,7 +273,6 @@ def _step_seconds(shape: Shape, vocab_size: int) -> float:
 
 def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> Path:
     """The tokenizer and the ids, as far as they are not there; returns the tokenizer's file."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths, selection = [item.path for item in text.inputs], text.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():

@@ -32,12 +32,13 @@ PLACES_SHOWN = 10
 def main() -> None:
     arguments = parse()
     wanted, unwanted = conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
+    tail = arguments.holdout_tail
     recipe = Recipe(
         tokenizer=Path(local_file(arguments.tokenizer)),
         selection=Selection(text_keys(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
-        holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
-        holdout_tail=None if arguments.holdout_tail is None else held_out_share(fraction(arguments.holdout_tail)),
+        holdout=None if arguments.holdout is None else held_out_share(fraction("--holdout", arguments.holdout)),
+        holdout_tail=None if tail is None else held_out_share(fraction("--holdout-tail", tail)),
         on_error=arguments.on_error,
         end_inside=arguments.end_inside,
     )
@@ -80,11 +81,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fraction(text: str) -> Fraction:
+def fraction(field: str, text: str) -> Fraction:
     try:
         return Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise FieldError("--holdout", "be a number, like 100 or 0.01", got=text) from None
+        raise FieldError(field, "be a number, like 100 or 0.01", got=text) from None
 
 
 def describe_report(output: str, report: PreprocessReport, seconds: float) -> str:

@@ -237,14 +237,19 @@ class PreprocessReport:
     problems: list[str] = field(default_factory=list)
     """A sentence with `FILE:LINE` for the first broken lines."""
 
-    def require_documents(self, output: str | Path, holdout: Fraction | None) -> None:
+    def require_documents(self, output: str | Path, recipe: Recipe) -> None:
         """DataError if `output` has no document, FieldError if a share of them was to be held out and none is."""
         if not self.documents:
             causes = {"without text": self.skipped, "broken": self.broken, "not wanted (--keep, --drop)": self.left_out}
             found = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count) or "it is empty"
             raise DataError(f"`{output}` must have at least one document, but its input gives none: {found}.")
-        if holdout is not None and not self.held_out:
-            share = f"{holdout} of {counted(self.documents, 'document')}"
+        if self.held_out:
+            return
+        if recipe.holdout_tail is not None:
+            rule, got = f"hold out the end of a document of `{output}`", f"{recipe.holdout_tail} of single words"
+            raise FieldError("holdout_tail", rule, got=got, hint="add longer documents")
+        if recipe.holdout is not None:
+            share = f"{recipe.holdout} of {counted(self.documents, 'document')}"
             fix = f"give an N of at most {self.documents:,}, or add documents"
             fix = fix if self.documents > 1 else "give --holdout-tail 0.05, which holds out the end of each document"
             raise FieldError("holdout", f"hold out a document of `{output}`", got=share, hint=fix)
@@ -327,7 +332,7 @@ def write_dataset(
         report.held_out = sum(writer.num_documents for writer in writers[1:])
         report.tokens = sum(writer.num_tokens for writer in writers)
         report.text_bytes = sum(writer.text_bytes for writer in writers)
-        report.require_documents(output, share)
+        report.require_documents(output, recipe)
         for writer in writers:
             writer.finish()  # whatever can fail does so before either dataset gets its name
         report.end_inside = sum(writer.count(end) - writer.num_documents for writer in writers)

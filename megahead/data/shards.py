@@ -56,7 +56,7 @@ def preprocess_shards(
                     report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
                     manifest.note(shard, report)
                 else:
-                    report.require_documents(folder / shard.name, recipe.held_out)
+                    report.require_documents(folder / shard.name, recipe)
                     progress.advance(shard.bytes, report.text_bytes)
                 total.add(report)
     finally:

@@ -345,7 +345,7 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     readable, others = list[Path](), list[Path]()
     for name, folders, files in os.walk(folder):
         here = Path(name)
-        if (here / STATE).is_file():
+        if is_saved_dataset(here):
             readable.append(here)
             folders.clear()
             continue
@@ -357,7 +357,7 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _paths(pattern: str) -> list[Path]:
     folder = Path(pattern)
-    if folder.is_dir() and not any((folder / mark).is_file() for mark in (STATE, SPLITS)):
+    if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS).is_file()):
         if readable := files_below(folder)[0]:
             return readable
         raise DataError(f"`{folder}` must hold files that end in {ENDINGS}, but holds none.")
@@ -415,12 +415,12 @@ def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
 def _cut_json(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The items of a JSON array; a file of JSON lines may be named so, too."""
     try:
-        items = orjson.loads(_whole(path, "read at once"))
+        items = orjson.loads(_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
         yield from _cut_json_lines(path, selection)
         return
     lines = [orjson.dumps(item) for item in (items if isinstance(items, list) else [items])]
-    cut, size = [0, *range(1000, len(lines), 1000), len(lines)], path.stat().st_size
+    cut, size = [*range(0, len(lines), 1000), len(lines)], path.stat().st_size  # of none, [0]
     for first, end in pairwise(cut):
         consumed = size * end // len(lines) - size * first // len(lines)
         yield JsonLines(str(path), first + 1, b"\n".join(lines[first:end]), selection, consumed)
@@ -499,6 +499,11 @@ def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
             yield from _chunks(path, slices, selection, lambda row: source.tell())
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether it is one of Hugging Face's: other programs have a `state.json`, too."""
+    return (folder / STATE).is_file() and b'"_data_files"' in (folder / STATE).read_bytes()
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:

@@ -12,12 +12,12 @@ from typing import Any
 from megahead.data.sources import (
     ENDINGS,
     KINDS,
-    STATE,
     Input,
     Selection,
     TextFile,
     files_below,
     find_inputs,
+    is_saved_dataset,
     read_chunks,
 )
 from megahead.errors import DataError
@@ -74,22 +74,25 @@ class Survey:
         return [f"{name:<12}{line}" for name, line in lines]
 
 
-def survey(path: Path) -> Survey:
-    """Looks at the beginning of each file in `path`; DataError where none has text."""
+def survey(path: Path, without: Path | None = None) -> Survey:
+    """Looks at the beginning of each file in `path`, but for those in `without`; DataError where none has text."""
     if not path.exists():
         raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
-    inside = path.is_dir() and not (path / STATE).is_file()
+    inside = path.is_dir() and not is_saved_dataset(path)
     readable, others = files_below(path) if inside else ([path], [])
+    if without is not None:
+        readable, others = ([f for f in files if without not in f.absolute().parents] for files in (readable, others))
     unread = dict.fromkeys(others, f"does not end in {ENDINGS}")
     inputs, keys = list[Input](), Counter[str]()
-    for item in find_inputs(readable) if readable else []:
+    for file in readable:
         try:
+            (item,) = find_inputs(file)
             sizes = _sizes(item)
         except DataError as error:
-            unread[item.path] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
+            unread[file] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
             continue
         if not sizes:
-            unread[item.path] = "has no text"
+            unread[file] = "has no text"
             continue
         inputs.append(item)
         key = next((key for key in PREFERRED if sizes[key]), sizes.most_common(1)[0][0])
@@ -97,7 +100,8 @@ def survey(path: Path) -> Survey:
     if not inputs:
         first = next((f"`{file}` {reason}" for file, reason in unread.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
-    return Survey(inputs, tuple(key for key, _ in keys.most_common() if key != WHOLE), unread)
+    found = sorted((key for key, _ in keys.most_common() if key != WHOLE), key=lambda key: key not in PREFERRED)
+    return Survey(inputs, tuple(found), unread)
 
 
 WHOLE = ""

@@ -61,7 +61,7 @@ def test_the_end_of_each_document_is_held_out(tokenizer_path: Path, json_lines: 
     assert documents(tmp_path / "out") == expected(tokenizer_path, ["word", texts[1][:33], "a line\n" * 15 + "a line"])
     assert documents(tmp_path / "out-validation") == expected(tokenizer_path, ["eight nine ten", "a line\n" * 4])
     assert (report.documents, report.held_out) == (5, 2)
-    with pytest.raises(FieldError, match="`holdout` must hold out a document of"):
+    with pytest.raises(FieldError, match=r"`holdout_tail` must hold out the end of a document of .*; add longer"):
         preprocess([json_lines(["word"])], tokenizer_path, tmp_path / "one", holdout_tail=Fraction("0.2"))
 
 

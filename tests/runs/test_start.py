@@ -20,8 +20,9 @@ from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.data.survey import survey
 from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.errors import DataError, FieldError
-from megahead.quickstart import SHAPES, Plan, Started, start
+from megahead.quickstart import SHAPES, Plan, Started, folder_of, start
 from support.commands import config_file
 from support.forked import fork_pythons
 
@@ -164,6 +165,50 @@ def test_folders_without_text_are_refused(tmp_path: Path, files: dict[str, bytes
         return
     with pytest.raises(DataError, match=says):
         survey(tmp_path)
+
+
+def test_what_cannot_be_opened_or_is_another_programs_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/state.json").write_text('{"window": 1}')
+    (tmp_path / "app/plain.txt").write_text("some text")
+    (tmp_path / "dangling.txt").symlink_to("nowhere")
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "marked.json").write_text(json.dumps([{"text": "one"}], indent=1), encoding="utf-8-sig")
+    found = survey(tmp_path)
+    assert [item.path.name for item in found.inputs] == ["marked.json", "plain.txt"]
+    why = {file.name: reason for file, reason in found.unread.items()}
+    assert why["none.json"] == why["state.json"] == "has no text"
+    assert why["dangling.txt"].startswith("must be a text file, but there is none")
+
+
+def test_text_counts_before_other_keys_whatever_their_files_sizes(tmp_path: Path) -> None:
+    (tmp_path / "large.jsonl").write_text(json.dumps({"body": "long " * 100}))
+    (tmp_path / "small.jsonl").write_text(json.dumps({"body": "no", "text": "yes"}))
+    found = survey(tmp_path)
+    assert found.keys == ("text", "body")
+
+
+def test_what_a_start_made_is_no_text_of_a_later_one(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (quick / "a.txt").write_text("\n".join(TEXTS[:3]))
+    made = folder_of(Path())
+    made.mkdir()
+    (made / "notes.txt").write_text("of a start that was killed")
+    told = list[str]()
+    start(".", dry_run=True, report=told.append)
+    assert "1 .txt file" in told[0]
+    assert folder_of(Path()) == folder_of(Path("../" + quick.name))
+
+
+def test_what_cannot_work_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS[:3]))
+    save_tokenizer(train_bpe(["some text"], 300), tmp_path / "no-end.json")
+    spelled = (tmp_path / "no-end.json").read_text(encoding="utf-8")
+    (tmp_path / "no-end.json").write_text(spelled.replace("<|endoftext|>", "<finis>"), encoding="utf-8")
+    monkeypatch.setattr(quickstart, "make_plan", lambda *_: pytest.fail("measured"))
+    with pytest.raises(FieldError, match=r"`--tokenizer` must have the token <\|endoftext\|>, which closes documents"):
+        start(tmp_path / "a.txt", tokenizer=tmp_path / "no-end.json", folder=tmp_path / "made")
+    with pytest.raises(FileExistsError):
+        start(tmp_path / "a.txt", folder=tmp_path / "a.txt")
 
 
 def test_a_folder_made_of_another_text_and_too_little_text_are_refused(tmp_path: Path) -> None:
