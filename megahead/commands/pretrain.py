@@ -84,9 +84,10 @@ def described(config: RunConfig, world_size: int) -> str:
     from megahead.train.preflight import check_present, files_of
 
     check_present(config)
-    from megahead.train.describe import describe_run
+    from megahead.train.describe import describe_assumed, describe_run
 
-    lines = [*describe_run(RunPlan.of(config, world_size)), files_of(config)]
+    plan = RunPlan.of(config, world_size)
+    lines = [*describe_run(plan), *describe_assumed(plan), files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 

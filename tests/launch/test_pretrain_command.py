@@ -123,6 +123,7 @@ def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "8 rows x 24 = 192 tokens a step; 2 rows x 1 accumulation x 4 data ranks" in done.stdout
     assert "6 steps, 1,152 tokens" in done.stdout
+    assert re.search(r"^on          4 x (cpu|cuda)", done.stdout, re.MULTILINE)
     assert re.search(r"^files       all \d exist$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "run").exists()
 
