@@ -76,11 +76,12 @@ def _move(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConf
 def learning_rate_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
     """Share of the peak rate for the update after `step` finished ones (0 is the first update), in [0, 1].
 
-    Warm-up is linear and ends with the peak at step `warmup_steps - 1`, so no update is made at rate 0. From there
+    Warm-up is linear and ends with the peak at its last step, so no update is made at rate 0. From there
     the rate falls as `SCHEDULES` says. Beyond the last step the ratio does not change.
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    warmup = schedule.warmup(total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
     return 1.0 - (1.0 - schedule.final_ratio) * SCHEDULES[schedule.name](schedule, step, total_steps - 1)
 
 
@@ -91,7 +92,7 @@ def cosine(schedule: ScheduleConfig, step: int, last: int) -> float:
 
 def triangular(schedule: ScheduleConfig, step: int, last: int) -> float:
     """A line from the peak to the last step."""
-    return _progress(max(schedule.warmup_steps - 1, 0), step, last)
+    return _progress(max(schedule.warmup(last + 1) - 1, 0), step, last)
 
 
 def constant(schedule: ScheduleConfig, step: int, last: int) -> float:

@@ -160,9 +160,10 @@ def _check_schedule(config: RunConfig) -> None:
     steps, schedule = config.training.steps, config.schedule
     if config.objective.schedule:
         config.objective.schedule.check(steps)
-    decay = schedule.decay_steps or 0
-    rule, got = f"leave its warm-up and decay within training.steps ({steps})", f"{schedule.warmup_steps} + {decay}"
-    require(schedule.warmup_steps + decay <= steps, "schedule.warmup_steps", rule, got=got)
+    warmup, decay = schedule.warmup(steps), schedule.decay_steps or 0
+    rule, got = f"leave its warm-up and decay within training.steps ({steps})", f"{warmup} + {decay}"
+    hint = "" if warmup < steps else "a share, such as 0.01, follows training.steps"
+    require(warmup + decay <= steps, "schedule.warmup_steps", rule, got=got, hint=hint)
 
 
 def _check_masking_schedule(config: RunConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megahead.config.base import Settings, require
 from megahead.config.model import ModelConfig
@@ -74,14 +74,28 @@ class ScheduleConfig(Settings):
     name: Literal["cosine", "triangular", "constant", "wsd"] = "cosine"
     """Shape after warm-up; `wsd`: warm-up, stable, decay."""
 
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
+    warmup_steps: int | float = Field(default=0, ge=0)
+    """Steps of linear warm-up, or below 1 their share of training.steps (0.01), which follows where that is changed."""
 
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the peak at the last step (cosine, triangular, wsd)."""
 
     decay_steps: int | None = Field(default=None, gt=0)
     """wsd: steps of the final linear decay."""
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _steps_or_a_share(cls, value: float) -> float:
+        whole = float(value).is_integer()
+        require(
+            whole or value < 1, "warmup_steps", "be a whole number, or a share below 1 of training.steps", got=value
+        )
+        return int(value) if whole else value
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of so many."""
+        given = self.warmup_steps
+        return round(given * total_steps) if isinstance(given, float) else given
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> ScheduleConfig:

@@ -24,7 +24,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()
-    warm_up = f"{counted(schedule.warmup_steps, 'step')} of warm-up" if schedule.warmup_steps else "no warm-up"
+    warm_up = f"{counted(schedule.warmup(steps), 'step')} of warm-up" if schedule.warmup(steps) else "no warm-up"
     precision = f"{config.engine.precision}{' (by auto)' if plan.precision_by_auto else ''}"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [

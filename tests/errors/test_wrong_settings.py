@@ -160,8 +160,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"schedule.decay_steps": 3}, "`schedule.decay_steps` must be left out for the cosine schedule, but is 3 instead."),
     (
+        {"schedule.warmup_steps": 1.5},
+        "`schedule.warmup_steps` must be a whole number, or a share below 1 of training.steps, but is 1.5 instead.",
+    ),
+    ({"schedule.warmup_steps": -0.1}, "`schedule.warmup_steps` must be at least 0, but is -0.1 instead."),
+    (
         {"schedule.warmup_steps": 101},
-        "`schedule.warmup_steps` must leave its warm-up and decay within training.steps (100), but is 101 + 0 instead.",
+        "`schedule.warmup_steps` must leave its warm-up and decay within training.steps (100), but is 101 + 0 instead; "
+        "a share, such as 0.01, follows training.steps.",
     ),
     ({"parallel.tensor": 3}, "`parallel.tensor` must divide the model's num_heads (4), but is 3 instead."),
     (

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megahead.config.training import ScheduleConfig
 from megahead.optim import SCHEDULES, learning_rate_ratio
@@ -79,3 +80,19 @@ def test_any_shape_stays_within_its_bounds(name, data):
     ratios = curve(schedule(name, warmup, final, decay), total)
     low = min([final, *(1 / warmup for _ in range(warmup > 0))])
     assert all(low - 1e-9 <= ratio <= 1 for ratio in ratios)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, TOTAL, 20), (0.07, 100, 7), (0.01, 20, 0), (0.9, 1, 1)])
+def test_a_share_of_warmup_is_that_many_steps_of_any_run(name: str, share: float, total: int, steps: int) -> None:
+    decay = 1 if name == "wsd" else None
+    shared, counted = (ScheduleConfig(name=name, warmup_steps=given, decay_steps=decay) for given in (share, steps))
+    assert shared.warmup(total) == steps
+    assert curve(shared, total) == curve(counted, total)
+
+
+@pytest.mark.parametrize("given", [1.5, -0.1, -1])
+def test_other_shares_of_warmup_are_refused(given: float) -> None:
+    with pytest.raises(ValidationError):
+        ScheduleConfig(warmup_steps=given)
+    assert repr(ScheduleConfig(warmup_steps=1.0).warmup_steps) == "1"

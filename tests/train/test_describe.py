@@ -68,6 +68,12 @@ def test_masks_and_what_layers_compute_of_them_are_told(tmp_path: Path, masking:
     assert described(tmp_path, model=model, masking=ids | masking)["objective"].endswith(told)
 
 
+def test_a_share_of_warmup_follows_the_length(tmp_path: Path) -> None:
+    for steps, told in ((6, "3 steps of warm-up"), (2, "1 step of warm-up")):
+        lines = described(tmp_path, **{"schedule.warmup_steps": 0.5, "training.steps": steps})
+        assert told in lines["schedule"]
+
+
 @pytest.mark.parametrize(
     ("precision", "by_auto", "fast", "warns"),
     [
