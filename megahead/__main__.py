@@ -5,13 +5,13 @@ Imports only the command that is called: the list, the version and an error for 
 
 from __future__ import annotations
 
-import difflib
 import sys
 from importlib import import_module
 
 from megahead.commands import COMMANDS
 from megahead.errors import UserError, run_command
 from megahead.version import __version__
+from megahead.wording import nearest
 
 
 def main() -> None:
@@ -56,8 +56,7 @@ def known(word: str) -> str:
     name = word.replace("-", "_")
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    fix = f"did you mean `{dashed(near[0])}`?" if near else "`megahead --help` lists them."
+    fix = nearest(dashed(word), map(dashed, names)) or "`megahead --help` lists them."
     raise UserError(f"`megahead` must be given the name of a command, but `{word}` is none; {fix}")
 
 

@@ -26,7 +26,7 @@ class FieldError(UserError):
         self.field, self.rule, self.got, self.hint = field, rule, got, hint
         fix = f"; {hint}" if hint else ""
         instead = "" if got == "missing" else " instead"
-        super().__init__(f"`{field}` must {rule}, but is {got}{instead}{fix}.")
+        super().__init__(f"`{field}` must {rule}, but is {got}{instead}{fix}{'' if fix.endswith('?') else '.'}")
 
 
 class ConfigError(FieldError, ValueError):

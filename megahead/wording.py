@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 GIB = 2**30
 
@@ -18,6 +19,12 @@ def span(thing: str, numbers: range) -> str:
     """Names consecutive things: `span("row", range(7, 10))` is rows 7 to 9."""
     first, last = numbers.start, numbers.stop - 1
     return f"{thing} {first:,}" if first == last else f"{thing}s {first:,} to {last:,}"
+
+
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Asks whether the one of `known` that is spelled most like `word` was meant; empty where none is."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean `{prefix}{near[0]}`?" if near else ""
 
 
 def listed(thing: str, numbers: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from megahead.errors import ConfigError, FieldError
 from megahead.remote_files import refuse_secrets
+from megahead.wording import nearest
 
 
 class Settings(BaseModel):
@@ -59,8 +59,7 @@ def refuse(field: str, value: Any, why: str) -> None:
 
 def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
     """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    fix = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known here: {', '.join(known)}."
+    fix = nearest(key, known, "".join(f"{parent}." for parent in parents)) or f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
 
 

@@ -18,6 +18,7 @@ from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, ConfigErrors, UserError
 from megahead.remote_files import without_secrets
+from megahead.wording import nearest
 
 
 class _Loader(yaml.SafeLoader):
@@ -102,9 +103,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        known = f"; megahead comes with {', '.join(shipped_configs())}" if may_be_shipped(path) else ""
-        got = f"{path} instead ({reason}){known}"
-        raise UserError(f"`--config` must name a readable YAML file, but is {got}.") from None
+        shipped = shipped_configs() if may_be_shipped(path) else []
+        near = nearest(path.name.removesuffix(".yaml"), shipped)
+        fix = f"; {near}" if near else f"; megahead comes with {', '.join(shipped)}." if shipped else "."
+        got = f"{path} instead ({reason}){fix}"
+        raise UserError(f"`--config` must name a readable YAML file, but is {got}") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f" in line {mark.line + 1}"

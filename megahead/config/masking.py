@@ -13,6 +13,7 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
 from megahead.errors import ConfigError
+from megahead.wording import nearest
 
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
@@ -131,7 +132,8 @@ class MaskingConfig(Settings):
     @classmethod
     def _known_strategy(cls, value: str) -> str:
         rule = f"be one of {', '.join(STRATEGIES)}, or name a class"
-        require(value in STRATEGIES or ":" in value, "strategy", rule, got=repr(value))
+        known = value in STRATEGIES or ":" in value
+        require(known, "strategy", rule, got=repr(value), hint=nearest(value, STRATEGIES))
         return require_named("strategy", value) if ":" in value else value
 
     @model_validator(mode="after")

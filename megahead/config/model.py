@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings, require
 from megahead.errors import ConfigError
+from megahead.wording import nearest
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], **shared: Any) -> dict[str, dict[str, Any]]:
@@ -237,10 +238,8 @@ class ModelConfig(Settings):
         if not isinstance(given, dict):
             return given
         size = given.get("size")
-        known, hint = (
-            size is None or (isinstance(size, str) and size in NAMED_SIZES),
-            "or leave it out and give the shape",
-        )
+        known = size is None or (isinstance(size, str) and size in NAMED_SIZES)
+        hint = nearest(str(size), NAMED_SIZES) or "or leave it out and give the shape"
         require(known, "size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")

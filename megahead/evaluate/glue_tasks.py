@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megahead.errors import DataError, FieldError, at_least
 from megahead.evaluate.harness_tasks import Row, json_lines, text_of
-from megahead.wording import counted
+from megahead.wording import counted, nearest
 
 # How a task is fine-tuned; the paper's values are the defaults.
 
@@ -373,7 +373,8 @@ def expand(names: Sequence[str], sources: Sources) -> list[str]:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
         if name not in TASKS and not members:
             known = [task for task in TASKS if not task.startswith("xnli/")]
-            raise FieldError("--task", f"name tasks of {', '.join(known)}, xnli/LANGUAGE", got=name)
+            rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE"
+            raise FieldError("--task", rule, got=name, hint=nearest(name, known))
         found = [task for task in members if sources.have(task)]
         if members and not found:
             raise DataError(f"`{sources.folder}` must hold files of a task of {name}, but holds none; check the path.")

@@ -18,6 +18,7 @@ import yaml
 from megahead.data.sources import Selection, find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.results import Score
+from megahead.wording import nearest
 
 if TYPE_CHECKING:
     from megahead.evaluate.scoring import LanguageModel
@@ -295,7 +296,7 @@ def task_files(
     files = {}
     for name in names:
         if name not in TASKS:
-            raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name)
+            raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=nearest(name, TASKS))
         files[name] = _file_of(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
         task_rows(name, files[name])
     return files

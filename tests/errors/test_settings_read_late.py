@@ -142,6 +142,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ),
     ("resume.allow", "read", {"resume.allow": ["nothing"]}, "`resume.allow` must name settings"),
     ("tasks.names", "dry", tasks(names=["race!"]), "`tasks.names` must name tasks of"),
+    ("tasks.names", "dry", tasks(names=["sciqq"]), "but is sciqq instead; did you mean `sciq`?"),
     ("tasks.data", "start", tasks(data="F/none"), "`F/none` must hold eval/blimp for task blimp"),
     ("tasks.data", "dry", tasks(names=["sciq"]), "`F/tasks` must hold eval/sciq/validation.jsonl for task sciq"),
     ("tasks.data", "dry", tasks(data=None), "`tasks.data` must name the folder"),

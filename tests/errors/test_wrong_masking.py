@@ -66,6 +66,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         for field, value in {"diffusion": True, "rate": 0.4, "strategy": "frequency", "span_stop": 0.5}.items()
     ),
     (
+        BERT | {"masking": MASKS | {"strategy": "spam"}},
+        "`masking.strategy` must be one of uniform, whole_word, span, frequency, informative, hardest, pmi, weights, or name a class, but is 'spam' instead; did you mean `span`?",
+    ),
+    (
         BERT | {"masking": MASKS | {"mask_share": 0.7}} | {"model.is_causal": True},
         "`masking.mask_share` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 0.7 instead.",
     ),

@@ -176,7 +176,9 @@ def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str
 
 
 def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole"):
+    with pytest.raises(
+        FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole.*`glue/cola`\?$"
+    ):
         expand(["glue/cole"], Sources(tmp_path))
     with pytest.raises(
         DataError,
