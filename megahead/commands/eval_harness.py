@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 PAPER = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
 
+OF_ENCODERS = "blimp"
+"""`blimp_paradigms` scores the same pairs, and prints 67 numbers more."""
+
 
 def main() -> None:
     arguments = _parser().parse_args()
     at_least(1, limit=arguments.limit, batch_size=arguments.batch_size)
     if not arguments.model and not arguments.write_tasks:
         raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
-    files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
+    tasks = (arguments.tasks or suited_tasks(arguments.model)).split(",")
+    files = task_files(tasks, arguments.data, arguments.cloze, arguments.text)
     console = terminal()
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
@@ -69,6 +73,16 @@ def main() -> None:
             for score in task.scores
         ]
         console.print(f"wrote {save_figure(draw_task_curves(points), arguments.curve)}", soft_wrap=True)
+
+
+def suited_tasks(models: Sequence[Path]) -> str:
+    """Those of the paper; where one of the models is an encoder, those that all of them can be scored on."""
+    if not models:
+        return PAPER
+    from megahead.hf.export import hf_folder
+    from megahead.hf.published import is_encoder
+
+    return OF_ENCODERS if any(is_encoder(hf_folder(model)) for model in models) else PAPER
 
 
 def evaluate_model(
@@ -113,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=existing_or_fetched, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
-    add("--tasks", default=PAPER, metavar="A,B", help=f"of {', '.join(TASKS)}")
+    default = f"default: {PAPER}; with an encoder {OF_ENCODERS}"
+    add("--tasks", metavar="A,B", help=f"of {', '.join(TASKS)} ({default})")
     published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"
     add("--data", type=existing, metavar="DIR", help=published)
     add("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')

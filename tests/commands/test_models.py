@@ -14,8 +14,10 @@ from megahead.commands.eval_harness import names_of_runs
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
 from megahead.hf.export import Origin, export
+from support.blimp import write_blimp
 from support.named import folder_of
 from support.small_checkpoint import save_small, save_tokenizer, small_config
+from support.small_encoder import save_small_encoder
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -170,6 +172,19 @@ def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, 
     monkeypatch.setattr(harness, "open_language_model", None)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
     assert capsys.readouterr().out == first
+
+
+def test_encoders_have_tasks_of_their_own_without_any_named(run: Path, monkeypatch, capsys) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    encoder, scores = save_small_encoder(run.parent / "encoder"), run.parent / "scores.json"
+    BertForMaskedLM(BertConfig.from_pretrained(encoder)).save_pretrained(encoder)
+    write_blimp(run.parent / "data/eval/blimp", {("one", "syntax"): [("the cat sat", "the dog sat")] * 2})
+    arguments = ("--data", run.parent / "data", "--output", scores)
+    assert command(monkeypatch, "eval_harness", "--model", encoder, *arguments) == 0
+    assert {entry["task"] for entry in json.loads(scores.read_text())["results"]} == {"blimp"}
+    assert command(monkeypatch, "eval_harness", "--model", run, *arguments) == 2
+    assert "lambada_test.jsonl for task lambada_openai" in capsys.readouterr().err
 
 
 def test_runs_that_share_a_name_are_lines_of_their_own_on_a_curve(tmp_path: Path) -> None:
