@@ -131,15 +131,14 @@ class Pretraining(nn.Module):
             return (loss + auxiliary.weight * sums["loss"]) * micro.loss_weight
         return loss * micro.loss_weight + auxiliary.weight * micro.auxiliary_weight * sums["loss"]
 
-    @torch.no_grad()
     def _predictions(
         self, parts: Sequence[Part], outputs_ND: Tensor, batch: Batch, bias_V: Tensor | None = None, *, all_ids: bool
     ) -> list[Softmax]:
-        """What the outputs say of their targets (see `auxiliary.Predictions`), in the order of these."""
-        if not all_ids:
+        """What the outputs say of their targets (see `auxiliary.Predictions`), in the order of these. Rows learn."""
+        if all_ids:  # cut out of the matrix with gradients, which a cut without them would not pass on
+            parts = [(outputs_ND, self._output_rows(), vocabulary_candidates(batch.target_ids_N, bias_V))]
+        with torch.no_grad():
             return [self._among(*part) for part in parts]
-        vocabulary = vocabulary_candidates(batch.target_ids_N, bias_V)
-        return [self._among(outputs_ND, self._output_rows(), vocabulary)]
 
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
         """The loss summed over all targets."""

@@ -70,6 +70,23 @@ def test_headless_gradient_reaches_inputs_and_negatives_in_one_lookup() -> None:
     assert touched == expected
 
 
+@pytest.mark.parametrize("all_ids", [True, False])
+def test_the_rows_of_what_an_auxiliary_objective_draws_learn(all_ids: bool) -> None:
+    pretraining = initialized(tiny({}))
+    micro = prepared(pretraining)
+    looked_up, rows = pretraining._look_up(micro.batch.input_ids_BT, micro.candidates)
+    outputs = pretraining.backbone.encode(looked_up, documents_of(micro.batch)).flatten(0, 1)
+    parts = [(outputs, *each) for each in zip(rows, micro.candidates, strict=True)]
+    (prediction,) = pretraining._predictions(parts, outputs, micro.batch, all_ids=all_ids)
+    place_N = torch.arange(3)
+    ids_U = micro.candidates[0].ids_U
+    assert ids_U is not None
+    prediction.rows_at(place_N).sum().backward()
+    gradient = pretraining.backbone.embedding.weight.grad
+    assert gradient is not None
+    assert gradient.any(1).nonzero()[:, 0].tolist() == (place_N if all_ids else ids_U[place_N]).tolist()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_vanilla_is_cross_entropy_over_the_vocabulary_without_its_padding(tied: bool) -> None:
     pretraining = initialized(tiny({"name": "vanilla", "tied": tied, "temperature": 0.5}))
