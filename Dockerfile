@@ -15,7 +15,7 @@ RUN apt-get update \
 WORKDIR /megahead
 COPY Makefile ./
 RUN make .venv/.torch
-COPY pyproject.toml setup.py README.md ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY megahead megahead
 COPY configs configs
 RUN make install

@@ -6,7 +6,7 @@ WORKERS ?= -n auto --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo docs test test-long check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
+.PHONY: help install demo docs dist test test-long check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:
 	@echo "make install             the environment .venv alone"
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-long           the tests that take long: larger matrices, random kills, installed packages, memory"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make docs                the documentation as a site: build/site/index.html (ARGS=serve: on this machine's port 8000)"
+	@echo "make dist                the package as dist/megahead-VERSION.whl and .tar.gz, for \`pip install\` elsewhere"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
 	@echo "make gpu-text            a text as a dataset to be carried there, too (ARGS='--input F --tokenizer JSON')"
@@ -43,6 +44,15 @@ install: .venv/.installed
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build) -f tools/website/mkdocs.yml
+
+.venv/.installed-dist: .venv/.torch
+	$(BIN)/pip install -q 'build>=1.2'
+	@touch $@
+
+# the wheel is made of the sdist, in a folder of its own: nothing that lies in the checkout gets into it by accident
+dist: .venv/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m build $(ARGS)
 
 demo: .venv/.installed
 	@$(BIN)/python tools/demo.py $(ARGS)
@@ -97,4 +107,4 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs demo demo-quick demo-llama demo-quick-llama gpu-wheels $(GPU_SITE)
+	rm -rf .venv runs demo demo-quick demo-llama demo-quick-llama gpu-wheels dist $(GPU_SITE)

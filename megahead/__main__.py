@@ -5,6 +5,7 @@ Imports only the command that is called: the list, the version and an error for 
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -21,6 +22,10 @@ def main() -> None:
 def answer() -> int | None:
     """Does what the command line asks for, and returns its exit code."""
     word, *options = sys.argv[1:] or [""]
+    code: int | None
+    if "_ARGCOMPLETE" in os.environ and not word:
+        code = import_module("megahead.completion").complete(names())
+        return code
     if word in ("", "-h", "--help"):
         print(usage())
         return 0 if word else 2
@@ -29,7 +34,7 @@ def answer() -> int | None:
         return 0
     name = known(word)
     sys.argv = [f"megahead {dashed(name)}", *options]  # argparse names the command by the first of them
-    code: int | None = import_module(f"megahead.commands.{name}").main()
+    code = import_module(f"megahead.commands.{name}").main()
     return code
 
 
@@ -52,12 +57,15 @@ def usage() -> str:
 
 def known(word: str) -> str:
     """The module of the command that `word` names, with dashes or underscores. UserError when there is none."""
-    names = [name for commands in COMMANDS.values() for name in commands]
     name = word.replace("-", "_")
-    if name in names:
+    if name in names():
         return name
-    fix = nearest(dashed(word), map(dashed, names)) or "`megahead --help` lists them."
+    fix = nearest(dashed(word), map(dashed, names())) or "`megahead --help` lists them."
     raise UserError(f"`megahead` must be given the name of a command, but `{word}` is none; {fix}")
+
+
+def names() -> list[str]:
+    return [name for commands in COMMANDS.values() for name in commands]
 
 
 def dashed(name: str) -> str:

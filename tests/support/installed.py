@@ -13,18 +13,22 @@ from support.commands import ROOT
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input")
 
 
-def install(folder: Path) -> Path:
-    """Builds a wheel, without network, and installs it in `folder`/site, which is returned."""
-    source = folder / "source"  # a copy: building leaves its traces beside pyproject.toml
+def copied_sources(folder: Path) -> Path:
+    """What a package is built of, copied to `folder`/source: building leaves its traces beside pyproject.toml."""
+    source = folder / "source"
     for part in ("megahead", "configs"):
         shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "setup.py", "README.md"):
+    for part in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, source)
-    _succeed(
-        *PIP, "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder / "wheels")
-    )
+    return source
+
+
+def install(folder: Path) -> Path:
+    """Builds a wheel, without network, and installs it in `folder`/site, which is returned."""
+    source = copied_sources(folder)
+    succeed(*PIP, "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder / "wheels"))
     (wheel,) = (folder / "wheels").iterdir()
-    _succeed(*PIP, "install", str(wheel), "--no-deps", "--no-index", "--target", str(folder / "site"))
+    succeed(*PIP, "install", str(wheel), "--no-deps", "--no-index", "--target", str(folder / "site"))
     return folder / "site"
 
 
@@ -42,6 +46,6 @@ def run_installed(site: Path, program: Path, cwd: Path, *arguments: str) -> subp
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False)
 
 
-def _succeed(*command: str) -> None:
+def succeed(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
