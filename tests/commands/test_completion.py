@@ -50,6 +50,18 @@ def test_the_shell_is_answered(line: str, words: list[str], tmp_path: Path) -> N
     assert asked(line, tmp_path) == (0, words)
 
 
+def test_what_was_typed_is_neither_looked_for_nor_fetched(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    program = (
+        "import argparse; from megahead.completion import answer_instead_of_parsing; answer_instead_of_parsing();"
+        "parser = argparse.ArgumentParser(); parser.add_argument('--model', type=lambda text: 1 / 0);"
+        "assert parser.parse_known_args(['--model', 's3://far'])[0].model == 's3://far'"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+    )
+
+
 def test_every_command_is_offered(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     code, words = asked("megahead ", tmp_path)
