@@ -87,7 +87,7 @@ def described(config: RunConfig, world_size: int) -> str:
     from megahead.train.describe import describe_assumed, describe_run
 
     plan = RunPlan.of(config, world_size)
-    lines = [*describe_run(plan), *describe_assumed(plan), files_of(config)]
+    lines = [*describe_run(plan), describe_assumed(plan), files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 

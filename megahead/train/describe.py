@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from megahead.config.embedding import dense_rate, describe_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.plan import RunPlan, names_of, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
-from megahead.distributed.group import multiplies_bf16_fast
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib
 
@@ -49,25 +46,11 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     ]
 
 
-def describe_assumed(plan: RunPlan) -> list[tuple[str, str]]:
-    """The device that a dry run takes the run's to be; what is slow of it where that is the one here."""
-    wanted, there = plan.config.engine.device, torch.cuda.is_available()
-    if wanted == "cpu":
-        return [("on", f"{plan.ranks} x cpu"), *describe_precision(plan, torch.device("cpu"))]
-    here = "" if there else "; this machine has none"
-    if wanted == "cuda" or there:
-        return [("on", f"{plan.ranks} x cuda, assumed{here}")]
-    here += ", and would train on its CPU (engine.device: cpu plans for that)"
-    return [("on", f"{plan.ranks} x cuda, assumed{here}"), *describe_precision(plan, torch.device("cpu"))]
-
-
-def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
-    """The line where `device` computes more slowly in the bf16 that was asked for than in fp32."""
-    given = plan.config.engine.precision == "bf16" and not plan.precision_by_auto
-    if not given or device.type != "cpu" or multiplies_bf16_fast(device):
-        return []
-    slow = "this processor does not multiply bf16, and may take many times as long as in fp32"
-    return [("warning", f"{slow}; set engine.precision to fp32 or auto")]
+def describe_assumed(plan: RunPlan) -> tuple[str, str]:
+    """The device that a dry run takes the run's to be; it imports no torch, hence does not look for one."""
+    if plan.config.engine.device == "cpu":
+        return "on", f"{plan.ranks} x cpu"
+    return "on", f"{plan.ranks} x cuda, assumed (engine.device: cpu plans for processors)"
 
 
 def describe_phases(config: RunConfig) -> list[tuple[str, str]]:

@@ -39,7 +39,7 @@ from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import owners_of, shard_embedding_
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
-from megahead.train.describe import describe_phases, describe_precision, describe_run
+from megahead.train.describe import describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
 from megahead.train.log import require_wandb
@@ -149,6 +149,15 @@ def settle_precision(config: RunConfig, device: torch.device, ranks: Group) -> R
     fast = all(ranks.all_gather_objects(multiplies_bf16_fast(device)))
     engine = config.engine.model_copy(update={"precision": "bf16" if fast else "fp32"})
     return config.model_copy(update={"engine": engine})
+
+
+def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
+    """The line where `device` computes more slowly in the bf16 that was asked for than in fp32."""
+    given = plan.config.engine.precision == "bf16" and not plan.precision_by_auto
+    if not given or device.type != "cpu" or multiplies_bf16_fast(device):
+        return []
+    slow = "this processor does not multiply bf16, and may take many times as long as in fp32"
+    return [("warning", f"{slow}; set engine.precision to fp32 or auto")]
 
 
 @contextmanager

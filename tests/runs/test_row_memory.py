@@ -94,5 +94,5 @@ def test_an_export_holds_a_block_and_what_transformers_loads_to_compare(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool, tables: float
 ) -> None:
     """Measured: 0.6 tables, of which vectors and logits as long as the vocabulary are most; 1.4 with transformers."""
-    monkeypatch.setattr(verify, "_SCORES", 1)  # logits of a token a row
+    monkeypatch.setattr(verify, "_MAX_LOGITS", 1)  # logits of a token a row
     assert forked(exported, run, tmp_path, alone) < tables * TABLE
