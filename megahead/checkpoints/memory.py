@@ -405,7 +405,9 @@ def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rul
     problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
     for copy in highest_first({copy for rank in offers for copy in rank}):
         try:
-            manifest = next(filter(None, group.all_gather_objects(found.manifests.get(copy))))
+            first = next(rank for rank, offer in enumerate(offers) if copy in offer)
+            sent = found.manifests[copy] if group.rank == first else None
+            (manifest,) = filter(None, group.all_gather_objects(sent))
             mine = _share(copy, manifest, offers, found, group.rank)
             written = _write(copy, manifest, mine, folder.checkpoints, group, rules)
             checkpoint = open_together(written, group)
