@@ -17,8 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess, suitable_workers
+from megahead.data.records import Selection, conditions, text_keys
 from megahead.data.shards import preprocess_shards
-from megahead.data.sources import Selection, conditions, find_inputs, text_keys, total_bytes
+from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import Bar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file

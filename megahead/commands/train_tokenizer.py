@@ -15,7 +15,7 @@ import argparse
 
 from tokenizers import Tokenizer
 
-from megahead.data.sources import Selection, conditions
+from megahead.data.records import Selection, conditions
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, grown, sample_texts, save_tokenizer
 from megahead.data.writer import Bar

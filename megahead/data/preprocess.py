@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
-from megahead.data.sources import Chunk, Selection, find_inputs, read_chunks, total_bytes
+from megahead.data.records import Chunk, Selection
+from megahead.data.sources import find_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter

@@ -9,17 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.data.sources import (
-    ENDINGS,
-    KINDS,
-    Input,
-    Selection,
-    TextFile,
-    files_below,
-    find_inputs,
-    is_saved_dataset,
-    read_chunks,
-)
+from megahead.data.records import Selection, TextFile
+from megahead.data.sources import ENDINGS, KINDS, Input, files_below, find_inputs, is_saved_dataset, read_chunks
 from megahead.errors import DataError
 from megahead.wording import counted
 

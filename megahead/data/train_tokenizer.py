@@ -15,8 +15,9 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megahead.data.indexed import Array
+from megahead.data.records import Selection
 from megahead.data.sentencepiece_model import from_sentencepiece
-from megahead.data.sources import Selection, find_inputs, total_bytes
+from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.records import Selection
+from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.results import Score
 from megahead.wording import nearest

@@ -17,7 +17,8 @@ import sentencepiece
 from megahead.data import sources as decompression
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
-from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.records import Selection
+from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError, FieldError
 

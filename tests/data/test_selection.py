@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.data.sources import Selection, Unfit, conditions
+from megahead.data.records import Selection, Unfit, conditions
 from megahead.errors import FieldError
 
 PILE = {"text": "words", "meta": {"pile_set_name": "ArXiv", "year": 2020}}

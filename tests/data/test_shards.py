@@ -18,8 +18,8 @@ import pytest
 from megahead.data import shards
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import Recipe, preprocess
+from megahead.data.records import Selection
 from megahead.data.shards import preprocess_shards
-from megahead.data.sources import Selection
 from megahead.errors import DataError
 from megahead.files import InUseError, StagedFile
 

@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from megahead.data import sources as decompression
-from megahead.data.sources import Selection, files_below, find_inputs, read_chunks, total_bytes
+from megahead.data.records import Selection
+from megahead.data.sources import files_below, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megahead.data import sources as decompression
-from megahead.data.sources import Selection, find_inputs, read_chunks, total_bytes
+from megahead.data.records import Selection
+from megahead.data.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(300)]

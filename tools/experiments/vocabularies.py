@@ -13,7 +13,8 @@ from experiments.measures import Chart, Row, lines, speed
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
-from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.records import Selection
+from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
 from megahead.evaluate.perplexity import evaluate_on_each
 from megahead.files import write_atomically
