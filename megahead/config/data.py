@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from megahead.config.base import Settings, refuse, require
+from megahead.wording import counted
 
 
 class BlendPart(Settings):
@@ -101,17 +103,37 @@ class BatchConfig(Settings):
     micro_size: int = Field(gt=0)
     """Samples per forward pass on one rank; lower it if memory runs out."""
 
-    def accumulation_steps(self, data_ranks: int) -> int:
-        """Forward-backward passes per optimizer step on each of `data_ranks` ranks."""
+    def accumulation_steps(self, data_ranks: int, *, micro_groups: bool = False) -> int:
+        """Forward-backward passes per optimizer step on each of `data_ranks` ranks; `micro_groups`: a micro-batch is a
+        candidate group, which the error's way out keeps."""
         per_pass = self.micro_size * data_ranks
         steps, remainder = divmod(self.global_size, per_pass)
-        below, above = steps * per_pass, (steps + 1) * per_pass
         rule = f"be a multiple of micro_size x data ranks ({self.micro_size} x {data_ranks})"
-        hint = f"try {below} or {above}" if below else f"try {above}"
-        require(steps and not remainder, "batch.global_size", rule, got=self.global_size, hint=hint)
+        hint = "" if steps and not remainder else self._way_out(data_ranks, micro_groups)
+        require(not hint, "batch.global_size", rule, got=self.global_size, hint=hint)
         return steps
+
+    def _way_out(self, data_ranks: int, micro_groups: bool) -> str:
+        """The largest micro-batch that keeps the global one; where ranks cannot share that, as many as can, or the
+        nearest that they can."""
+        if self.global_size % self.micro_size == 0:
+            ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
+            micro = gcd(self.global_size // ranks, self.micro_size)
+            fewer = counted(ranks, "data rank") if ranks < data_ranks else ""
+            smaller = f"batch.micro_size={micro}" if micro < self.micro_size else ""
+            if smaller and micro_groups:
+                smaller += f" objective.group_samples={self.micro_size}"
+            kept = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
+            return f"{kept}, or batch.global_size={_multiples(self.global_size, data_ranks)}" if fewer else kept
+        return f"try {_multiples(self.global_size, self.micro_size * data_ranks)}"
 
     def most_data_ranks(self, there: int) -> int:
         """The largest number of data ranks up to `there` that the global batch can be split over; 0: none can."""
         micro_batches, remainder = divmod(self.global_size, self.micro_size)
         return 0 if remainder else max((d for d in range(1, there + 1) if micro_batches % d == 0), default=0)
+
+
+def _multiples(number: int, of: int) -> str:
+    """The nearest ones below and above."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else f"{of}"

@@ -239,6 +239,10 @@ class ObjectiveConfig(Settings):
         kept = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
         return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 
+    def groups_are_micro_batches(self) -> bool:
+        """Whether a smaller micro-batch has fewer candidates."""
+        return self.name == "headless" and self.group_samples == "micro_batch"
+
     def needs_token_counts(self) -> str | None:
         """The setting by which the dataset must have token counts; None where it need not."""
         if self.bias == "corrected":

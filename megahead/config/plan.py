@@ -216,7 +216,9 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
-        "gradient_accumulation_steps": run.batch.accumulation_steps(data_ranks),
+        "gradient_accumulation_steps": run.batch.accumulation_steps(
+            data_ranks, micro_groups=run.objective.groups_are_micro_batches()
+        ),
         "managed_gradient_accumulation": True,
         "gradient_clipping": run.optimizer.gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -345,5 +346,10 @@ class ParallelConfig(Settings):
         """Data-parallel ranks among `world_size` ranks."""
         ranks, remainder = divmod(world_size, self.tensor)
         fits = ranks > 0 and not remainder
-        require(fits, "parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
+        whole = max(ranks, 1) * self.tensor
+        rule, hint = (
+            f"divide the number of ranks ({world_size})",
+            f"try {whole} ranks, or parallel.tensor={gcd(self.tensor, world_size)}",
+        )
+        require(fits, "parallel.tensor", rule, got=self.tensor, hint=hint)
         return ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from megahead.config.base import shipped_configs
 from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigErrors
+from megahead.errors import ConfigError, ConfigErrors
 from support.good_settings import GOOD
 
 
@@ -95,6 +97,38 @@ def test_every_shipped_config_is_sound() -> None:
     for path in sorted((root / "configs").glob("*.yaml")):
         load_config(path)
         assert path.read_text().startswith("# "), f"{path} must open with its purpose"
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 32, 256])
+@pytest.mark.parametrize("name", shipped_configs())
+def test_a_shipped_config_is_planned_on_any_number_of_ranks_or_says_what_keeps_its_recipe(
+    name: str, ranks: int
+) -> None:
+    config = load_config(name)
+    wanted = (config.batch.global_size, candidates_of(config))
+    sentence = why_not(config, ranks)
+    if sentence is not None:
+        fewer = re.search(r"try (\d+) (data )?ranks?", sentence)
+        ranks = int(fewer[1]) * (config.parallel.tensor if fewer[2] else 1) if fewer else ranks
+        config = load_config(name, re.findall(r"(?:batch.micro_size|objective.group_samples)=\d+", sentence))
+    assert why_not(config, ranks) is None
+    assert (config.batch.global_size, candidates_of(config)) == wanted
+
+
+def why_not(config: RunConfig, ranks: int) -> str | None:
+    try:
+        RunPlan.of(config, ranks)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def candidates_of(config: RunConfig) -> int | str | None:
+    """The rows whose targets compete, where their number does not depend on ranks."""
+    rows = config.objective.group_samples
+    if config.objective.name == "vanilla" or rows == "data_parallel":
+        return None
+    return config.batch.micro_size if rows == "micro_batch" else rows
 
 
 def test_a_million_ids_lie_in_rows_and_are_planned() -> None:

@@ -59,7 +59,7 @@ def test_a_name_that_neither_is_there_nor_ships_is_told_what_does() -> None:
         UserError, match=r"is demo-headles instead \(No such file or directory\); did you mean `demo-headless`\?$"
     ):
         load_config("demo-headles")
-    with pytest.raises(UserError, match=r"; megahead comes with .*demo-headless, .*, small-headless-wide\.$"):
+    with pytest.raises(UserError, match=r"; megahead comes with .*demo-headless, .*, xlm-r-base-headless\.$"):
         load_config("qqq")
     with pytest.raises(UserError, match=r"is runs/x\.yaml instead \(No such file or directory\)\.$"):
         load_config("runs/x.yaml")

@@ -73,8 +73,8 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}}, 1, "`engine.deepspeed['zero_optimization']['compute_grad_norm']` must be left out or agree with the run (True), but is False instead; remove it there."),
     ({"engine.deepspeed": {}, "engine.precision": "fp16"}, 1, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0, but is fp16 instead; or use stage 1."),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 3}}, "engine.activation_checkpointing": "selective"}, 1, "`engine.activation_checkpointing` must be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept, but is `selective` instead."),
-    ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 6 or 12."),
-    ({}, 8, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 8), but is 8 instead; try 16."),
+    ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 2 data ranks, which keeps the recipe, or batch.global_size=6 or 9."),
+    ({}, 8, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 8), but is 8 instead; try batch.micro_size=1 objective.group_samples=2, which keeps the recipe."),
 )  # fmt: skip
 
 LAUNCH = (
@@ -207,7 +207,7 @@ def group_of_three(folder: Path) -> None:
 STEP = "F/model/checkpoints/step-00000003"
 TENSORS = f"{STEP}/tensors-00000-of-00001.safetensors"
 FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
-    (lambda folder: small_config(folder, {"parallel.tensor": 4}).parallel.data_ranks(6), "`parallel.tensor` must divide the number of ranks (6), but is 4 instead."),
+    (lambda folder: small_config(folder, {"parallel.tensor": 4}).parallel.data_ranks(6), "`parallel.tensor` must divide the number of ranks (6), but is 4 instead; try 4 ranks, or parallel.tensor=2."),
     (group_of_three, "`objective.group_samples` must divide batch.micro_size (2) or be a multiple, but is 3 instead."),
     (texts(data__tokenizer="no.json"), "`data.tokenizer` must name a readable file, but is no.json instead; or leave it out."),
     (texts(model__vocab_size=50), "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."),

@@ -144,4 +144,7 @@ def test_a_dry_run_checks_256_ranks_without_them() -> None:
     assert "GiB a rank" in done.stdout
     wrong = run_script(*options, "250")
     assert wrong.returncode == 2
-    assert wrong.stderr == "error: `parallel.tensor` must divide the number of ranks (250), but is 8 instead.\n"
+    hint = "try 248 ranks, or parallel.tensor=2"
+    assert (
+        wrong.stderr == f"error: `parallel.tensor` must divide the number of ranks (250), but is 8 instead; {hint}.\n"
+    )
