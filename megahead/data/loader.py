@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
@@ -90,22 +89,6 @@ def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None
             hint = "take the tokenizer's mask token, or raise model.vocab_size by one for an id of its own"
             got = f"{mask_token} ({counts[mask_token]:,} times)"
             raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
-
-
-def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
-    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
-    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not
-    known (all 0)."""
-    if config.masking is None or config.model.is_causal:
-        return None
-    auxiliary = config.objective.auxiliary()
-    weighs_ids = config.masking.weighs_ids() or (auxiliary is not None and auxiliary.weighs_ids)
-    if not weighs_ids or token_counts_V is None or not token_counts_V.any():
-        return None
-    special = config.masking.never_masked(config.data.end_token)
-    counts_V = token_counts_V[: config.model.vocab_size].clone()
-    counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
-    return counts_V
 
 
 # Checks that the config's end token is the one that closes the documents. With a wrong id nothing would fail, but

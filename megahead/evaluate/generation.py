@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import FieldError
-from megahead.evaluate.scoring import first_token
+from megahead.evaluate.scoring import first_token, special_ids
 from megahead.hf.published import WordStreamer, context_of
 from megahead.wording import counted
 
@@ -100,7 +100,7 @@ def unmasked_continuation(
     passes = max_tokens if passes is None else passes
     if not 1 <= passes <= max_tokens:
         raise FieldError("--passes", f"be 1 to --max-new-tokens ({max_tokens})", got=passes)
-    start, mask, end = _special_ids(tokenizer)
+    start, end, mask = special_ids(tokenizer)
     read = _end_of(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], room, report)
     row_T = torch.tensor([start, *read, *[mask] * max_tokens, end], device=model.device)
     first = 1 + len(read)
@@ -113,13 +113,6 @@ def unmasked_continuation(
     if stream is not None:
         stream(text)  # its words come in no order
     return text
-
-
-def _special_ids(tokenizer: Any) -> list[int]:
-    found = [tokenizer.cls_token_id, tokenizer.mask_token_id, tokenizer.sep_token_id]
-    if None in found:
-        raise FieldError("--model", "have a tokenizer that names [CLS], [MASK] and [SEP]", got="without one of them")
-    return found
 
 
 def _drawn(logits_mV: Tensor, never: list[int], sampling: dict[str, Any]) -> Tensor:

@@ -172,7 +172,7 @@ class Encoder(LanguageModel):
 
     def __init__(self, folder: Path, batch_size: int | None = None) -> None:
         super().__init__(folder, batch_size, causal=False)
-        self._start, self._end, self._mask = _special_ids(self.tokenizer, folder)
+        self._start, self._end, self._mask = special_ids(self.tokenizer)
 
     def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
         """DataError for a text longer than the context."""
@@ -206,13 +206,13 @@ class Encoder(LanguageModel):
             yield Row(tuple(masked), (place + 1,), (token,))
 
 
-def _special_ids(tokenizer: Any, folder: Path) -> tuple[int, int, int]:
-    vocabulary = tokenizer.get_vocab()
-    names = [(tokenizer.cls_token, "[CLS]"), (tokenizer.sep_token, "[SEP]"), (tokenizer.mask_token, "[MASK]")]
-    found = [vocabulary.get(named or usual) for named, usual in names]
+def special_ids(tokenizer: Any) -> tuple[int, int, int]:
+    """[CLS], [SEP] and [MASK] of an encoder's tokenizer; CheckpointError where it lacks one."""
+    found = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
     if None in found:
-        raise CheckpointError(f"`{folder}` must hold a tokenizer with [CLS], [SEP] and [MASK], but it lacks one.")
-    return found[0], found[1], found[2]
+        where = tokenizer.name_or_path
+        raise CheckpointError(f"`{where}` must hold a tokenizer with [CLS], [SEP] and [MASK], but it lacks one.")
+    return found
 
 
 def first_token(tokenizer: Any) -> int:

@@ -186,8 +186,8 @@ _PIECE_ROWS = 4096
 def exported_tensors(target: ExportTarget) -> Iterator[Streamed]:
     """Every tensor of the export, the head's last."""
     model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
-    body = [name for name in model.shapes if name.startswith(BACKBONE)]  # the head's come last, the temperature in them
-    for theirs in dict.fromkeys(_hf_name(family, name) for name in body):
+    body = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
+    for theirs in dict.fromkeys(_hf_name(family, name) for name in (EMBEDDING, *body)):
         names = family.names.ours(theirs)
         rows, *columns = model.shapes[names[0]]
         size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)

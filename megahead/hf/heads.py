@@ -15,7 +15,7 @@ from megahead.errors import CheckpointError, UserError
 from megahead.hf.decoders import decoder_of
 from megahead.hf.encoders import encoder_of
 from megahead.hf.families import Family
-from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
+from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -265,7 +265,8 @@ def _transform(model: TrainedModel, bias_V: Tensor, temperature: float) -> dict[
     stored = {key: model.weight(key) for key in model.shapes if key.startswith(MASK_HEAD)}
     if stored:
         return trained_transform(stored, shape.vocab_size, temperature)
-    last = [key.removesuffix(".weight") for key in model.shapes if key.endswith("norm.weight")][-1]
+    final = f"{BACKBONE}final_norm"
+    last = final if f"{final}.weight" in model.shapes else f"{BACKBONE}blocks.{shape.num_layers - 1}.mlp_norm"
     norm_bias_D = model.weight(f"{last}.bias") if shape.has_norm_bias() else None
     return identity_transform(model.weight(f"{last}.weight"), norm_bias_D, shape.norm_eps, bias_V, temperature)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
 from megahead.config.auxiliary import AuxiliarySettings
@@ -20,12 +19,11 @@ from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
-from megahead.data.loader import evaluation_target_counts
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, RenamedTensors
 from megahead.errors import CheckpointError
-from megahead.losses.candidates import training_free_bias
-from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_, weight_shapes
+from megahead.losses.candidates import evaluation_target_counts, training_free_bias
+from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_
 from megahead.run_folder import RunFolder
 from megahead.version import __version__
 
@@ -44,38 +42,42 @@ class TrainedModel:
 
     checkpoint: Checkpoint
     config: RunConfig
-    shapes: Mapping[str, torch.Size]
-    """Shapes of all parameters, by their names in the `Pretraining`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of all parameters that the checkpoint holds, by their names in the `Pretraining`."""
 
     @staticmethod
     def open(path: Path) -> TrainedModel:
-        """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter, or has
-        another shape for it than its config."""
+        """The model of a step folder, or the newest of a run."""
         return TrainedModel.of(open_checkpoint(path))
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> TrainedModel:
         """The model in a checkpoint; as `open`."""
         config = config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-        shapes = weight_shapes(config)
-        stored = set(checkpoint.names())
-        for name, shape in shapes.items():
-            if f"weight/{name}" not in stored:
-                raise CheckpointError(f"`{checkpoint.folder}` must hold the parameter {name}, but lacks it.")
-            found = list(checkpoint.shape(f"weight/{name}"))
-            if found != list(shape):
-                raise CheckpointError(
-                    f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {found} instead."
-                )
-        return TrainedModel(checkpoint, config, shapes)
+        stored = [name.removeprefix("weight/") for name in checkpoint.names() if name.startswith("weight/")]
+        return TrainedModel(checkpoint, config, {name: checkpoint.shape(f"weight/{name}") for name in stored})
 
     def used(self) -> TrainedModel:
         """The part that is used after training: all but a decoder that alone sees mask tokens."""
         masking = self.config.masking
         if masking is None or not masking.mask_decoder_layers:
             return self
+        layers = range(self.config.model.num_layers, self.config.trained_model().num_layers)
+        unused = tuple(f"{BACKBONE}blocks.{layer}." for layer in layers)
+        shapes = {name: shape for name, shape in self.shapes.items() if not name.startswith(unused)}
         config = self.config.model_copy(update={"masking": masking.model_copy(update={"mask_decoder_layers": 0})})
-        return replace(self, config=config, shapes=weight_shapes(config))
+        return replace(self, config=config, shapes=shapes)
+
+    def require(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """CheckpointError for the first of a model's parameters that the checkpoint lacks, or has in another shape."""
+        for name, parameter in parameters:
+            wanted, found = tuple(parameter.shape), self.shapes.get(name)
+            if found is None:
+                raise CheckpointError(f"`{self.checkpoint.folder}` must hold the parameter {name}, but lacks it.")
+            if found != wanted:
+                raise CheckpointError(
+                    f"`{self.checkpoint.folder}` must hold {name} as {list(wanted)}, but holds {list(found)} instead."
+                )
 
     def weight(self, name: str) -> Tensor:
         """One full parameter in fp32; CheckpointError unless it is finite."""
@@ -137,30 +139,12 @@ class TrainedModel:
         return float(per_sample * state.get("group_samples", config.batch.micro_size))
 
     def load(self) -> Pretraining:
-        """The model itself, in fp32 on the CPU, ready to score."""
+        """The model itself, in fp32 on the CPU, ready to score; CheckpointError when a parameter is missing, or its
+        shape is not that of the config."""
         pretraining = assemble(self.config, Group(), torch.device("cpu"))
+        self.require(pretraining.named_parameters())
         fill_(pretraining, Group(), self._weights())
         return pretraining.eval()
-
-    def load_streaming(self, dtype: torch.dtype) -> Pretraining:
-        """The model itself, on the CPU in `dtype`, whose modules read their weights each time they are called.
-
-        Memory holds the weights of one module at a time, of the embedding a block; a matrix that is never called stays
-        on `meta`.
-        """
-        pretraining = assemble(self.config, Group(), torch.device("meta"))
-        pretraining.backbone.register_module("embedding", _StreamedEmbedding(self, dtype))
-        for prefix, module in pretraining.named_modules():
-            names = [name for name, _ in module.named_parameters(recurse=False)]
-            if names:
-                module.register_forward_pre_hook(partial(self._fill, prefix, names, dtype))
-                module.register_forward_hook(partial(_empty, names))
-        return pretraining.eval()
-
-    def _fill(self, prefix: str, names: Sequence[str], dtype: torch.dtype, module: nn.Module, _inputs: Any) -> None:
-        for name in names:
-            weight = self.weight(f"{prefix}.{name}").to(dtype)
-            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     def tokenizer(self) -> Path | None:
         """The tokenizer's file of the run: its copy in the run folder, or the file the config names."""
@@ -176,29 +160,6 @@ class TrainedModel:
     def run_folder(self) -> RunFolder:
         """The folder of the run that was trained."""
         return RunFolder.of(self.checkpoint.folder)
-
-
-class _StreamedEmbedding(nn.Module):
-    """Looks rows up while it reads the table past them."""
-
-    def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._model, self._dtype = model, dtype
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[..., D]: the rows of `ids`."""
-        rows, first = torch.empty(*ids.shape, self._model.config.model.hidden_size, dtype=self._dtype), 0
-        for block in self._model.blocks(EMBEDDING):
-            inside = (ids >= first) & (ids < first + len(block))
-            rows[inside] = block[ids[inside] - first].to(self._dtype)
-            first += len(block)
-        return rows
-
-
-def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) -> None:
-    for name in names:
-        weight = module.get_parameter(name)
-        module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
 
 # The origin of a model, for its card: data, code, and its last evaluation.

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megahead.config.model import ModelConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.samples import SequentialSamples
 from megahead.errors import CheckpointError, DataError
 from megahead.hf.heads import DTYPES, ExportTarget, Head
 from megahead.hf.published import load_backbone, load_causal, load_masked
-from megahead.hf.trained import TrainedModel
+from megahead.hf.trained import EMBEDDING, MASK_HEAD, TrainedModel
+from megahead.models.registry import build_backbone
+from megahead.objectives.micro_batch import MaskHead
 from megahead.remote_files import is_remote
 
 TOLERANCE = 1e-5
@@ -93,13 +99,14 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
     Computed in `dtype` throughout, returned in fp32.
     """
-    pretraining, vocab_size = model.load_streaming(dtype), model.config.model.vocab_size
-    hidden_BTD: Tensor = pretraining.backbone(rows_BT)
+    backbone, vocab_size = _streamed(build_backbone, model, "backbone", dtype), model.config.model.vocab_size
+    backbone.register_module("embedding", _StreamedEmbedding(model, dtype))
+    hidden_BTD: Tensor = backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
     bias_V = model.bias(head.name)
-    if pretraining.mask_head is not None:
-        hidden_BTD = pretraining.mask_head(hidden_BTD)
+    if f"{MASK_HEAD}bias" in model.shapes:
+        hidden_BTD = _streamed(MaskHead, model, "mask_head", dtype)(hidden_BTD)
     logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
     for block in model.blocks(head.matrix):
         rows_vD = block[: max(vocab_size - first, 0)].to(dtype)
@@ -109,6 +116,50 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
         logits_BTV[..., first : first + len(rows_vD)] = scores_BTv
         first += len(rows_vD)
     return logits_BTV
+
+
+def _streamed(
+    build: Callable[[ModelConfig], nn.Module], model: TrainedModel, prefix: str, dtype: torch.dtype
+) -> nn.Module:
+    """A part of the trained model, whose parameters' names begin with `prefix`, on the CPU in `dtype`. Layers read
+    their weights each time they are called: memory holds those of one at a time."""
+    with torch.device("meta"):
+        part = build(model.config.model)
+    model.require(part.named_parameters(prefix))
+    for path, layer in part.named_modules(prefix=prefix):
+        stored = {name: f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
+        if stored:
+            layer.register_forward_pre_hook(partial(_fill, model, stored, dtype))
+            layer.register_forward_hook(partial(_empty, stored))
+    return part.eval()
+
+
+def _fill(model: TrainedModel, stored: Mapping[str, str], dtype: torch.dtype, layer: nn.Module, _inputs: Any) -> None:
+    for name, its in stored.items():
+        layer.register_parameter(name, nn.Parameter(model.weight(its).to(dtype), requires_grad=False))
+
+
+def _empty(names: Iterable[str], layer: nn.Module, _inputs: Any, _output: Any) -> None:
+    for name in names:
+        weight = layer.get_parameter(name)
+        layer.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
+
+
+class _StreamedEmbedding(nn.Module):
+    """Looks rows up while it reads the table past them."""
+
+    def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._model, self._dtype = model, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`."""
+        rows, first = torch.empty(*ids.shape, self._model.config.model.hidden_size, dtype=self._dtype), 0
+        for block in self._model.blocks(EMBEDDING):
+            inside = (ids >= first) & (ids < first + len(block))
+            rows[inside] = block[ids[inside] - first].to(self._dtype)
+            first += len(block)
+        return rows
 
 
 @torch.no_grad()
@@ -143,7 +194,9 @@ def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
     if is_remote(prefix):
         return None  # does not download a dataset for a few rows
     try:
-        samples = SequentialSamples(IndexedDataset(prefix), length)
-        return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])
+        dataset = IndexedDataset(prefix)
+        firsts = range(0, dataset.num_tokens - length, length)[:_ROWS]
+        rows = [torch.from_numpy(dataset.read(first, length).astype(np.int64)) for first in firsts]
     except DataError:  # trained on another machine
         return None
+    return torch.stack(rows) if rows else None

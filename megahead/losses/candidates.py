@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -274,3 +275,19 @@ def training_free_bias(
         if evaluation_target_counts_V is None
         else weight_V + log_unigram(evaluation_target_counts_V, vocab_size) - log_q_V
     )
+
+
+def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
+    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
+    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not
+    known (all 0)."""
+    if config.masking is None or config.model.is_causal:
+        return None
+    auxiliary = config.objective.auxiliary()
+    weighs_ids = config.masking.weighs_ids() or (auxiliary is not None and auxiliary.weighs_ids)
+    if not weighs_ids or token_counts_V is None or not token_counts_V.any():
+        return None
+    special = config.masking.never_masked(config.data.end_token)
+    counts_V = token_counts_V[: config.model.vocab_size].clone()
+    counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
+    return counts_V

@@ -13,14 +13,13 @@ import torch
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import evaluation_target_counts
 from megahead.data.samples import held_out_samples
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
 from megahead.errors import UserError
 from megahead.evaluate.perplexity import ValidationResult, ValidationSet
 from megahead.evaluate.results import TaskResult
-from megahead.losses.candidates import training_free_bias
+from megahead.losses.candidates import evaluation_target_counts, training_free_bias
 from megahead.losses.softmax import EvaluationSums
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.run_folder import RunFolder

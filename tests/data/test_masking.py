@@ -13,10 +13,10 @@ import torch
 from megahead.config.masking import MaskingConfig
 from megahead.data import masking
 from megahead.data.framing import Framing
-from megahead.data.loader import evaluation_target_counts
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
+from megahead.losses.candidates import evaluation_target_counts
 from support.small_run import small_config
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000

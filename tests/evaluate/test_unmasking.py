@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.errors import FieldError
+from megahead.errors import CheckpointError, FieldError
 from megahead.evaluate.generation import sampling_options, unmasked_continuation
 
 CLS, SEP, MASK, A, B, C = range(6)
@@ -21,6 +21,7 @@ PLAIN = sampling_options(1.0, 0, 1.0)
 class Letters:
     """A tokenizer of letters."""
 
+    name_or_path = "FOLDER"
     cls_token_id, sep_token_id, mask_token_id, all_special_ids = CLS, SEP, MASK, [CLS, SEP, MASK]
 
     def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
@@ -109,7 +110,7 @@ def test_a_long_prompt_is_cut_at_its_beginning() -> None:
 def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
     letters = Letters()
     letters.mask_token_id = None  # type: ignore[assignment]
-    with pytest.raises(FieldError, match=r"`--model` must have a tokenizer that names \[CLS\], \[MASK\] and \[SEP\]"):
+    with pytest.raises(CheckpointError, match=r"`FOLDER` must hold a tokenizer with \[CLS\], \[SEP\] and \[MASK\]"):
         unmasked_continuation(Conditional(joint(), 1), letters, "a", 2, PLAIN)
 
 

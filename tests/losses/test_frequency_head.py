@@ -14,11 +14,11 @@ import torch
 
 from megahead.config.run import RunConfig
 from megahead.data.framing import Framing
-from megahead.data.loader import evaluation_target_counts, held_out_collator
+from megahead.data.loader import held_out_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Frequency
 from megahead.hf.trained import TrainedModel
-from megahead.losses.candidates import log_unigram, training_free_bias
+from megahead.losses.candidates import evaluation_target_counts, log_unigram, training_free_bias
 from support.small_checkpoint import save_small, small_config
 
 VOCABULARY, CONTEXTS, LENGTH, FIRST = 120, 8, 62, 4

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from megahead.config.run import RunConfig
-from megahead.data.loader import evaluation_target_counts
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.hf.export import export
+from megahead.losses.candidates import evaluation_target_counts
 from megahead.objectives.auxiliary import held_out_rows
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
