@@ -19,7 +19,7 @@ from megahead.errors import CheckpointError, DataError
 from megahead.hf.heads import DTYPES, ExportTarget, Head
 from megahead.hf.published import load_backbone, load_causal, load_masked
 from megahead.hf.trained import EMBEDDING, MASK_HEAD, TrainedModel
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MaskHead
 from megahead.remote_files import is_remote
 

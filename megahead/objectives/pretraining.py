@@ -22,8 +22,8 @@ from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
 from megahead.models.backbone import Backbone
 from megahead.models.documents import TargetPositions
+from megahead.models.families import SHARDING, build_backbone, initial_blocks, initial_value
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.models.registry import SHARDING, build_backbone, initial_blocks, initial_value
 from megahead.objectives.auxiliary import Auxiliary, Pass, build_auxiliary
 from megahead.objectives.micro_batch import (
     EvaluationRequest,

@@ -20,7 +20,7 @@ from megahead.data.batch import Batch
 from megahead.data.samples import CounterRng, Purpose
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.objectives.auxiliary import Auxiliary, Pass
 from megahead.objectives.micro_batch import documents_of
 

@@ -18,7 +18,7 @@ from megahead.estimate import SubsetLayers, run_flops, training_flops
 from megahead.losses.candidates import unique_candidates
 from megahead.losses.fused_softmax import TorchChunkSoftmax
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.replaced_tokens import ReplacedTokens
 from support.initialized import initialized

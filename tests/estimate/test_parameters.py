@@ -8,7 +8,7 @@ import torch
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.plan import RunPlan, phases_of
 from megahead.estimate import count_parameters, rank_memory, run_flops, run_parameters
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 

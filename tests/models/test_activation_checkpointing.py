@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config.model import ModelConfig
 from megahead.models.blocks import Recompute, checkpointed
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megahead.config.model import ModelConfig
-from megahead.models.bert import Bert
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.registry import build_backbone
+from megahead.models.families import Bert, build_backbone
 from support.initialized import initialized_backbone
 
 TINY = ModelConfig(

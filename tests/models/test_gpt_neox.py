@@ -9,7 +9,7 @@ import torch
 
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.models.documents import Documents
-from megahead.models.registry import SHARDING, build_backbone
+from megahead.models.families import SHARDING, build_backbone
 from support.initialized import initialize_, initialized_backbone
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=50, vocab_multiple=8)

@@ -9,7 +9,7 @@ import torch
 
 from megahead.config.model import ModelConfig
 from megahead.distributed import tensors as blocks
-from megahead.models.registry import build_backbone, initial_blocks, initial_value
+from megahead.models.families import build_backbone, initial_blocks, initial_value
 from support.initialized import initialize_, initialized_backbone
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=64, num_heads=2, vocab_size=500, vocab_multiple=128)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import WholeTensors
 from megahead.models.documents import Documents
+from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,7 +17,6 @@ from megahead.models.parallel import (
     parallelize_,
     shard_dims,
 )
-from megahead.models.registry import SHARDING, build_backbone
 from megahead.objectives.pretraining import fill_
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -12,8 +12,8 @@ from torch import nn
 from megahead.config.model import ModelConfig
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
+from megahead.models.families import SHARDING, build_backbone
 from megahead.models.layers import RMSNorm
-from megahead.models.registry import SHARDING, build_backbone
 from support.initialized import initialized_backbone
 
 SHAPE: dict[str, Any] = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 50}

@@ -15,8 +15,8 @@ from megahead.errors import ConfigErrors
 from megahead.estimate import rank_parameters
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
+from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.models.registry import SHARDING, build_backbone
 from megahead.objectives.pretraining import assemble, fill_
 from support.long import long
 from support.on_ranks import on_ranks

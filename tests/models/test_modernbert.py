@@ -11,8 +11,7 @@ from torch import nn
 
 from megahead.config.model import ModelConfig
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.modernbert import ModernBert
-from megahead.models.registry import SHARDING, build_backbone
+from megahead.models.families import SHARDING, ModernBert, build_backbone
 from support.initialized import initialized_backbone
 
 SHAPE: dict[str, Any] = {

@@ -17,8 +17,8 @@ from megahead.estimate import rank_memory
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import Recompute
 from megahead.models.documents import Documents
+from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.models.registry import SHARDING, build_backbone
 from megahead.objectives.pretraining import fill_
 from support.initialized import initialized
 from support.long import long

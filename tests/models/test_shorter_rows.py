@@ -11,7 +11,7 @@ from torch import Tensor
 from megahead.config.model import ModelConfig
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 40, "vocab_size": 61}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import torch
 
 from megahead.config.model import ModelConfig
 from megahead.config.training import MuonConfig, OptimizerConfig, TableConfig
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.optim import parameter_groups, set_learning_rate
 
 ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megahead import optim as muon
 from megahead.config.model import ModelConfig
 from megahead.config.training import MuonConfig, OptimizerConfig
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.optim import Muon, build_optimizer, scaled_orthogonal, set_learning_rate
 
 CONFIG = OptimizerConfig(

@@ -10,9 +10,8 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 from megahead.config.model import ModelConfig
 from megahead.hf.encoders import BERT, DISTILBERT
 from megahead.hf.families import TensorNames
-from megahead.models.bert import Bert
 from megahead.models.documents import Documents
-from megahead.models.registry import build_backbone
+from megahead.models.families import Bert, build_backbone
 
 
 def shape(seed: int, token_types: int) -> ModelConfig:

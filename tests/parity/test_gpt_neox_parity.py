@@ -9,7 +9,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from megahead.config.model import ModelConfig
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 
 HIDDEN_ACT = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 THEIR_NAMES = {

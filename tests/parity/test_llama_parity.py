@@ -22,7 +22,7 @@ from megahead.config.model import ModelConfig
 from megahead.hf.decoders import LLAMA
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),

@@ -13,8 +13,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 from megahead.config.model import ModelConfig
 from megahead.hf.encoders import MODERNBERT, modernbert_settings
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.modernbert import ModernBert
-from megahead.models.registry import build_backbone
+from megahead.models.families import ModernBert, build_backbone
 from megahead.objectives.micro_batch import MaskHead
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import WholeTensors
 from megahead.models.backbone import Backbone
-from megahead.models.registry import build_backbone, initial_value
+from megahead.models.families import build_backbone, initial_value
 from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
 
 

@@ -15,7 +15,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError
 from megahead.models.attention_backends import BACKENDS
 from megahead.models.blocks import CompiledBlocks
-from megahead.models.registry import build_backbone
+from megahead.models.families import build_backbone
 from megahead.report.read import read_metrics
 from megahead.train import run as acceleration
 from megahead.train.run import accelerate_, pretrain
