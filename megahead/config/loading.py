@@ -13,9 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.base import find_config, may_be_shipped, not_a_setting, require, shipped_configs
-from megahead.config.checks import without_unused
 from megahead.config.plan import read_deepspeed
-from megahead.config.run import RunConfig
+from megahead.config.run import RunConfig, without_unused
 from megahead.errors import ConfigError, ConfigErrors, UserError
 from megahead.remote_files import without_secrets
 from megahead.wording import nearest

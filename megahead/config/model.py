@@ -238,9 +238,9 @@ class ModelConfig(Settings):
         if not isinstance(given, dict):
             return given
         size = given.get("size")
-        known = size is None or (isinstance(size, str) and size in NAMED_SIZES)
-        hint = nearest(str(size), NAMED_SIZES) or "or leave it out and give the shape"
-        require(known, "size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
+        if size is not None and not (isinstance(size, str) and size in NAMED_SIZES):
+            hint = nearest(str(size), NAMED_SIZES) or "or leave it out and give the shape"
+            raise ConfigError("size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")
         return {**(DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}

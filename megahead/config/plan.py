@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megahead.config.base import find_named, not_a_setting, require
-from megahead.config.checks import without_unused
 from megahead.config.objective import resolve_candidate_group_samples
-from megahead.config.run import RunConfig
+from megahead.config.run import RunConfig, without_unused
 from megahead.errors import UserError
 
 

@@ -104,7 +104,7 @@ class TrainedModel:
 
     def has_target_counts(self) -> bool:
         """Whether the run counted its targets, which the training-free head needs."""
-        return TARGET_COUNTS in self.checkpoint.names()
+        return TARGET_COUNTS in self.checkpoint.tensors
 
     def target_counts(self) -> Tensor:
         """[padded V] int64, where they were counted."""
@@ -112,7 +112,7 @@ class TrainedModel:
 
     def dataset_counts(self) -> Tensor | None:
         """[padded V] int64: how often each id occurs in the training text; None if that is not known."""
-        return self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.names() else None
+        return self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.tensors else None
 
     def training_free_bias(self) -> Tensor:
         """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
