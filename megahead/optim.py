@@ -102,8 +102,7 @@ def constant(schedule: ScheduleConfig, step: int, last: int) -> float:
 
 def wsd(schedule: ScheduleConfig, step: int, last: int) -> float:
     """Stable at the peak, then a line over the last `decay_steps`."""
-    assert schedule.decay_steps is not None
-    return _progress(last - schedule.decay_steps, step, last)
+    return _progress(last - schedule.decay(last + 1), step, last)
 
 
 Fall = Callable[[ScheduleConfig, int, int], float]

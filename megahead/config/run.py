@@ -287,7 +287,7 @@ def _check_schedule(config: RunConfig) -> None:
     steps, schedule = config.training.steps, config.schedule
     if config.objective.schedule:
         config.objective.schedule.check(steps)
-    warmup, decay = schedule.warmup(steps), schedule.decay_steps or 0
+    warmup, decay = schedule.warmup(steps), schedule.decay(steps)
     rule, got = f"leave its warm-up and decay within training.steps ({steps})", f"{warmup} + {decay}"
     hint = "" if warmup < steps else "a share, such as 0.01, follows training.steps"
     require(warmup + decay <= steps, "schedule.warmup_steps", rule, got=got, hint=hint)

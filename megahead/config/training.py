@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megahead.config.base import Settings, require
 from megahead.config.model import ModelConfig
@@ -76,27 +76,34 @@ class ScheduleConfig(Settings):
     """Shape after warm-up; `wsd`: warm-up, stable, decay."""
 
     warmup_steps: int | float = Field(default=0, ge=0)
-    """Steps of linear warm-up, or below 1 their share of training.steps (0.01), which follows where that is changed."""
+    """Steps of linear warm-up, or below 1 their share of training.steps (0.01)."""
 
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the peak at the last step (cosine, triangular, wsd)."""
 
-    decay_steps: int | None = Field(default=None, gt=0)
-    """wsd: steps of the final linear decay."""
+    decay_steps: int | float | None = Field(default=None, gt=0)
+    """wsd: steps of the final linear decay, or their share."""
 
-    @field_validator("warmup_steps")
+    @field_validator("warmup_steps", "decay_steps")
     @classmethod
-    def _steps_or_a_share(cls, value: float) -> float:
-        whole = float(value).is_integer()
-        require(
-            whole or value < 1, "warmup_steps", "be a whole number, or a share below 1 of training.steps", got=value
-        )
-        return int(value) if whole else value
+    def _steps_or_a_share(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is None or 0 < value < 1:
+            return value
+        rule = "be a whole number, or a share below 1 of training.steps"
+        require(float(value).is_integer(), str(info.field_name), rule, got=value)
+        return int(value)
 
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of so many."""
-        given = self.warmup_steps
-        return round(given * total_steps) if isinstance(given, float) else given
+        return _steps_of(self.warmup_steps, total_steps)
+
+    def decay(self, total_steps: int) -> int:
+        """Steps of the final decay in a run of so many; 0 for schedules that have none."""
+        return _steps_of(self.decay_steps or 0, total_steps)
+
+    def in_steps(self, total_steps: int) -> dict[str, int]:
+        """What may be written as a share, by full names: equal for schedules that are the same in such a run."""
+        return {"schedule.warmup_steps": self.warmup(total_steps), "schedule.decay_steps": self.decay(total_steps)}
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> ScheduleConfig:
@@ -107,6 +114,10 @@ class ScheduleConfig(Settings):
         else:
             require(not steps, "decay_steps", rule, got=steps)
         return self
+
+
+def _steps_of(given: float, total: int) -> int:
+    return round(given * total) if isinstance(given, float) else given
 
 
 REPLICATED = {"zero_optimization": {"stage": 0}}

@@ -211,8 +211,9 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     """
     saved = config_of(checkpoint)
     phase = phase_that_saved(config, saved)
-    then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
-    now = phase.config.flat() | fingerprints
+    steps = saved.training.steps
+    then = saved.flat() | saved.schedule.in_steps(steps) | checkpoint.state_value("texts", dict, absent=fingerprints)
+    now = phase.config.flat() | phase.config.schedule.in_steps(steps) | fingerprints
     if then[TOKENIZER] and config.data.tokenizer and has_mark(config.data.tokenizer, then[TOKENIZER]):
         then[TOKENIZER] = now[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)

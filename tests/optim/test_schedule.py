@@ -91,6 +91,12 @@ def test_a_share_of_warmup_is_that_many_steps_of_any_run(name: str, share: float
     assert curve(shared, total) == curve(counted, total)
 
 
+def test_a_share_of_decay_follows_the_length_of_the_run() -> None:
+    shared = ScheduleConfig(name="wsd", decay_steps=0.25)
+    for total in (40, 400):
+        assert curve(shared, total) == curve(ScheduleConfig(name="wsd", decay_steps=total // 4), total)
+
+
 @pytest.mark.parametrize("given", [1.5, -0.1, -1])
 def test_other_shares_of_warmup_are_refused(given: float) -> None:
     with pytest.raises(ValidationError):

@@ -73,6 +73,7 @@ def test_length_place_logging_and_mesh_may_change_and_the_text_may_move(begun: P
     changes = {
         "name": "other",
         "training.steps": 8,
+        "schedule.warmup_steps": 2 / small_config(begun).training.steps,
         "training.log_seconds": 9.0,
         "data.train": str(begun / "moved"),
         "data.validation": None,
