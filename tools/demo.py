@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo_pipeline.stages import FULL, MODELS, QUICK
+from demo_pipeline.sizes import FULL, MODELS, QUICK
 from megahead.errors import run_command
 
 

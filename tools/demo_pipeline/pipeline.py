@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from steps.once import Once
 
 from demo_pipeline.corpus import build_cloze, build_corpus
-from demo_pipeline.stages import Size, Stages, duration
+from demo_pipeline.sizes import Size
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName
 from megahead.data.preprocess import preprocess
@@ -36,6 +39,7 @@ from megahead.report.figures import draw_curves, save_figure
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
+from megahead.wording import duration
 
 
 def launcher(ranks: int) -> list[str]:
@@ -96,7 +100,7 @@ class Text:
         self.corpus, self.data = folder / "corpus", folder / "data"
         self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
 
-    def make(self, stages: Stages, vocab_size: int) -> None:
+    def make(self, stages: Once, vocab_size: int) -> None:
         """A corpus from this machine, a tokenizer made from it, the corpus as ids, a last-word test; as far as they are
         not there."""
         roots, size = [str(root) for root in self.roots], self.size
@@ -150,7 +154,7 @@ class Pipeline:
         self, folder: Path, console: Console, *, size: Size, overrides: Sequence[str] = (), roots: Sequence[Path] = ()
     ) -> None:
         self.folder, self.console, self.size, self.overrides = folder, console, size, overrides
-        self.stages = Stages(folder / "stages", console)
+        self.stages = Once(folder / "stages", console)
         self.text = Text(folder, size, roots)
 
     def settings(self, name: str, *extra: str) -> list[str]:
@@ -245,7 +249,7 @@ def _write(path: Path, content: Any) -> None:
 PROMPT = "Return a new array"
 
 
-def show(folder: Path, rows: list[dict[str, Any]], stages: Stages) -> None:
+def show(folder: Path, rows: list[dict[str, Any]], stages: Once) -> None:
     """Prints everything to the stages' console and writes `folder`/curves.png."""
     console = stages.console
     runs = list(dict.fromkeys(row["run"] for row in rows))
@@ -258,11 +262,23 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: Stages) -> None:
     tied, pmi, trained = (row["perplexity"] for row in rows[:3])
     console.print(f"perplexity of the pmi head: {pmi / tied:.2f} x tied, {pmi / trained:.2f} x trained")
     console.rule("time")
-    console.print(stages.table())
+    console.print(times(stages))
     console.rule("what it made")
     made = {"curves": "curves.png", "table": "results.json", "models": "models (Hugging Face folders)"}
     for name, path in {**made, "runs": f"runs (tensorboard --logdir {folder}/runs)"}.items():
         console.print(f"{name:<8}{folder}/{path}", soft_wrap=True)
+
+
+def times(stages: Once) -> Table:
+    """The time of every stage, and what this call took."""
+    table = Table(box=None, header_style="bold", show_footer=True, pad_edge=False)
+    spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
+    table.add_column("stage", footer="this run")
+    table.add_column("time", footer=duration(spent), justify="right")
+    table.add_column("result")
+    for stage in stages.finished:
+        table.add_row(stage.name, "reused" if stage.reused else duration(stage.seconds), escape(stage.result))
+    return table
 
 
 def speak(model: Path) -> str:

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from steps.once import one_at_a_time
 
-from experiments.laboratory import GRIDS, Cell, Laboratory, course, one_at_a_time, settings_of
+from experiments.laboratory import GRIDS, Cell, Laboratory, course, settings_of
 from experiments.measures import Row, speed
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter

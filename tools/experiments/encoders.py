@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+from steps.once import one_at_a_time
 
-from experiments.laboratory import GRIDS, Laboratory, one_at_a_time
+from experiments.laboratory import GRIDS, Laboratory
 from experiments.measures import Chart, Row, candidates, lines, percent, speed
 from experiments.neighbours import PLAIN, settings_of_variant
 from megahead.config.loading import config_from_dict

@@ -5,8 +5,8 @@ Several commands may share a folder: what two of them need, one makes while the 
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import platform
 import re
 import shutil
@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, TextIO
 
 import yaml
 from rich.console import Console
+from steps.once import Once, one_at_a_time
 
 from demo_pipeline.pipeline import environment, launcher
 from experiments.measures import Chart, Row, cost, draw_charts, lines, measured, spent
@@ -44,15 +44,6 @@ from megahead.train.run import settle_precision
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
-
-
-@contextmanager
-def one_at_a_time(output: Path) -> Iterator[None]:
-    """Waits until no other process makes `output`, at the longest until that process ends."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_name(f".{output.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class Cell(NamedTuple):
@@ -170,12 +161,19 @@ class Laboratory:
         self._do(f"running {tool}", [f"tools/{tool}", *map(str, arguments)], self.folder / f"{tool}.log")
 
     def make(self, made: Path, tool: str, *arguments: object, output: Path | None = None) -> None:
-        """Runs tools/TOOL with `--output` (`made`, or what it is called by) unless `made`, which it writes whole or not
-        at all, is there. UserError when it fails."""
-        with one_at_a_time(made):
-            if not made.exists():
-                command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or made)]
-                self._do(f"making {made.name}", command, made.with_name(f"{made.name}.log"))
+        """Runs tools/TOOL with `--output` (`made`, or what it is called by) once, and again if its arguments changed.
+        UserError when it fails."""
+        words = [os.path.relpath(word, made.parent) if isinstance(word, Path) else str(word) for word in arguments]
+
+        def work() -> str:
+            if made.is_dir():  # of other arguments, or of a call that was killed before its record was written
+                shutil.rmtree(made)
+            command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or made)]
+            self._do(f"making {made.name}", command, made.with_name(f"{made.name}.log"))
+            return made.name
+
+        once = Once(made.parent / "made", self.console)
+        once.run(made.stem, work, settings={"command": [tool, *words]}, outputs=[made])
 
     def _do(self, what: str, command: Sequence[str], log: Path, ranks: int = 1) -> None:
         with self.console.status(what), log.open("a") as output:

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
+from steps.once import one_at_a_time
+
 from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tuned, table_of
-from experiments.laboratory import GRIDS, Laboratory, one_at_a_time, run_name, scores_of, settings_of
+from experiments.laboratory import GRIDS, Laboratory, run_name, scores_of, settings_of
 from experiments.measures import Row, over_seeds, scores, spent
 from experiments.recipe import KINDS
 from megahead.data.indexed import IndexedDataset

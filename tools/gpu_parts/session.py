@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from steps.once import Once
 
 from gpu_parts.page import falls_short, page_of
 from gpu_parts.plan import START_UP, Outcome, Part, State
@@ -116,6 +117,14 @@ ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here say
 LEAST = 20.0  # seconds without which no part is begun
 
 
+class NotMeasured(Exception):
+    """Passes on the outcome of a part that shall run again in the next call."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.why)
+        self.outcome = outcome
+
+
 class Session:
     """Works in `folder`; what was measured there by the same command before is not measured again, unless `again`."""
 
@@ -124,7 +133,10 @@ class Session:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.console, self._title, self._launch = folder, console, title, launch
-        self.outcomes = {} if again else _measured_before(folder / "report.json")
+        self._once = Once(folder / "measured", console)
+        if again:
+            self._once.forget()
+        self.outcomes = {name: Outcome(**outcome) for name, outcome in self._once.results().items()}
         self._machine = described()
 
     def do(self, parts: Sequence[Part], seconds: float) -> None:
@@ -137,17 +149,17 @@ class Session:
         for number, part in enumerate(todo, 1):
             left = deadline - time.monotonic()
             takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
-            outlook = f"({takes}; {duration(max(left, 0))} left)"
-            self._say(f"[{number}/{len(todo)}] {part.name}: {part.question} {outlook}")
-            self.outcomes[part.name] = outcome = self._outcome(part, left, todo[number - 1 :])
+            about = f"[{number}/{len(todo)}] {part.question} ({takes}; {duration(max(left, 0))} left)"
+            outcome = self.outcomes[part.name] = self._outcome(part, left, todo[number - 1 :], about)
             self._save()
-            self._say(f"    {outcome.state}, {duration(outcome.seconds)}{f': {outcome.why}' if outcome.why else ''}")
+            if outcome.state != "measured":
+                self._say(f"✗ {part.name} {outcome.state} ({duration(outcome.seconds)}): {outcome.why}")
         self._save()
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def _outcome(self, part: Part, left: float, to_come: Sequence[Part]) -> Outcome:
+    def _outcome(self, part: Part, left: float, to_come: Sequence[Part], about: str) -> Outcome:
         """`to_come`: parts from this one on."""
         if lack := part.lacks():
             return part.outcome("left out", why=lack)
@@ -160,18 +172,22 @@ class Session:
         limit = min(left, kept)
         if limit < (LEAST + START_UP if part.shares else LEAST):
             return part.outcome("left out", why=f"no time was left for it; {duration(max(left, 0))} were.")
-        return run(part, self.folder, limit, self._launch)
+
+        def work() -> dict[str, Any]:
+            outcome = run(part, self.folder, limit, self._launch)
+            if outcome.state != "measured":
+                raise NotMeasured(outcome)
+            return asdict(outcome)
+
+        settings = {"command": list(part.command)}
+        try:
+            done = self._once.run(part.name, work, settings=settings, about=about, say=lambda _: "measured")
+        except NotMeasured as failed:
+            return failed.outcome
+        return Outcome(**done.result)
 
     def _save(self) -> None:
         outcomes = list(self.outcomes.values())
         content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
         write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
         write_atomically(self.folder / "report.md", page_of(self._title, self._machine, outcomes, self.folder))
-
-
-def _measured_before(report: Path) -> dict[str, Outcome]:
-    try:
-        parts = json.loads(report.read_text(encoding="utf-8"))["parts"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    return {part["name"]: Outcome(**part) for part in parts if part["state"] == "measured"}

@@ -13,11 +13,13 @@ from typing import TextIO
 import pytest
 import torch
 import yaml
+from steps.once import one_at_a_time
 
 from experiments.grids import compare_negatives, compare_variants
-from experiments.laboratory import Laboratory, _finished, one_at_a_time, run_python
+from experiments.laboratory import Laboratory, _finished, run_python
 from experiments.measures import Chart, candidates, cost, draw_charts, lines, over_seeds, percent, speed, spent
 from megahead.config.loading import load_config
+from megahead.data.indexed import IndexedDataset
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
@@ -59,6 +61,18 @@ def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: P
 def _noted(output: Path, order: list[str]) -> None:
     with one_at_a_time(output):
         order.append("second")
+
+
+def test_what_was_made_is_made_again_once_its_arguments_change(laboratory: Laboratory) -> None:
+    made = laboratory.folder.parent / "bpe-320/text.idx"
+    laboratory.data()
+    before = made.stat().st_mtime_ns
+    laboratory.data()
+    assert made.stat().st_mtime_ns == before  # reused, as in the folder that it was copied from
+    fewer = replace(laboratory, held_out=10)
+    fewer.data()
+    assert made.stat().st_mtime_ns != before
+    assert len(IndexedDataset(made.parent / "text-validation")) == 40
 
 
 def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
