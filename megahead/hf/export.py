@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megahead.checkpoints.disk import find_checkpoint
@@ -270,32 +271,19 @@ def write_shards(folder: Path, tensors: Sequence[Streamed], dtype: torch.dtype, 
 
     A tensor is never cut: one larger than `shard_bytes` has a file of its own.
     """
-    shards = _split(tensors, dtype, shard_bytes)
-    if len(shards) == 1:
-        write_safetensors(folder / "model.safetensors", tensors, dtype)
-        return [folder / "model.safetensors"]
-    paths = [folder / f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
-    for path, shard in zip(paths, shards, strict=True):
-        write_safetensors(path, shard, dtype)
-    total = sum(_size(tensor, dtype) for tensor in tensors)
-    places = {tensor.name: path.name for path, shard in zip(paths, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return paths
-
-
-def _split(tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[list[Streamed]]:
-    """Consecutive tensors, as many as fit, in each shard."""
-    shards: list[list[Streamed]] = [[]]
-    room = shard_bytes
-    for tensor in tensors:
-        size = _size(tensor, dtype)
-        if shards[-1] and size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(tensor)
-        room -= size
-    return shards
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: _size(tensor, dtype),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file, [by_name[name] for name in names], dtype)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+    return [folder / file for file in split.filename_to_tensors]
 
 
 def write_safetensors(path: Path, tensors: Sequence[Streamed], dtype: torch.dtype) -> None:

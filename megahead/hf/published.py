@@ -21,8 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    BertModel,
-    GPTNeoXModel,
     PreTrainedTokenizerFast,
     TextStreamer,
 )
@@ -300,12 +298,7 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
     A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
     from disk whenever it is called, those of another dtype from a copy in this folder; a ModernBERT is loaded whole.
     """
-    kind = _settings(folder).get("model_type")
-    if kind == "modernbert-decoder":
-        return _load(AutoModelForCausalLM, folder, dtype, {})
-    prefix, places = ("gpt_neox", _NEOX) if kind == "gpt_neox" else ("model", _LLAMA)
-    whole = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
-    return _load(AutoModelForCausalLM, folder, dtype, _offload(whole, stream_to))
+    return _load(AutoModelForCausalLM, folder, dtype, _offload(folder, stream_to, head=True))
 
 
 def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
@@ -314,14 +307,8 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
     stream_to: as for `load_causal`; an encoder is loaded whole.
     """
     folder = Path(folder)
-    kind = _settings(folder).get("model_type")
-    if kind == "bert":
-        return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
-    if kind in ("distilbert", "modernbert", "modernbert-decoder"):
-        return _load(AutoModel, folder, dtype, {})
-    if kind in ("llama", "qwen2", "qwen3", "mistral"):
-        return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))
-    return _load(GPTNeoXModel, folder, dtype, _offload(_NEOX, stream_to))
+    without_pooler = {"add_pooling_layer": False} if _settings(folder).get("model_type") == "bert" else {}
+    return _load(AutoModel, folder, dtype, without_pooler | _offload(folder, stream_to, head=False))
 
 
 def is_encoder(folder: Path) -> bool:
@@ -403,9 +390,15 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any]:
-    """transformers' options to leave weights on disk."""
-    return {} if stream_to is None else {"device_map": dict(places), "offload_folder": str(stream_to)}
+def _offload(folder: Path, stream_to: Path | None, *, head: bool) -> dict[str, Any]:
+    """transformers' options to leave a decoder's weights on disk; none for what is loaded whole."""
+    kind = _settings(folder).get("model_type")
+    if stream_to is None or kind in encoders.FAMILIES:
+        return {}
+    prefix, places = ("gpt_neox", _NEOX) if kind == "gpt_neox" else ("model", _LLAMA)
+    if head:
+        places = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
+    return {"device_map": dict(places), "offload_folder": str(stream_to)}
 
 
 def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
