@@ -62,12 +62,12 @@ def main() -> None:
     from benchmarks.engines import grow
     from benchmarks.steps import fill, hold
     from megahead.distributed.group import Group
-    from megahead.train.run import settle_precision
+    from megahead.train.run import resolve_precision
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    config = settle_precision(config, device, Group())
+    config = resolve_precision(config, device, Group())
     if arguments.largest:
         lines = fill(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
     elif sizes:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from megahead.data.records import Selection, conditions
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, grown, sample_texts, save_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, extend, sample_texts, save_tokenizer
 from megahead.data.writer import Bar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file
@@ -60,7 +60,7 @@ def trained(arguments: argparse.Namespace) -> Tokenizer:
         selection = Selection(arguments.text_key, conditions("--keep", arguments.keep))
         texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
         if arguments.extend is not None:
-            return grown(opened_tokenizer(arguments.extend), texts, arguments.vocab_size)
+            return extend(opened_tokenizer(arguments.extend), texts, arguments.vocab_size)
         return TRAINERS[arguments.type](texts, arguments.vocab_size)
 
 

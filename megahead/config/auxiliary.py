@@ -36,7 +36,7 @@ class AuxiliarySettings(Settings):
     needs_all_outputs: ClassVar[bool] = False
     """Whether it needs the hidden states of all tokens; else those that have targets."""
 
-    weighs_ids: ClassVar[bool] = False
+    weights_ids: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
     draws_tokens: ClassVar[bool] = False

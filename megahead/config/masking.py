@@ -218,7 +218,7 @@ class MaskingConfig(Settings):
         """Whether it is a class of the user's."""
         return ":" in self.strategy
 
-    def weighs_ids(self) -> bool:
+    def weights_ids(self) -> bool:
         """Whether some ids are selected more often than others: by weight, or since they are of long words or
         collocations, which fit less often into what is left of a row's number. A strategy of one's own may."""
         if self.strategy_is_custom():
@@ -228,16 +228,16 @@ class MaskingConfig(Settings):
 
     def reads_weights(self) -> bool:
         """Whether a file says how important ids are."""
-        return "weights" in self.weighed_by().values()
+        return "weights" in self.strategies_by_setting().values()
 
-    def weighed_by(self) -> dict[str, str]:
+    def strategies_by_setting(self) -> dict[str, str]:
         """The strategies that say what is selected, or kept, by setting."""
         kept = {"masking.dropping.by": self.dropping.by} if self.dropping else {}
         return {"masking.strategy": self.strategy} | kept
 
     def adapts(self) -> bool:
         """Whether what is selected, or kept, follows what the model has learned."""
-        return "hardest" in self.weighed_by().values()
+        return "hardest" in self.strategies_by_setting().values()
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where

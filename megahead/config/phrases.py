@@ -46,7 +46,7 @@ class PhrasesConfig(AuxiliarySettings):
 
     metric: ClassVar = "phrase"
     needs_all_outputs: ClassVar = True
-    weighs_ids: ClassVar = True
+    weights_ids: ClassVar = True
     curves: ClassVar = (
         Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
         Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),

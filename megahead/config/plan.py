@@ -55,10 +55,10 @@ def phase_at(config: RunConfig, step: int) -> Phase:
 def phase_that_saved(config: RunConfig, saved: RunConfig) -> Phase:
     """The phase of `config` that learns as `saved`, the config of a checkpoint; the first one where none does."""
     phases = phases_of(config)
-    return next((phase for phase in phases if learn_alike(phase.config, saved)), phases[0])
+    return next((phase for phase in phases if same_objective(phase.config, saved)), phases[0])
 
 
-def learn_alike(one: RunConfig, other: RunConfig) -> bool:
+def same_objective(one: RunConfig, other: RunConfig) -> bool:
     """Whether two phases of a run have the same objective and direction of attention: whether they are the same."""
     return one.objective.name == other.objective.name and one.model.is_causal == other.model.is_causal
 

@@ -176,7 +176,7 @@ def without_unused(config: RunConfig) -> RunConfig:
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(section, field, why nothing reads it)."""
     masking, causal = config.masking, config.model.is_causal
-    strategies = set[str]() if masking is None else set(masking.weighed_by().values())
+    strategies = set[str]() if masking is None else set(masking.strategies_by_setting().values())
     for field in () if masking is None else masking.changed():
         readers = _READ_BY.get(field, ())
         if causal and field not in FRAMING:
@@ -221,10 +221,10 @@ def _check_corrected(config: RunConfig) -> None:
     if objective.bias != "corrected" or masking is None or config.model.is_causal:
         return
     auxiliary = objective.auxiliary()
-    by_auxiliary = auxiliary is not None and auxiliary.weighs_ids
+    by_auxiliary = auxiliary is not None and auxiliary.weights_ids
     other = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
     rule = f"be another with {other}, by which ids are targets more or less often than in the text"
-    weighs = by_auxiliary or masking.weighs_ids()
+    weighs = by_auxiliary or masking.weights_ids()
     require(not weighs, "objective.bias", rule, got="corrected", hint="take paper or once")
 
 

@@ -15,7 +15,7 @@ from megahead.config.data import DataConfig
 from megahead.data.indexed import Array, DatasetInfo
 
 
-class KeptTokens(NamedTuple):
+class TokenSelection(NamedTuple):
     """The tokens that some layers of an encoder compute alone: the others pass these layers by."""
 
     index_N: Tensor
@@ -34,10 +34,10 @@ class KeptTokens(NamedTuple):
     """As `Batch.cu_seqlens`, of the shorter rows."""
 
     @staticmethod
-    def where(kept_BT: Array, layers: range, first_reads_all: bool = False) -> KeptTokens:
+    def of(kept_BT: Array, layers: range, first_reads_all: bool = False) -> TokenSelection:
         """Those that are true."""
         most = int(kept_BT.sum(1).max(initial=1))
-        return KeptTokens(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
+        return TokenSelection(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Batch:
     """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
     functions take it); None: not computed."""
 
-    kept: tuple[KeptTokens, ...] = ()
+    selections: tuple[TokenSelection, ...] = ()
     """In the order of their layers; all other layers compute all tokens."""
 
     auxiliary: Any = ()

@@ -15,7 +15,7 @@ from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset
 from megahead.data.masking import Diffusion, MaskingCollator
 from megahead.data.strategies import Uniform, strategy_of
-from megahead.data.strategy import Difficulty, TrainingText
+from megahead.data.strategy import ErrorCounts, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError
 
@@ -37,18 +37,18 @@ class BatchReader:
 
 
 def training_collator(
-    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
+    config: RunConfig, datasets: Sequence[IndexedDataset], error_counts: ErrorCounts | None = None, masked_from: int = 0
 ) -> RowCollator:
     """How a run, or a phase of it, frames and masks its training samples. `masked_from`: how many of the run's steps
     come before the first one that masks.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
-    text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
+    text. Some strategies read the text to count pairs of neighbouring tokens; `error_counts` is for those that adapt.
     """
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
-    return _collator(config, TrainingText(config, datasets, "masking.strategy", difficulty), masked_from)
+    return _collator(config, TrainingText(config, datasets, "masking.strategy", error_counts), masked_from)
 
 
 def held_out_collator(config: RunConfig) -> RowCollator:

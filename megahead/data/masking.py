@@ -59,14 +59,14 @@ class MaskingCollator(RowCollator):
         adapted: Callable[[Strategy], Strategy] | None = None,
     ) -> Batch:
         """The same of rows that were framed before; `adapted`: by which strategy they are masked, made of the run's."""
-        noise = CounterRng(self.seed, sample_indices)
+        rng = CounterRng(self.seed, sample_indices)
         step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
         strategy = self.strategy.at(step) if adapted is None else adapted(self.strategy.at(step))
-        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
-        read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, noise)
-        kept = () if self.subsets is None else self.subsets.kept(chosen_BT, read_BT, text, step, noise)
-        return replace(rows.batch(chosen_BT, read_BT), kept=kept)
+        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, rng)
+        read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, rng)
+        selections = () if self.subsets is None else self.subsets.select(chosen_BT, read_BT, text, step, rng)
+        return replace(rows.batch(chosen_BT, read_BT), selections=selections)
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
@@ -76,16 +76,16 @@ class MaskingCollator(RowCollator):
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
     def _select(
-        self, strategy: Strategy, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng
+        self, strategy: Strategy, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], rng: CounterRng
     ) -> Array:
         """bool [B, T]: the targets.
 
-        With `count: bernoulli` each unit is drawn for itself, with `_chances`. With `count: fixed` units are put in a
-        random order, in which each is first with a probability proportional to its weight (exponential clocks), and
-        taken as long as they fit into the row's number of targets: no unit is cut.
+        With `count: bernoulli` each unit is drawn for itself, with `_probabilities`. With `count: fixed` units are put
+        in a random order, in which each is first with a probability proportional to its weight (exponential clocks),
+        and taken as long as they fit into the row's number of targets: no unit is cut.
         """
         rows, length = tokens_BT.shape
-        starts_BT = strategy.starts(tokens_BT, noise) | ~allowed_BT
+        starts_BT = strategy.starts(tokens_BT, rng) | ~allowed_BT
         starts_BT[:, 1:] |= ~allowed_BT[:, :-1]
         starts_BT[:, 0] = True
         unit_M = starts_BT.reshape(-1).cumsum() - 1  # the unit of each token
@@ -94,10 +94,10 @@ class MaskingCollator(RowCollator):
         weight_U, weight_BT = np.ones(len(size_U)), strategy.weights(tokens_BT)
         if weight_BT is not None:  # a unit has the mean of its tokens
             weight_U = np.bincount(unit_M, (weight_BT * allowed_BT).reshape(-1)) / np.maximum(size_U, 1)
-        draw_U = noise.uniform(Purpose.MASKING_ORDER, length)[starts_BT]
+        draw_U = rng.uniform(Purpose.MASKING_ORDER, length)[starts_BT]
         rate_B, count_B = budget
         if self.config.count == "bernoulli":
-            chosen_U = draw_U < _chances(row_U, weight_U, size_U, rate_B)
+            chosen_U = draw_U < _probabilities(row_U, weight_U, size_U, rate_B)
         else:
             with np.errstate(divide="ignore"):
                 race_U = -np.log(draw_U) / weight_U
@@ -105,15 +105,15 @@ class MaskingCollator(RowCollator):
         chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
         return chosen_BT
 
-    def _read_as(self, tokens_BT: Array, chosen_BT: Array, other_BT: Array, noise: CounterRng) -> Array:
+    def _read_as(self, tokens_BT: Array, chosen_BT: Array, other_BT: Array, rng: CounterRng) -> Array:
         """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, and some of
         the others by a random token, too."""
-        treatment_BT = noise.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
+        treatment_BT = rng.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
         random_BT |= other_BT & (treatment_BT < self.config.noise_share)
         special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
-        draw_BT = noise.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
+        draw_BT = rng.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
         read_BT[random_BT] = _ordinary(number_N, special)
@@ -128,7 +128,7 @@ def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
     return id_N
 
 
-def _chances(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:
+def _probabilities(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:
     """float64 [U]: each unit's, in proportion to its weight but at most 1, so that `rate_B` of a row's tokens are
     expected to be taken: where a weight asks for more than 1, the row's other units have the rest."""
     tokens_B = np.bincount(row_U, size_U)
@@ -182,11 +182,11 @@ class Diffusion(RowCollator):
         consecutive samples, wherever they begin).
         """
         rows = self.framing.rows(text, document_starts)
-        noise = CounterRng(self.seed, sample_indices)
+        rng = CounterRng(self.seed, sample_indices)
         tokens_B = rows.maskable_BT.sum(1)
-        masked_B = np.ceil(noise.spread(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
+        masked_B = np.ceil(rng.spread(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
         weight_BT = self.strategy.weights(rows.tokens_BT)
-        chosen_BT = noise.choice(Purpose.DIFFUSION_PLACES, rows.maskable_BT, masked_B, weight_BT)
+        chosen_BT = rng.choice(Purpose.DIFFUSION_PLACES, rows.maskable_BT, masked_B, weight_BT)
         read_BT = np.where(chosen_BT, self.framing.masking.mask_token, rows.tokens_BT)
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
         return replace(rows.batch(chosen_BT, read_BT), weight_N=torch.from_numpy(weight_N))

@@ -54,7 +54,7 @@ def preprocess_shards(
                 if report is None:
                     chunks = shard.chunks(recipe.selection)
                     report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
-                    manifest.note(shard, report)
+                    manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)
                     progress.advance(shard.bytes, report.text_bytes)
@@ -107,7 +107,7 @@ class ShardManifest:
             return None
         return PreprocessReport(**noted["report"])
 
-    def note(self, shard: Input, report: PreprocessReport) -> None:
+    def record(self, shard: Input, report: PreprocessReport) -> None:
         """Lists a shard as finished; on disk when this returns."""
         self.shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
         content = {"format": FORMAT, "recipe": self.recipe, "shards": self.shards}

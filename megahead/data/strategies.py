@@ -14,14 +14,22 @@ from megahead.config.base import load_named
 from megahead.config.masking import MaskingConfig
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
-from megahead.data.strategy import AllAlike, Difficulty, PairCounts, Strategy, TrainingText, WeighedIds, no_longer_than
+from megahead.data.strategy import (
+    EqualWeights,
+    ErrorCounts,
+    PairCounts,
+    Strategy,
+    TrainingText,
+    WeightedIds,
+    no_longer_than,
+)
 from megahead.data.whole_words import WholeWords
 from megahead.errors import ConfigError
 from megahead.remote_files import local_file
 
 
 @dataclass(frozen=True)
-class Pmi(AllAlike):
+class Pmi(EqualWeights):
     """Collocations together (after Levine et al. 2021, arXiv 2010.01825), other tokens alone.
 
     Collocations are ordered pairs (a, b) that are neighbours far more often than by chance. A unit is extended as long
@@ -35,7 +43,7 @@ class Pmi(AllAlike):
     max_tokens: int
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Pmi:
+    def build(masking: MaskingConfig, text: TrainingText) -> Pmi:
         """Counts neighbours in the text."""
         pairs, longest = text.pair_counts(), masking.longest_unit(text.config.data.sequence_length)
         return Pmi.of(pairs, masking.least_pmi, masking.least_count, longest, text.special_ids())
@@ -57,17 +65,17 @@ class Pmi(AllAlike):
         found: Array = self.codes[places] == wanted
         return found
 
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+    def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         starts_BT = np.ones(tokens_BT.shape, bool)
         starts_BT[:, 1:] = ~self.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
         return no_longer_than(self.max_tokens, starts_BT)
 
 
-class Frequency(WeighedIds):
+class Frequency(WeightedIds):
     """Rare tokens more often, in proportion to (count + 1)^-power (after Zhang et al. 2023)."""
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Frequency:
+    def build(masking: MaskingConfig, text: TrainingText) -> Frequency:
         """By the counts that preprocessing has put beside the datasets."""
         return Frequency.of(text.token_counts().tolist(), masking.frequency_power)
 
@@ -85,36 +93,36 @@ PRIOR = 2
 
 
 @dataclass(frozen=True)
-class Hardest(WeighedIds):
+class Hardest(WeightedIds):
     """Ids in proportion to FLOOR plus the share of times that they were missed; all alike until that is known.
 
     After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475, "Mask and You
     Shall Receive").
     """
 
-    difficulty: Difficulty
+    error_counts: ErrorCounts
     _latest: list[tuple[Tensor, Hardest]] = field(default_factory=list)
     """The counts that were last asked for, and what became of them: one pass over the vocabulary a period."""
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Hardest:
+    def build(masking: MaskingConfig, text: TrainingText) -> Hardest:
         """By what the run counts; the training-free head will need the text's token counts."""
         text.token_counts()
-        assert text.difficulty is not None
-        return Hardest(np.ones(text.vocab_size), text.difficulty)
+        assert text.error_counts is not None
+        return Hardest(np.ones(text.vocab_size), text.error_counts)
 
     def at(self, step: int) -> Hardest:
         """With the weights of a step."""
-        counts_V2 = self.difficulty.at(step)
+        counts_V2 = self.error_counts.at(step)
         if not self._latest or self._latest[0][0] is not counts_V2:
             misses_V, targets_V = counts_V2.numpy().astype(np.float64).T
             share = (misses_V.sum() + PRIOR) / (targets_V.sum() + PRIOR)
             weight_V = FLOOR + (misses_V + PRIOR * share) / (targets_V + PRIOR)
-            self._latest[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.difficulty))]
+            self._latest[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.error_counts))]
         return self._latest[0][1]
 
 
-class Informative(WeighedIds):
+class Informative(WeightedIds):
     """Tokens in proportion to FLOOR plus the positive PMI with a neighbour, on average over both neighbours of all
     their occurrences; pairs that occur less than `least_count` times count as 0.
 
@@ -124,7 +132,7 @@ class Informative(WeighedIds):
     """
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Informative:
+    def build(masking: MaskingConfig, text: TrainingText) -> Informative:
         """Counts neighbours in the text, whose token counts the training-free head will need."""
         text.token_counts()
         return Informative.of(text.pair_counts(), masking.least_count, text.special_ids())
@@ -141,7 +149,7 @@ class Informative(WeighedIds):
 
 
 @dataclass(frozen=True)
-class Spans(AllAlike):
+class Spans(EqualWeights):
     """Spans whose lengths follow SpanBERT's distribution (Joshi et al. 2020, arXiv 1907.10529), geometric of what is at
     most `max_tokens`: P(l) is in proportion to stop (1 - stop)^(l - 1), mean 3.8 for 0.2 and 10. Lengths are in tokens;
     the paper's are in words.
@@ -153,13 +161,13 @@ class Spans(AllAlike):
     max_tokens: int
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Spans:
+    def build(masking: MaskingConfig, text: TrainingText) -> Spans:
         """By the settings alone."""
         return Spans(masking.span_stop, masking.longest_unit(text.config.data.sequence_length))
 
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+    def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         rows, length = tokens_BT.shape
-        draw_BT = noise.uniform(Purpose.SPAN_LENGTHS, length)
+        draw_BT = rng.uniform(Purpose.SPAN_LENGTHS, length)
         with np.errstate(divide="ignore"):
             tail = np.log1p(-self.stop)
         reached = -np.expm1(tail * self.max_tokens)  # the share of lengths up to the longest
@@ -172,21 +180,21 @@ class Spans(AllAlike):
         return starts_BT
 
 
-class Uniform(AllAlike):
+class Uniform(EqualWeights):
     """Single tokens, all with the same chance (BERT)."""
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Uniform:
+    def build(masking: MaskingConfig, text: TrainingText) -> Uniform:
         """Needs neither."""
         return Uniform()
 
 
-class Weights(WeighedIds):
+class Weights(WeightedIds):
     """Tokens in proportion to weights of their ids that a file gives: those of parts of speech, say, or any of one's
     own. A `.npy` of numpy, a number above 0 for each id."""
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> Weights:
+    def build(masking: MaskingConfig, text: TrainingText) -> Weights:
         """By the file that `data.id_weights` names; the training-free head will need the text's token counts."""
         text.token_counts()
         return Weights.read(str(text.config.data.id_weights), text.vocab_size)
@@ -212,29 +220,29 @@ class Weights(WeighedIds):
 
 
 STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
-    "uniform": Uniform.made,
-    "whole_word": WholeWords.made,
-    "span": Spans.made,
-    "frequency": Frequency.made,
-    "informative": Informative.made,
-    "hardest": Hardest.made,
-    "pmi": Pmi.made,
-    "weights": Weights.made,
+    "uniform": Uniform.build,
+    "whole_word": WholeWords.build,
+    "span": Spans.build,
+    "frequency": Frequency.build,
+    "informative": Informative.build,
+    "hardest": Hardest.build,
+    "pmi": Pmi.build,
+    "weights": Weights.build,
 }
 """By `masking.strategy`."""
 
 
 def strategy_of(masking: MaskingConfig, text: TrainingText) -> Strategy:
-    """By `masking.strategy`, which may name a class of one's own with the same `made`; as `custom_strategy`."""
+    """By `masking.strategy`, which may name a class of one's own with the same `build`; as `custom_strategy`."""
     if masking.strategy_is_custom():
-        made: Strategy = custom_strategy(masking.strategy).made(masking, text)
-        return made
+        built: Strategy = custom_strategy(masking.strategy).build(masking, text)
+        return built
     return STRATEGIES[masking.strategy](masking, text)
 
 
 def custom_strategy(name: str) -> Any:
     """The class of one's own; ConfigError where it cannot be imported or is none."""
-    kind, methods = load_named("masking.strategy", name), ("made", "at", "starts", "weights")
+    kind, methods = load_named("masking.strategy", name), ("build", "at", "starts", "weights")
     if lacking := [method for method in methods if not callable(getattr(kind, method, None))]:
         rule = f"name a class with {', '.join(methods)}"
         raise ConfigError("masking.strategy", rule, got=f"{name!r} without {lacking[0]}", hint="see docs/extending.md")

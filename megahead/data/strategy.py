@@ -89,7 +89,7 @@ class Strategy:
         """The strategy for the rows of an optimizer step. Steps are counted by the samples that were read."""
         return self
 
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+    def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         """bool [B, T]: where a unit begins. Special tokens always end a unit."""
         return np.ones(tokens_BT.shape, bool)
 
@@ -98,12 +98,12 @@ class Strategy:
         return None
 
 
-class AllAlike(Strategy):
+class EqualWeights(Strategy):
     """Units with equal sampling weights."""
 
 
 @dataclass(frozen=True)
-class WeighedIds(Strategy):
+class WeightedIds(Strategy):
     """Every token is a unit, with the sampling weight of its id."""
 
     weight_V: Array
@@ -137,7 +137,7 @@ def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -
 # previous period, so that prefetching never waits. V vocabulary.
 
 
-class Difficulty:
+class ErrorCounts:
     """Errors and targets of each id in applied steps, halved after each period.
 
     The training thread calls `end_step` after each step. The prefetching thread calls `at`.
@@ -150,16 +150,16 @@ class Difficulty:
         self._counts_of_period: dict[int, Tensor] = {0: self._nothing, 1: self._nothing}
         self._recorded: list[tuple[Tensor, Tensor]] = []
 
-    def note(self, ids_N: Tensor, missed_N: Tensor) -> None:
+    def record(self, ids_N: Tensor, is_error_N: Tensor) -> None:
         """Records the targets of a forward pass, and whether another candidate had a higher score. Asynchronous."""
-        self._recorded.append((ids_N, missed_N))
+        self._recorded.append((ids_N, is_error_N))
 
     def end_step(self, samples: int, applied: bool, group: Group) -> None:
         """Adds the recorded targets of a step to the counts, if it was applied. At the end of a period it synchronizes
         with the device and is collective over the data ranks. `samples`: read so far."""
         noted, self._recorded = self._recorded, []
-        for ids_N, missed_N in noted if applied else ():
-            pairs_N2 = torch.stack([missed_N.long(), torch.ones_like(ids_N)], dim=1)
+        for ids_N, is_error_N in noted if applied else ():
+            pairs_N2 = torch.stack([is_error_N.long(), torch.ones_like(ids_N)], dim=1)
             self._local = self._local.to(ids_N.device)
             self._local.index_add_(0, ids_N, pairs_N2)
         period, inside = divmod(samples // self._samples_per_step, self._every)
@@ -202,7 +202,7 @@ class TrainingText:
     setting: str
     """The setting that names the strategy, for errors."""
 
-    difficulty: Difficulty | None = None
+    error_counts: ErrorCounts | None = None
     """Error counts of the run, for an adaptive strategy (`MaskingConfig.adapts`)."""
 
     @property

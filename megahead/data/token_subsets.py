@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megahead.config.model import ModelConfig
-from megahead.data.batch import KeptTokens
+from megahead.data.batch import TokenSelection
 from megahead.data.framing import Framing
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
@@ -18,7 +18,7 @@ from megahead.data.strategy import Strategy, TrainingText
 # The paper keeps a running mean of the masked-LM loss of each id, and the tokens of a row whose ids have the highest;
 # special tokens, mask tokens among them, are always kept. What counts is the id that is read: whether a token is a
 # target shows in nothing but its mask. Here importance is the weight of a masking strategy, by default the share of
-# times that an id was missed (`difficulty`): whole numbers, which are the same on any mesh. B rows, T tokens per row.
+# times that an id was missed (`error_counts`): whole numbers, which are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # in the order in which tokens are kept
 
@@ -32,16 +32,16 @@ class TokenDropping:
     share: float
     importance: Strategy
 
-    def kept(self, read_BT: Array, text: Array, step: int, noise: CounterRng) -> KeptTokens:
+    def select(self, read_BT: Array, text: Array, step: int, rng: CounterRng) -> TokenSelection:
         """Of rows that are read so; `text`, int64 [B, T - 2], is negative where a row is empty."""
         length = read_BT.shape[1]
-        draw_BT = noise.uniform(Purpose.DROPPING_TIES, length)
+        draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
         weights_BT = self.importance.at(step).weights(read_BT)
         falling_BT = draw_BT if weights_BT is None else -weights_BT
         order_BT = np.lexsort((draw_BT, falling_BT, self._kinds(read_BT, text)))
         kept_BT = np.zeros(read_BT.shape, bool)
         np.put_along_axis(kept_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return KeptTokens.where(kept_BT, self.layers, first_reads_all=True)
+        return TokenSelection.of(kept_BT, self.layers, first_reads_all=True)
 
     def _kinds(self, read_BT: Array, text: Array) -> Array:
         """int64 [B, T]: which are kept before which."""
@@ -73,12 +73,12 @@ class TokenSubsets:
         dropping = TokenDropping(framing, asked.layers(model), asked.keep_share, importance)
         return TokenSubsets(masking.mask_token, masking.masks_from(model), dropping)
 
-    def kept(
-        self, chosen_BT: Array, read_BT: Array, text: Array, step: int, noise: CounterRng
-    ) -> tuple[KeptTokens, ...]:
+    def select(
+        self, chosen_BT: Array, read_BT: Array, text: Array, step: int, rng: CounterRng
+    ) -> tuple[TokenSelection, ...]:
         """In the order of layers; `chosen_BT`: targets, `read_BT`: what is read."""
-        kept = () if self.dropping is None else (self.dropping.kept(read_BT, text, step, noise),)
+        kept = () if self.dropping is None else (self.dropping.select(read_BT, text, step, rng),)
         if self.masks_from:
             mask_BT = chosen_BT & (read_BT == self.mask_token)
-            kept = (KeptTokens.where(~mask_BT, range(self.masks_from)), *kept)
+            kept = (TokenSelection.of(~mask_BT, range(self.masks_from)), *kept)
         return kept

@@ -201,7 +201,7 @@ _MORE = 64
 _FIRST, _SURROGATES, _LAST = 0x21, range(0xD800, 0xE000), 0x110000
 
 
-def grown(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """The tokenizer with those merges of its tokens that `texts` need most often, up to `vocab_size` ids.
 
     Old ids stay, and old merges come first: text without new tokens is cut as before. The vocabulary is smaller than

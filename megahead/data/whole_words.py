@@ -12,7 +12,7 @@ import numpy as np
 from megahead.config.masking import MaskingConfig
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng
-from megahead.data.strategy import AllAlike, TrainingText, no_longer_than
+from megahead.data.strategy import EqualWeights, TrainingText, no_longer_than
 
 # BERT's whole word masking, defined alike for all tokenizers. A word is a run of letters of one script and of digits,
 # with their combining marks. Leading spaces and the tokenizer's prefix symbols do not matter. Every other token
@@ -35,7 +35,7 @@ _SCRIPTS_WITHOUT_SPACES = (
 
 
 @dataclass(frozen=True)
-class WholeWords(AllAlike):
+class WholeWords(EqualWeights):
     """A word is a unit. A word longer than `max_tokens` is split into units of at most that many tokens."""
 
     bytes_: Array
@@ -47,7 +47,7 @@ class WholeWords(AllAlike):
     max_tokens: int
 
     @staticmethod
-    def made(masking: MaskingConfig, text: TrainingText) -> WholeWords:
+    def build(masking: MaskingConfig, text: TrainingText) -> WholeWords:
         """From the settings and the tokenizer of the run."""
         return WholeWords.of(text.bytes_of_ids(), masking.longest_unit(text.config.data.sequence_length))
 
@@ -58,7 +58,7 @@ class WholeWords(AllAlike):
         ends_V = np.cumsum([len(text) for text in known])
         return WholeWords(np.frombuffer(b"".join(known), np.uint8), ends_V, max_tokens)
 
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+    def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         apart_BT = np.pad(tokens_BT, ((0, 0), (1, 0)), constant_values=len(self.ends_V) - 1)
         joined_BT, whole_BT = (each_M.reshape(apart_BT.shape)[:, 1:] for each_M in self._joined(apart_BT.reshape(-1)))
         return no_longer_than(self.max_tokens, ~joined_BT, whole_BT)

@@ -118,8 +118,8 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
     if config.objective.name == "vanilla":
         return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
-    pool = build_objective(config.objective, size, model.dataset_counts()).pool(batch.target_ids_N)
-    candidates = pool.candidates(batch.target_ids_N, batch.weight_N)
+    candidate_set = build_objective(config.objective, size, model.dataset_counts()).candidate_set(batch.target_ids_N)
+    candidates = candidate_set.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
 
 
@@ -142,7 +142,7 @@ class _Share:
         """The outputs of one candidate group."""
         basis_UD = rows_UD @ _whitening(rows_UD)
         step = chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
-        counted_N = candidates.weighed(torch.ones_like(outputs_ND[:, 0]))
+        counted_N = candidates.weighted(torch.ones_like(outputs_ND[:, 0]))
         parts = (each_N.split(step.chunk) for each_N in (outputs_ND, candidates.target_N, counted_N))
         for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
             _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)

@@ -254,8 +254,8 @@ class Headless(nn.Module):
         all_target_ids = _gather_targets(target_ids_N)
         if torch.is_grad_enabled():
             self.target_counts.index_add_(0, all_target_ids, torch.ones_like(all_target_ids))
-        pool = self._objective.pool(all_target_ids if self.share_candidates else target_ids_N)
-        candidates = pool.candidates(target_ids_N)
+        candidate_set = self._objective.candidate_set(all_target_ids if self.share_candidates else target_ids_N)
+        candidates = candidate_set.candidates(target_ids_N)
         assert candidates.ids_U is not None
         return candidate_loss(outputs_ND, self._rows(candidates.ids_U), candidates)
 

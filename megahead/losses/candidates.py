@@ -46,7 +46,7 @@ class Candidates:
     """Replaces `bias_U` of an output's target where tokens are drawn, which must not know the target: log of what the
     id weighs on average among the other targets; None: `bias_U`."""
 
-    def weighed(self, values_N: Tensor) -> Tensor:
+    def weighted(self, values_N: Tensor) -> Tensor:
         """[N], each output's value times its weight."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
@@ -125,7 +125,7 @@ class Weighting:
     """Whether the loss has the term - b'_p. The paper's loss has not, which does not change gradients."""
 
 
-def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Weighting:
+def compute_weighting(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Weighting:
     """The biases of ids that occur `multiplicity_P` times among targets and random negatives, by the setting `bias`.
 
     log_inclusion_P: log-probability that an id is a candidate at all, for `corrected`.
@@ -143,10 +143,12 @@ def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) ->
     return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_target_bias=True)
 
 
-def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
+def weighting_without_one(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
     """float64 [P]: the bias of each candidate if it occurred once less, as among the other targets. `log_mean_weight`
     is its average, for a known q."""
-    return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
+    return compute_weighting(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(
+        multiplicity_P == 1, -torch.inf
+    )
 
 
 def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:
@@ -191,23 +193,23 @@ def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
         left, total = size - int(certain_P.sum()), rest_P.sum()
         if total == 0:
             return certain_P.double()
-        chances_P = rest_P * (left / total)
-        over_P = chances_P >= 1.0
+        probabilities_P = rest_P * (left / total)
+        over_P = probabilities_P >= 1.0
         if not over_P.any():
-            return chances_P + certain_P
+            return probabilities_P + certain_P
         certain_P |= over_P
 
 
-def systematic_sample(chances_P: Tensor, generator: torch.Generator) -> Tensor:
+def systematic_sample(probabilities_P: Tensor, generator: torch.Generator) -> Tensor:
     """bool [P]: a sample that has each id with its given probability; its size is their sum, rounded.
 
     Systematic sampling (Madow 1949): of the shuffled, randomly shifted cumulative sums, those that pass an integer are
     chosen.
     """
-    chosen_P = chances_P >= 1.0
-    open_ids = ((chances_P > 0) & ~chosen_P).nonzero().squeeze(1)
+    chosen_P = probabilities_P >= 1.0
+    open_ids = ((probabilities_P > 0) & ~chosen_P).nonzero().squeeze(1)
     open_ids = open_ids[torch.randperm(len(open_ids), generator=generator)]
-    ends = chances_P[open_ids].cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)
+    ends = probabilities_P[open_ids].cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)
     crossings = ends.floor().diff(prepend=torch.zeros(1, dtype=torch.float64))
     chosen_P[open_ids[crossings > 0]] = True
     return chosen_P
@@ -284,8 +286,8 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     if config.masking is None or config.model.is_causal:
         return None
     auxiliary = config.objective.auxiliary()
-    weighs_ids = config.masking.weighs_ids() or (auxiliary is not None and auxiliary.weighs_ids)
-    if not weighs_ids or token_counts_V is None or not token_counts_V.any():
+    weights_ids = config.masking.weights_ids() or (auxiliary is not None and auxiliary.weights_ids)
+    if not weights_ids or token_counts_V is None or not token_counts_V.any():
         return None
     special = config.masking.never_masked(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()

@@ -2,8 +2,8 @@
 
 Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
 N targets of a micro-batch, G targets of its candidate group, M random negatives, P different ids among G and M (the
-group's pool), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi: probability of being
-a candidate (`log_inclusion`). Nothing here costs O(V) per group.
+group's candidate set), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi: probability
+of being a candidate (`log_inclusion`). Nothing here costs O(V) per group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megahead.errors import ArgumentError, ConfigError
 from megahead.losses.candidates import (
     Candidates,
     Weighting,
+    compute_weighting,
     draw_ids,
     inclusion_probabilities,
     log_inclusion,
@@ -30,8 +31,7 @@ from megahead.losses.candidates import (
     systematic_sample,
     unique_candidates,
     vocabulary_candidates,
-    weigh,
-    weight_beside,
+    weighting_without_one,
 )
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import candidate_loss
@@ -40,7 +40,7 @@ NO_TARGET = -100
 """A target id, to Hugging Face and torch, of an output that has none."""
 
 
-class Pool(Protocol):
+class CandidateSet(Protocol):
     """Makes the candidates for the targets of one candidate group."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
@@ -51,13 +51,13 @@ class Pool(Protocol):
 class Objective(Protocol):
     """Chooses what each output is scored against (CPU tensors; called ahead of time, in a background thread)."""
 
-    def pool(self, target_ids_G: Tensor, seed: int = 0) -> Pool:
-        """The pool of a group with these targets. `seed` decides what is drawn, and belongs to the group."""
+    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> CandidateSet:
+        """The candidate set of a group with these targets. `seed` decides what is drawn, and belongs to the group."""
         ...
 
 
 @dataclass(frozen=True)
-class SharedPool:
+class SharedCandidateSet:
     """Candidates that all outputs of a group share, and the biases of targets, which need not be shared."""
 
     ids_P: Tensor
@@ -119,7 +119,7 @@ class Headless:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
             self._cumulative_r_V = self._log_r_V.exp().double().cumsum(0)
 
-    def pool(self, target_ids_G: Tensor, seed: int = 0) -> SharedPool:
+    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> SharedCandidateSet:
         """O((G + M) log (G + M) + M log V), on the CPU."""
         config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
@@ -129,32 +129,34 @@ class Headless:
         log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:
             log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
-        weighting = weigh(config.bias, multiplicity_P, log_pi_P)
+        weighting = compute_weighting(config.bias, multiplicity_P, log_pi_P)
         shared_bias_P = self._capped(weighting.bias_P, generator)
         if not self._draws_tokens:
-            return SharedPool(ids_P, weighting, shared_bias_P)
+            return SharedCandidateSet(ids_P, weighting, shared_bias_P)
         if self._log_q_V is None:
-            drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + shared_bias_P - weighting.bias_P
+            drawn_bias_P = (
+                weighting_without_one(config.bias, multiplicity_P, log_pi_P) + shared_bias_P - weighting.bias_P
+            )
         else:
             others = target_ids_G.numel() - 1
             drawn_bias_P = log_mean_weight(config.bias, self._log_q_V[ids_P], others, log_r_P, config.negatives)
             drawn_bias_P = drawn_bias_P if log_pi_P is None else drawn_bias_P - log_pi_P
-        return SharedPool(ids_P, weighting, shared_bias_P, drawn_bias_P)
+        return SharedCandidateSet(ids_P, weighting, shared_bias_P, drawn_bias_P)
 
     def _capped(self, bias_P: Tensor, generator: torch.Generator) -> Tensor:
         """Biases of a sample of at most `max_candidates`: each weight divided by its probability of being sampled."""
         most = self._config.max_candidates
         if most is None or len(bias_P) <= most:
             return bias_P
-        chances_P = inclusion_probabilities(bias_P.exp(), most)
-        chosen_P = systematic_sample(chances_P, generator)
-        return torch.where(chosen_P, bias_P - chances_P.log(), -torch.inf)
+        probabilities_P = inclusion_probabilities(bias_P.exp(), most)
+        chosen_P = systematic_sample(probabilities_P, generator)
+        return torch.where(chosen_P, bias_P - probabilities_P.log(), -torch.inf)
 
 
 class Vanilla:
     """Pick the target among the whole vocabulary."""
 
-    def pool(self, target_ids_G: Tensor, seed: int = 0) -> Vanilla:
+    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> Vanilla:
         return self
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:

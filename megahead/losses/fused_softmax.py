@@ -58,7 +58,7 @@ class Residuals(NamedTuple):
     slopes_nw: Tensor | None = None
     """Of the scores by the products that they come from, divided by the scale; None: ones."""
 
-    def weighed(self, weight_n: Tensor) -> Residuals:
+    def weighted(self, weight_n: Tensor) -> Residuals:
         """Of losses that count so often."""
         weight_n1 = weight_n[:, None].to(self.matrix_nw.dtype)
         both_n1 = weight_n1 if self.weight_n1 is None else self.weight_n1 * weight_n1
@@ -358,7 +358,7 @@ class _FusedSoftmax(torch.autograd.Function):
             for part in _chunks(step, outputs_ND):
                 residuals = step.residuals(outputs_ND[part], candidates.target_N[part])
                 if candidates.weight_N is not None:
-                    residuals = residuals.weighed(candidates.weight_N[part])
+                    residuals = residuals.weighted(candidates.weight_N[part])
                 losses.append(residuals.loss_n)
                 if any(ctx.needs_input_grad):
                     gradients.add(part, residuals)

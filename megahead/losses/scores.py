@@ -141,7 +141,7 @@ class LearnedTemperature(nn.Module):
         self.log_value = nn.Parameter(torch.empty(1))
         """float [1]; like all vectors it has no weight decay."""
 
-    def first_value(self) -> Tensor:
+    def initial_value(self) -> Tensor:
         """The value that `log_value` starts from."""
         return torch.tensor([math.log(self.start)])
 

@@ -36,7 +36,7 @@ def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Ca
     if candidates.target_bias_U is not None:
         biased_NU = biased_NU.scatter(1, target_N1, target_scores_N1 + candidates.target_bias_U[target_N1])
     own_N1 = candidates.numerator(target_scores_N1, biased_NU.gather(1, target_N1))
-    return candidates.weighed(biased_NU.logsumexp(dim=1) - own_N1.squeeze(1)).sum()
+    return candidates.weighted(biased_NU.logsumexp(dim=1) - own_N1.squeeze(1)).sum()
 
 
 def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
@@ -74,7 +74,7 @@ class EvaluationSums(NamedTuple):
     def of(sums: RowSums, candidates: Candidates) -> EvaluationSums:
         """Of the distribution `softmax_u(s_u + b_u)`; unlike in the loss, the target's score has its bias."""
         loss_N = (sums.lse - sums.biased).double()
-        loss, weight = (float(candidates.weighed(each_N).sum()) for each_N in (loss_N, torch.ones_like(loss_N)))
+        loss, weight = (float(candidates.weighted(each_N).sum()) for each_N in (loss_N, torch.ones_like(loss_N)))
         return EvaluationSums(loss, int((sums.biased > sums.rivals).sum()), loss_N.numel(), weight)
 
 
@@ -155,7 +155,7 @@ class Softmax:
         return EvaluationSums.of(softmax_sums(*self._own()), self.candidates)
 
     @torch.no_grad()
-    def misses(self) -> Tensor:
+    def top1_errors(self) -> Tensor:
         """bool [N]: whether another candidate is at least as probable as the target."""
         sums = softmax_sums(*self._own())
         return sums.biased <= sums.rivals
@@ -166,8 +166,8 @@ class Softmax:
         its own target weighs what it would on average if it were not known (`drawn_bias_U`). `uniform_N`: random
         numbers, float64 in (0, 1).
 
-        Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over
-        the vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its
+        Candidates are weighted so that, whatever the objective, their sum of exponentials is on average over groups one
+        over the vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its
         importance: the original about as often as that head says, and over many groups others nearly so (the quotient
         of two averages is no average). From all ids draws are exact."""
         among = replace(self.candidates, target_bias_U=self.candidates.drawn_bias_U)

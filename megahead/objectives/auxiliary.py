@@ -19,7 +19,7 @@ from megahead.data.batch import Batch, RowCollator
 from megahead.data.indexed import DatasetInfo, IndexedDataset
 from megahead.data.loader import held_out_collator, training_collator
 from megahead.data.samples import CounterRng
-from megahead.data.strategy import Difficulty
+from megahead.data.strategy import ErrorCounts
 from megahead.errors import ConfigError
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone
@@ -94,9 +94,9 @@ class Auxiliary(nn.Module):
         return 0
 
     @classmethod
-    def prepare(cls, batch: Batch, config: RunConfig, noise: CounterRng) -> Any:
+    def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Any:
         """Tensors of a batch on the CPU that `sums` will find in `Pass.batch.auxiliary`, in any nesting of tuples,
-        lists and dicts. `noise` draws by the samples' numbers alone: what is drawn is the same on any mesh."""
+        lists and dicts. `rng` draws by the samples' numbers alone: what is drawn is the same on any mesh."""
         return ()
 
     @classmethod
@@ -181,10 +181,10 @@ def with_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_
 
 
 def training_rows(
-    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None, masked_from: int = 0
+    config: RunConfig, datasets: Sequence[IndexedDataset], error_counts: ErrorCounts | None = None, masked_from: int = 0
 ) -> RowCollator:
     """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_collator`."""
-    return with_auxiliary(training_collator(config, datasets, difficulty, masked_from), config, config.seed)
+    return with_auxiliary(training_collator(config, datasets, error_counts, masked_from), config, config.seed)
 
 
 def held_out_rows(config: RunConfig) -> RowCollator:

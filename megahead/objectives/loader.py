@@ -19,7 +19,7 @@ from megahead.data.loader import BatchReader
 from megahead.data.samples import derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.contrastive import Objective, Pool
+from megahead.losses.contrastive import CandidateSet, Objective
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
@@ -55,7 +55,7 @@ class CandidateGroups:
         per_group = self.group_samples // self.micro_size  # micro-batches
         mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
         pools = {
-            group: self._pool(first_sample, group, torch.cat(ids[group * per_group :][:per_group]))
+            group: self._candidate_set(first_sample, group, torch.cat(ids[group * per_group :][:per_group]))
             for group in {k // per_group for k in mine}
         }
         return [
@@ -73,14 +73,14 @@ class CandidateGroups:
         groups = batch.target_ids_N.split(sizes.tolist())
         weights = [None] * len(groups) if batch.weight_N is None else batch.weight_N.split(sizes.tolist())
         return tuple(
-            self._pool(first_sample, group, ids).candidates(ids, weight_N)
+            self._candidate_set(first_sample, group, ids).candidates(ids, weight_N)
             for group, (ids, weight_N) in enumerate(zip(groups, weights, strict=True))
         )
 
-    def _pool(self, first_sample: int, group: int, target_ids_G: Tensor) -> Pool:
+    def _candidate_set(self, first_sample: int, group: int, target_ids_G: Tensor) -> CandidateSet:
         """Of the group with this number from `first_sample` on."""
         seed = derive_seed(self.seed, first_sample + group * self.group_samples, _PURPOSE)
-        return self.objective.pool(target_ids_G, seed=seed)
+        return self.objective.candidate_set(target_ids_G, seed=seed)
 
 
 def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:

@@ -48,7 +48,7 @@ def all_positions_of(batch: Batch) -> TargetPositions:
 def token_subsets_of(batch: Batch) -> list[TokenSubset]:
     """The token subsets of the batch that some layers compute, in the order of these layers."""
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
-    for part in batch.kept:
+    for part in batch.selections:
         computed = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
         subsets.append(TokenSubset(computed, part.layers, part.first_reads_all, part.cu_seqlens))
     return subsets
@@ -57,12 +57,12 @@ def token_subsets_of(batch: Batch) -> list[TokenSubset]:
 def with_boundaries(batch: Batch, multiple: int) -> Batch:
     """The same batch with `cu_seqlens`, padded to a multiple, so that the GPU need not compute and synchronize it."""
     documents = documents_of(batch)
-    kept = tuple(
+    selections = tuple(
         part._replace(cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
-        for part, shorter in zip(batch.kept, token_subsets_of(batch), strict=True)
+        for part, shorter in zip(batch.selections, token_subsets_of(batch), strict=True)
     )
     packed = batch.positions_BT is not None  # else each row is one, of a length that is known
-    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, kept=kept)
+    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, selections=selections)
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ class _WithPhrases(Strategy):
     def at(self, step: int) -> _WithPhrases:
         return replace(self, strategy=self.strategy.at(step))
 
-    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        starts_BT = self.strategy.starts(tokens_BT, noise) & ~self.inside_BT
+    def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
+        starts_BT = self.strategy.starts(tokens_BT, rng) & ~self.inside_BT
         starts_BT.reshape(-1)[np.concatenate([self.first_S, self.first_S + self.length_S])] = True
         return starts_BT
 

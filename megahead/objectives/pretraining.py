@@ -46,8 +46,8 @@ from megahead.objectives.micro_batch import (
 Part = tuple[Tensor, Tensor, Candidates]
 """Outputs of targets of one candidate group, and its candidates with their rows."""
 
-NotesMisses = Callable[[Tensor, Tensor], None]
-NotesMetrics = Callable[[Mapping[str, Tensor]], None]
+ErrorsCallback = Callable[[Tensor, Tensor], None]
+MetricsCallback = Callable[[Mapping[str, Tensor]], None]
 
 
 class Pretraining(nn.Module):
@@ -56,10 +56,10 @@ class Pretraining(nn.Module):
 
     Both go through `forward`, because under ZeRO-3 weights exist only there. Rows of the embedding from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
-    `note_misses`, if it is set, receives the targets of each training batch, int64 [N], and whether another candidate
+    `on_errors`, if it is set, receives the targets of each training batch, int64 [N], and whether another candidate
     had a higher score, bool [N]. It adds a third of the cost of the loss.
 
-    With an `auxiliary` objective its loss counts beside the softmax's; `note_metrics` receives its sums of each batch.
+    With an `auxiliary` objective its loss counts beside the softmax's; `on_metrics` receives its sums of each batch.
     If it has a generator, that learns the targets in the backbone's place.
 
     Weights may be split over a tensor `group`, every rank of which is called with the same inputs. A headless softmax
@@ -88,8 +88,8 @@ class Pretraining(nn.Module):
         self._auxiliary_key = "" if auxiliary is None else auxiliary.key
         if auxiliary is not None:
             self.add_module(auxiliary.key, auxiliary)
-        self.note_misses: NotesMisses | None = None
-        self.note_metrics: NotesMetrics | None = None
+        self.on_errors: ErrorsCallback | None = None
+        self.on_metrics: MetricsCallback | None = None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -125,8 +125,8 @@ class Pretraining(nn.Module):
             return loss * micro.loss_weight
         predictions = partial(self._predictions, parts, outputs_ND, batch)
         sums = auxiliary.checked_sums(Pass(self.backbone, batch, inputs_BTD, outputs_ND, hidden_MD, predictions))
-        if self.note_metrics is not None:
-            self.note_metrics(sums)
+        if self.on_metrics is not None:
+            self.on_metrics(sums)
         if micro.auxiliary_weight is None:
             return (loss + auxiliary.weight * sums["loss"]) * micro.loss_weight
         return loss * micro.loss_weight + auxiliary.weight * micro.auxiliary_weight * sums["loss"]
@@ -144,8 +144,8 @@ class Pretraining(nn.Module):
         """The loss summed over all targets."""
         softmaxes = [self._among(*part) for part in parts]
         loss = torch.stack([each.loss() for each in softmaxes]).sum()
-        if self.note_misses is not None:
-            self.note_misses(batch.target_ids_N, torch.cat([each.misses() for each in softmaxes]))
+        if self.on_errors is not None:
+            self.on_errors(batch.target_ids_N, torch.cat([each.top1_errors() for each in softmaxes]))
         share = self.objective.vanilla_weight
         if share:
             all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
@@ -282,7 +282,7 @@ def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
 
 
 @dataclass(frozen=True)
-class FirstWeights:
+class InitialWeights:
     """What the parameters of a new run start from, by name: full fp32 CPU tensors.
 
     Each is drawn when it is asked for, and depends only on `config.seed` and its name.
@@ -294,7 +294,7 @@ class FirstWeights:
     def read(self, name: str, /) -> Tensor:
         """All of one."""
         if name == TEMPERATURE:
-            return LearnedTemperature(self.config.objective.temperature).first_value()
+            return LearnedTemperature(self.config.objective.temperature).initial_value()
         return initial_value(name, self.shapes[name], self.config.seed, self._model_of(name))
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
@@ -309,9 +309,9 @@ class FirstWeights:
         return generator or self.config.trained_model()
 
 
-def first_weights(config: RunConfig) -> FirstWeights:
+def initial_weights(config: RunConfig) -> InitialWeights:
     """Those of a run of `config`; draws nothing."""
-    return FirstWeights(config, weight_shapes(config))
+    return InitialWeights(config, weight_shapes(config))
 
 
 class SplitOutputEmbedding(OutputEmbedding):

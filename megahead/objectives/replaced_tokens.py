@@ -66,13 +66,13 @@ class ReplacedTokens(Auxiliary):
         self._draws_all_ids = asked.draws_all_ids()
 
     @classmethod
-    def prepare(cls, batch: Batch, config: RunConfig, noise: CounterRng) -> Prepared:
+    def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Prepared:
         """A judged token may be masked or not; what is drawn depends on the token's place in its sample."""
         assert config.masking is not None
         index_N = batch.target_index_N
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
         judged_M = ~np.isin(tokens_M.numpy(), config.masking.never_masked(config.data.end_token))
-        draw_BT = noise.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
+        draw_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
         return Prepared(torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(judged_M)))
 
     @classmethod

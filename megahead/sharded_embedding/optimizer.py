@@ -51,7 +51,7 @@ class RateHistory:
 
     def __init__(self, weight_decay: float, rates: Sequence[float] | Floats = ()) -> None:
         self._weight_decay = weight_decay
-        self._rates, self._log_kept, self._jumps = StepSeries(0.0), StepSeries(0.0), StepSeries(0)
+        self._rates, self._log_decay, self._jumps = StepSeries(0.0), StepSeries(0.0), StepSeries(0)
         self.extend(np.asarray(rates, np.float64))
 
     @property
@@ -67,20 +67,20 @@ class RateHistory:
     def extend(self, rates: Floats) -> None:
         """Appends steps with these rates."""
         before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
-        kept = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
+        decay = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
         steps_apart = np.maximum(rates, before) > _JUMP_FACTOR * np.minimum(rates, before)
         _accumulate(self._jumps, steps_apart)
-        _accumulate(self._log_kept, np.log(kept))
+        _accumulate(self._log_decay, np.log(decay))
         self._rates.extend(rates)
 
     def rate(self, steps: Any) -> Any:
         """Rates of these steps."""
         return self._rates.values[steps]
 
-    def kept(self, since: Any, until: Any) -> Any:
+    def decay_factor(self, since: Any, until: Any) -> Any:
         """The factor of weight decay between two steps: prod of 1 - rate * decay over since + 1 .. until."""
-        log_kept = self._log_kept.values
-        return np.exp(log_kept[until] - log_kept[since])
+        log_decay = self._log_decay.values
+        return np.exp(log_decay[until] - log_decay[since])
 
     def jumps(self, since: Any, until: Any) -> Any:
         """The number of jumps of the rate over since + 1 .. until, each relative to the step before."""
@@ -225,20 +225,20 @@ class LazyUpdates:
         terms = np.arange(1, longest + 1)
         steps = np.minimum(last_step[:, None] + terms, now)
         in_gap = terms <= (now - last_step)[:, None]
-        weights = in_gap * self._corrected.values[steps] / self._history.kept(last_step[:, None], steps)
+        weights = in_gap * self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps)
         return self._columns(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
 
     def _columns(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
         now, (b1, b2) = self._history.steps, self._betas
-        kept_S, gaps_S = self._history.kept(last_step_S, now), (now - last_step_S).astype(np.float64)
-        in_turn = np.stack([kept_S[:, None] * weights_SK, offsets_SK], 2)
-        in_turn = in_turn.reshape(len(kept_S), 2 * weights_SK.shape[1])
-        return np.concatenate([np.stack([kept_S, b1**gaps_S, b2**gaps_S], 1), in_turn], 1)
+        decay_S, gaps_S = self._history.decay_factor(last_step_S, now), (now - last_step_S).astype(np.float64)
+        in_turn = np.stack([decay_S[:, None] * weights_SK, offsets_SK], 2)
+        in_turn = in_turn.reshape(len(decay_S), 2 * weights_SK.shape[1])
+        return np.concatenate([np.stack([decay_S, b1**gaps_S, b2**gaps_S], 1), in_turn], 1)
 
     def _at_nodes(self, last_step: Ints, gaps: Ints) -> Floats:
         """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, without the decay up to now."""
         steps = np.minimum(last_step[:, None] + np.arange(1, self._window + 1), self._history.steps)
-        terms = self._corrected.values[steps] / self._history.kept(last_step[:, None], steps) * self._powers
+        terms = self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps) * self._powers
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
         return sums
 
@@ -342,8 +342,8 @@ class RowwiseAdaGrad(RowRule):
     moments: ClassVar[Moments] = {"square_sum": "row"}
 
     def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
-        kept_n = torch.from_numpy(self.history.kept(last_step_n.numpy(), self.history.steps))
-        rows[WEIGHT].mul_(kept_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
+        decay_n = torch.from_numpy(self.history.decay_factor(last_step_n.numpy(), self.history.steps))
+        rows[WEIGHT].mul_(decay_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
 
     def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         total = rows["square_sum"].add_(gradients_nD.square().mean(1, keepdim=True))
@@ -363,10 +363,10 @@ def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
     on_device = torch.from_numpy(update_SC).to(weight.device, weight.dtype)  # in one copy
     columns_nC = on_device[torch.from_numpy(place_n).to(weight.device)]
-    kept, first, second, *summands = columns_nC[:, :, None].unbind(1)
+    decay, first, second, *summands = columns_nC[:, :, None].unbind(1)
     root, total = square.sqrt(), torch.zeros_like(square)
     for share, offset in zip(summands[0::2], summands[1::2], strict=True):
         total.addcdiv_(share.expand_as(root), root + offset)
-    weight.mul_(kept).addcmul_(mean, total, value=-1)
+    weight.mul_(decay).addcmul_(mean, total, value=-1)
     mean.mul_(first)
     square.mul_(second)

@@ -16,7 +16,7 @@ from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.reading import Checkpoint
 from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
-from megahead.config.plan import Phase, learn_alike, phase_that_saved
+from megahead.config.plan import Phase, phase_that_saved, same_objective
 from megahead.config.run import RunConfig
 from megahead.data.blending import Blend, describe_samples, token_counts, training_samples
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_one_tokenizer
@@ -119,8 +119,8 @@ def _require_one_tokenizer(
 
 
 def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
-    """Reads what masks are weighed by, which a run that is causal at first would read only when it begins to mask."""
-    for setting, strategy in (config.masking.weighed_by() if config.masking else {}).items():
+    """Reads what masks are weighted by, which a run that is causal at first would read only when it begins to mask."""
+    for setting, strategy in (config.masking.strategies_by_setting() if config.masking else {}).items():
         if strategy in ("frequency", "informative", "hardest", "weights"):
             TrainingText(config, train, setting).token_counts()
     if config.data.id_weights is not None:
@@ -200,7 +200,7 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
 
 def is_of_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
     """Whether `checkpoint` was learned by another objective, or in another direction, than `config` goes on with."""
-    return not learn_alike(config_of(checkpoint), config)
+    return not same_objective(config_of(checkpoint), config)
 
 
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:

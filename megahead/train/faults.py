@@ -148,7 +148,7 @@ class SlowRank:
         )
 
 
-class Pace:
+class StragglerDetector:
     """Compares ranks on `hosts`; one is slow when it takes `ratio` times as long as the median of the others."""
 
     def __init__(self, hosts: Sequence[str], ratio: float) -> None:
@@ -175,7 +175,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class OddReplica:
+class ReplicaMismatch:
     """Ranks whose weights are not those of most replicas (of all replicas, where none are most), and which weights."""
 
     ranks: tuple[int, ...]
@@ -188,7 +188,7 @@ class OddReplica:
         return f"step {step:,}: {listed('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
 
 
-def odd_replica(sums_DTP: Tensor, names: Sequence[str]) -> OddReplica | None:
+def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:
     """`sums_DTP`: checksums of P weights on D data ranks x T tensor ranks, whose world rank is data rank * T + tensor
     rank; None if data ranks agree."""
     data, tensor, _ = sums_DTP.shape
@@ -201,7 +201,7 @@ def odd_replica(sums_DTP: Tensor, names: Sequence[str]) -> OddReplica | None:
                 continue
             odd_names.add(name)
             ranks |= {d * tensor + t for d in range(data) if 2 * times <= data or sums[d] != value}
-    return OddReplica(tuple(sorted(ranks)), tuple(name for name in names if name in odd_names)) if ranks else None
+    return ReplicaMismatch(tuple(sorted(ranks)), tuple(name for name in names if name in odd_names)) if ranks else None
 
 
 # Faults that no loss shows: a rank that is slow, weights that are not the same on all ranks that hold them.
@@ -214,19 +214,19 @@ class Health:
         self._rules, self._engine, self._world_group, self._data_ranks = rules, engine, world_group, data_ranks
         self.hosts = world_group.all_gather_objects(socket.gethostname())
         """Each rank's."""
-        self.pace = Pace(self.hosts, rules.slow_rank)
+        self.stragglers = StragglerDetector(self.hosts, rules.slow_rank)
 
     def due(self, step: int, keeps: bool) -> bool:
         """Whether to compare replicas behind that step: from time to time, and before a checkpoint or a copy."""
         return self._rules.replicas != "off" and (keeps or step % self._rules.replicas_every == 0)
 
-    def odd_replica(self) -> OddReplica | None:
+    def replica_mismatch(self) -> ReplicaMismatch | None:
         """Ranks whose weights differ from others'. Reads the weights once, sends 8 bytes for each. Collective."""
         weights = self._engine.replicated()
         if not weights or self._data_ranks == 1:
             return None
         sums_WP = self._world_group.all_gather(weight_sums(weights.values()))
-        return odd_replica(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
+        return replica_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
 
 
 # Requests to stop: recorded when a signal arrives, obeyed by all ranks between two steps.

@@ -92,7 +92,7 @@ def replicas_agree(run: Training, *, kept: bool) -> bool:
     """Compares replicas if that is due, as it is where they will be `kept`; where they differ, does what the config
     asks for. Collective."""
     policy = run.config.faults.replicas
-    odd = run.health.odd_replica() if run.health.due(run.state.step, kept) else None
+    odd = run.health.replica_mismatch() if run.health.due(run.state.step, kept) else None
     if odd is None:
         return True
     sentence = odd.sentence(run.state.step, run.health.hosts)
@@ -158,12 +158,12 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
         for micro in batches.micro_batches:
             state.count_targets(micro.batch)
         run.fault_policy.remember(report.loss, state.recent_losses)
-    if state.difficulty is not None:
-        state.difficulty.end_step(state.samples, report.applied, progress.data_group)
+    if state.error_counts is not None:
+        state.error_counts.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
     run.logger.step(report, state, last=state.step >= run.until)
     handle_fault(run, report, first_sample)
-    slow = run.health.pace.after_step(report.forward_seconds)
+    slow = run.health.stragglers.after_step(report.forward_seconds)
     if slow is not None:
         run.logger.event("slow", asdict(slow), state, slow.sentence(state.step))
     return report.applied

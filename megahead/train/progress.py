@@ -17,9 +17,9 @@ from megahead.checkpoints.disk import Disk
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
 from megahead.checkpoints.store import Lineage, ancestors_among, history, is_ancestor, is_name, new_name, step_of
-from megahead.config.plan import Phase, learn_alike
+from megahead.config.plan import Phase, same_objective
 from megahead.data.batch import Batch
-from megahead.data.strategy import Difficulty
+from megahead.data.strategy import ErrorCounts
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import is_finite
 from megahead.engine.engine import Engine
@@ -40,7 +40,7 @@ _RESTORED_ON_ROLLBACK = {"step": int, "targets": int, "recent_losses": list, "va
 _BEFORE_THEY_WERE_COUNTED = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
 """Values for checkpoints of earlier versions, which did not have these."""
 
-_DIFFICULTY = "state/difficulty"
+_ERROR_COUNTS = "state/difficulty"
 
 
 @dataclass
@@ -93,7 +93,7 @@ class TrainingState:
     """int64 [padded vocabulary]: how often each id was one of these targets on this rank (rank 0's include the counts
     of the checkpoint that was resumed)."""
 
-    difficulty: Difficulty | None = None
+    error_counts: ErrorCounts | None = None
     """How often each id was missed, where masking follows that; goes with what was read, not with what was learned."""
 
     dataset_counts: Tensor = field(init=False)
@@ -127,7 +127,7 @@ class TrainingState:
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """What a checkpoint holds beside weights and optimizer. Collective over the data ranks."""
         counts = {"state/target_counts": self.target_counts(group), "state/dataset_counts": self.dataset_counts}
-        return counts if self.difficulty is None else counts | {_DIFFICULTY: self.difficulty.state(group)}
+        return counts if self.error_counts is None else counts | {_ERROR_COUNTS: self.error_counts.state(group)}
 
     @property
     def evaluated(self) -> bool:
@@ -148,8 +148,8 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
         """The inverse of `counters` and `tensors`: everything is as when `checkpoint` was saved."""
         self._take(_KEPT_ON_ROLLBACK, checkpoint)
-        if self.difficulty is not None:
-            self.difficulty.restore(checkpoint.read(_DIFFICULTY), self.samples, group)
+        if self.error_counts is not None:
+            self.error_counts.restore(checkpoint.read(_ERROR_COUNTS), self.samples, group)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
@@ -313,7 +313,7 @@ class Progress:
         """Another phase's losses say nothing about spikes of this one's; nor do next tokens, counted as targets, say
         how often masked ones are targets."""
         saved, config = config_of(checkpoint), self.phase.config
-        if not learn_alike(saved, config):
+        if not same_objective(saved, config):
             self.state.recent_losses.clear()
         if saved.model.is_causal != config.model.is_causal:
             self.state.forget_targets()

@@ -19,7 +19,7 @@ from megahead.checkpoints.memory import NodeMemory, drain
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
-from megahead.data.strategy import Difficulty
+from megahead.data.strategy import ErrorCounts
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
 from megahead.distributed.launch import Launch, choose_device, connected, spectate
 from megahead.distributed.tensors import Tensors
@@ -142,7 +142,7 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 # `engine.precision: auto`: the number format in which the ranks' devices multiply fastest.
 
 
-def settle_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
+def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
     """`config` with `auto` replaced by bf16 if every rank's device is faster so, else fp32. Collective for `auto`."""
     if config.engine.precision != "auto":
         return config
@@ -288,7 +288,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
             return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
-            resolved, by_auto = settle_precision(config, device, ranks), config.engine.precision == "auto"
+            resolved, by_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
             plan = RunPlan.of(resolved, ranks.size, device.type, precision_by_auto=by_auto)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, launch, ranks, device, resume)
@@ -368,9 +368,9 @@ def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, 
 def _step_metrics(session: Session, progress: Progress) -> StepMetrics:
     """The accumulator of the model's metrics. Also passes mispredicted tokens to an adaptive masking strategy."""
     step_metrics = StepMetrics(session.world_group, session.mesh.tensor_group.size)
-    model, difficulty = cast(Pretraining, progress.engine.module), progress.state.difficulty
-    model.note_metrics = step_metrics.note
-    model.note_misses = None if difficulty is None else difficulty.note
+    model, error_counts = cast(Pretraining, progress.engine.module), progress.state.error_counts
+    model.on_metrics = step_metrics.record
+    model.on_errors = None if error_counts is None else error_counts.record
     return step_metrics
 
 
@@ -381,7 +381,7 @@ def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState
     state.dataset_counts = session.datasets.token_counts
     masking, batch = plan.config.masking, plan.config.batch
     if masking is not None and masking.adapts():
-        state.difficulty = Difficulty(state.padded_vocab_size, masking.adapt_every, batch.global_size)
+        state.error_counts = ErrorCounts(state.padded_vocab_size, masking.adapt_every, batch.global_size)
     if start.checkpoint is not None:
         refuse_another_run(start.checkpoint, session.plan.config, state.data_fingerprints)
     return state
@@ -415,7 +415,7 @@ def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLo
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        collator=training_rows(config, session.datasets.train, state.difficulty, masked_from),
+        collator=training_rows(config, session.datasets.train, state.error_counts, masked_from),
         counted=None if auxiliary is None else auxiliary.counted,
         owners=owners_of(config, session.mesh),
         sharing=session.mesh.tensor_group,

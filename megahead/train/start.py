@@ -24,7 +24,7 @@ from megahead.distributed.tensors import FiniteTensors, RenamedTensors, Tensors
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
-from megahead.objectives.pretraining import TEMPERATURE, FirstWeights, first_weights, weight_shapes
+from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial_weights, weight_shapes
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
@@ -172,7 +172,7 @@ class WithNewHead:
         name = self._name_of_new(key)
         if name is None:
             return self._saved().blocks(key)
-        first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([first_bias(self.checkpoint)])
+        first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([initial_bias(self.checkpoint)])
         return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
 
     def _saved(self) -> FiniteTensors:
@@ -184,7 +184,7 @@ class WithNewHead:
         return None if name is None or f"weight/{name}" in self.checkpoint.names() else name
 
 
-def first_bias(checkpoint: Checkpoint) -> Tensor:
+def initial_bias(checkpoint: Checkpoint) -> Tensor:
     """[padded vocabulary]: that of the training-free head; zeros if the model in `checkpoint` needs none."""
     model = TrainedModel.of(checkpoint)
     bias_V = model.training_free_bias()
@@ -206,7 +206,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     if resumed is not None:  # rows without the updates they wait for: `resume_from` does those
         return _weights_of(resumed, shapes, kind="late/weight", may_lack=(HEAD, OUTPUT_BIAS))
     if init is None:
-        return first_weights(config)
+        return initial_weights(config)
     copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
     needed = {name: shape for name, shape in shapes.items() if name not in copies}
     source: Tensors = (
@@ -222,7 +222,7 @@ def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, 
     if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
         return _weights_of(checkpoint, shapes)
     others = {name: shape for name, shape in shapes.items() if name != TEMPERATURE}
-    return _WithTemperature(_weights_of(checkpoint, others), first_weights(config))
+    return _WithTemperature(_weights_of(checkpoint, others), initial_weights(config))
 
 
 def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
@@ -269,7 +269,7 @@ class _WithTemperature:
     """`weights`, and the temperature of `first`."""
 
     weights: Tensors
-    first: FirstWeights
+    first: InitialWeights
 
     def read(self, name: str, /) -> Tensor:
         return (self.first if name == TEMPERATURE else self.weights).read(name)
@@ -283,7 +283,7 @@ class _PublishedWeights:
     """Those of a Hugging Face folder, and `first` for what it cannot have."""
 
     model: PublishedModel
-    first: FirstWeights
+    first: InitialWeights
 
     def read(self, name: str, /) -> Tensor:
         return self.first.read(name) if name in _NOT_PUBLISHED else self.model.weight(name, self.first.shapes[name])
@@ -306,4 +306,4 @@ def _published(config: RunConfig, init: InitConfig, world_group: Group) -> _Publ
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    return _PublishedWeights(PublishedModel.open(path), first_weights(config))
+    return _PublishedWeights(PublishedModel.open(path), initial_weights(config))

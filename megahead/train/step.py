@@ -46,7 +46,7 @@ class StepMetrics:
         self._noted: list[Tensor] = []
         self._names: list[str] = []
 
-    def note(self, sums: Mapping[str, Tensor]) -> None:
+    def record(self, sums: Mapping[str, Tensor]) -> None:
         """What one batch adds, by the same names in each, still on its device: nothing waits for that."""
         self._names = list(sums)
         self._noted.append(torch.stack([value.detach().double() for value in sums.values()]))

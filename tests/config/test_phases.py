@@ -10,7 +10,7 @@ from megahead.config.data import DataConfig
 from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_checkpoint, config_from_dict
 from megahead.config.masking import MaskingConfig
-from megahead.config.plan import learn_alike, phase_at, phase_that_saved, phases_of
+from megahead.config.plan import phase_at, phase_that_saved, phases_of, same_objective
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigErrors
 from support.good_settings import GOOD
@@ -136,9 +136,9 @@ def test_a_saved_config_ran_and_is_not_held_against_rules_that_came_later() -> N
 
 def test_phases_differ_in_objective_or_direction_and_in_nothing_else() -> None:
     one, two, three = phases_of(config({"schedule": {"causal_share": 0.25, "vanilla_share": 0.2}}))
-    assert not learn_alike(one.config, two.config)
-    assert not learn_alike(two.config, three.config)
-    assert learn_alike(two.config, two.config.model_copy(update={"seed": 5}))
+    assert not same_objective(one.config, two.config)
+    assert not same_objective(two.config, three.config)
+    assert same_objective(two.config, two.config.model_copy(update={"seed": 5}))
 
 
 def test_rows_stay_rows_where_attention_alone_changes() -> None:

@@ -14,7 +14,7 @@ from megahead.data.batch import Batch
 from megahead.data.framing import Framing
 from megahead.data.masking import Diffusion
 from megahead.data.samples import CounterRng
-from megahead.data.strategy import WeighedIds
+from megahead.data.strategy import WeightedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
@@ -88,7 +88,7 @@ def test_by_weights_rare_ids_are_masked_before_others_and_no_row_more_or_less() 
     weights = np.ones(VOCABULARY)
     weights[8] = 3.0
     text = np.tile(np.array([7, 8]), (6000, 1))
-    batch = replace(diffusion(), strategy=WeighedIds(weights)).batch(text, range(6000))
+    batch = replace(diffusion(), strategy=WeightedIds(weights)).batch(text, range(6000))
     assert (per_row(batch) == per_row(diffusion().batch(text, range(6000)))).all()
     alone = per_row(batch)[batch.target_index_N.numpy() // 4] == 1
     assert (batch.target_ids_N.numpy()[alone] == 8).mean() == pytest.approx(3 / 4, abs=0.035)  # 3000 rows

@@ -19,7 +19,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import STRATEGIES, Hardest, Uniform
-from megahead.data.strategy import Difficulty, Strategy, WeighedIds
+from megahead.data.strategy import ErrorCounts, Strategy, WeightedIds
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
@@ -45,7 +45,7 @@ def texts(rows: int, length: int = 62) -> np.ndarray:
 
 def kept(batch: Batch) -> np.ndarray:
     """bool [B, T]."""
-    (part,) = batch.kept
+    (part,) = batch.selections
     assert part.layers == range(1, 3)
     assert part.first_reads_all
     kept_BT = np.zeros(batch.input_ids_BT.shape, bool)
@@ -57,7 +57,7 @@ def kept(batch: Batch) -> np.ndarray:
 def test_the_most_important_tokens_are_kept_as_many_in_each_row() -> None:
     """By what is read: a target that is read as another token is as important as that one."""
     weight_V = np.random.default_rng(1).permutation(V) + 1.0
-    batch = collator(WeighedIds(weight_V)).batch(texts(50), range(50))
+    batch = collator(WeightedIds(weight_V)).batch(texts(50), range(50))
     read_BT, kept_BT = batch.input_ids_BT.numpy(), kept(batch)
     assert (kept_BT.sum(1) == 32).all()
     special_BT = np.isin(read_BT, [CLS, SEP, MASK])
@@ -104,12 +104,12 @@ def test_what_is_kept_depends_on_the_sample_alone(rows: range) -> None:
 
 
 def test_ids_that_are_missed_more_often_are_kept_two_periods_later() -> None:
-    difficulty = Difficulty(V, EVERY, SAMPLES)
+    error_counts = ErrorCounts(V, EVERY, SAMPLES)
     hard = torch.arange(V) >= 60
     for step in range(EVERY):
-        difficulty.note(torch.arange(V), hard)
-        difficulty.end_step((step + 1) * SAMPLES, True, Group())
-    text, adapting = texts(SAMPLES), collator(Hardest(np.ones(V), difficulty), keep_share=0.4)
+        error_counts.record(torch.arange(V), hard)
+        error_counts.end_step((step + 1) * SAMPLES, True, Group())
+    text, adapting = texts(SAMPLES), collator(Hardest(np.ones(V), error_counts), keep_share=0.4)
 
     def share_of_hard(step: int) -> float:
         batch = adapting.batch(text, range(step * SAMPLES, (step + 1) * SAMPLES))
@@ -142,12 +142,12 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=V) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
     dataset = IndexedDataset(tmp_path / "text")
-    made = training_collator(run_config(by), [dataset], Difficulty(V, 5, 4))
+    made = training_collator(run_config(by), [dataset], ErrorCounts(V, 5, 4))
     assert isinstance(made, MaskingCollator)
     assert made.subsets.dropping is not None
-    assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeighedIds))
+    assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeightedIds))
     assert (kept(made.batch(texts(4), range(4))).sum(1) == 32).all()
     assert by in STRATEGIES
     (tmp_path / "text.json").unlink()
     with pytest.raises(ConfigError, match=rf"`masking.dropping.by` must have a dataset with .* but is {by} instead"):
-        training_collator(run_config(by), [IndexedDataset(tmp_path / "text")], Difficulty(V, 5, 4))
+        training_collator(run_config(by), [IndexedDataset(tmp_path / "text")], ErrorCounts(V, 5, 4))

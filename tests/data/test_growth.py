@@ -12,7 +12,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import (
     _letters,
     add_encoder_tokens,
-    grown,
+    extend,
     save_tokenizer,
     train_bpe,
     train_multilingual,
@@ -31,7 +31,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def test_ids_stay_and_the_text_takes_fewer_tokens() -> None:
     old = add_encoder_tokens(train_bpe(TEXT, 320))  # three ids behind those of the model
-    new = grown(old, HINDI, 350)
+    new = extend(old, HINDI, 350)
     assert new.get_vocab_size() == 350
     assert old.get_vocab(True).items() <= new.get_vocab(True).items()
     assert sorted(new.get_vocab(True).values()) == [*range(350)]
@@ -45,24 +45,24 @@ def test_ids_stay_and_the_text_takes_fewer_tokens() -> None:
 @pytest.mark.parametrize("train", [train_bpe, train_multilingual])
 def test_going_on_with_the_same_text_is_longer_training(train: Callable[..., Tokenizer]) -> None:
     texts = [*TEXT, *GERMAN]
-    whole, parts = train(texts, 360), grown(train(texts, 300), texts, 360)
+    whole, parts = train(texts, 360), extend(train(texts, 300), texts, 360)
     assert parts.get_vocab() == whole.get_vocab()
     assert [ids(parts, text) for text in texts] == [ids(whole, text) for text in texts]
 
 
 def test_it_goes_on_as_a_file(tmp_path: Path) -> None:
-    save_tokenizer(grown(train_bpe(TEXT, 300), GERMAN, 315), tmp_path / "t.json")
+    save_tokenizer(extend(train_bpe(TEXT, 300), GERMAN, 315), tmp_path / "t.json")
     tokenizer = load_tokenizer(tmp_path / "t.json", probe=GERMAN)
     assert tokenizer.vocab_size == 315
     assert tokenizer.decode(tokenizer.encode_batch([GERMAN[0]])[0]) == GERMAN[0]
-    twice = grown(Tokenizer.from_file(str(tmp_path / "t.json")), HINDI, 350)
+    twice = extend(Tokenizer.from_file(str(tmp_path / "t.json")), HINDI, 350)
     assert twice.get_vocab_size() == 350
 
 
 def test_a_model_keeps_its_rows_and_each_new_token_has_pieces(tmp_path: Path) -> None:
     old = add_encoder_tokens(train_bpe(TEXT, 300))
     save_tokenizer(old, tmp_path / "old.json")
-    save_tokenizer(grown(old, [*TEXT, *GERMAN], 330), tmp_path / "new.json")
+    save_tokenizer(extend(old, [*TEXT, *GERMAN], 330), tmp_path / "new.json")
     before, after = (SpelledVocabulary.open(tmp_path / f"{name}.json") for name in ("old", "new"))
     found = translate(before, after, {})
     assert found.kept_V[:303] == [*range(303)]
@@ -72,11 +72,11 @@ def test_a_model_keeps_its_rows_and_each_new_token_has_pieces(tmp_path: Path) ->
 
 def test_what_cannot_be_extended_is_refused() -> None:
     with pytest.raises(DataError, match="must be byte-level BPE"):
-        grown(train_wordpiece(TEXT, 80), TEXT, 100)
+        extend(train_wordpiece(TEXT, 80), TEXT, 100)
     with pytest.raises(FieldError, match=r"`vocab_size` must be above .* \(300\), but is 300"):
-        grown(train_bpe(TEXT, 300), TEXT, 300)
+        extend(train_bpe(TEXT, 300), TEXT, 300)
     with pytest.raises(DataError, match="must have pieces that occur 2 times to be new tokens, but has none"):
-        grown(train_bpe(TEXT, 300), ["once"], 310)
+        extend(train_bpe(TEXT, 300), ["once"], 310)
     with pytest.raises(FieldError, match="must be below"):
         _letters(1_200_000)
 

@@ -165,23 +165,23 @@ def test_a_row_without_text_has_no_targets() -> None:
 
 
 def test_noise_is_uniform_and_apart_by_sample_place_and_purpose() -> None:
-    noise = CounterRng(3, np.arange(2000))
-    draws = noise.uniform(1, 50)
+    rng = CounterRng(3, np.arange(2000))
+    draws = rng.uniform(1, 50)
     assert draws.min() > 0
     assert draws.max() < 1
     assert draws.mean() == pytest.approx(0.5, abs=0.005)
     assert np.histogram(draws, 20, (0, 1))[0] == pytest.approx(5000, rel=0.06)
     assert len(np.unique(draws)) == draws.size
-    for other in (noise.uniform(2, 50), CounterRng(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
+    for other in (rng.uniform(2, 50), CounterRng(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
         assert abs(np.corrcoef(draws.reshape(-1), other.reshape(-1))[0, 1]) < 0.02
     assert np.array_equal(CounterRng(3, [1999]).uniform(1, 50), draws[-1:])
 
 
 def test_ids_that_weigh_almost_nothing_are_chosen_last_but_before_places_that_are_not_allowed() -> None:
-    noise, allowed_BW = CounterRng(0, range(2000)), np.tile([False, True, True, True], (2000, 1))
+    rng, allowed_BW = CounterRng(0, range(2000)), np.tile([False, True, True, True], (2000, 1))
     weight_BW = np.where(allowed_BW, np.array([1.0, 5e-324, 1e-300, 1.0]), 1.0)
     for count, chosen in enumerate(([3], [2, 3], [1, 2, 3]), start=1):
-        chosen_BW = noise.choice(Purpose.DIFFUSION_PLACES, allowed_BW, np.full(2000, count), weight_BW)
+        chosen_BW = rng.choice(Purpose.DIFFUSION_PLACES, allowed_BW, np.full(2000, count), weight_BW)
         assert chosen_BW[:, chosen].all(), count
 
 
@@ -199,8 +199,8 @@ def test_how_often_ids_would_be_targets_is_not_known_of_a_text_without_counts() 
 
 
 def test_each_purpose_has_random_numbers_of_its_own() -> None:
-    noise = CounterRng(3, [0])
-    assert len({noise.uniform(purpose, 1).item() for purpose in Purpose}) == len(Purpose.__members__)
+    rng = CounterRng(3, [0])
+    assert len({rng.uniform(purpose, 1).item() for purpose in Purpose}) == len(Purpose.__members__)
 
 
 @pytest.mark.parametrize("special", [[], [0], [3], [0, 1, 4], [2, 3, 4], [4, 5, 6]])

@@ -25,7 +25,7 @@ from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategies import FLOOR, STRATEGIES, Frequency, Informative, Pmi, Spans, Weights
-from megahead.data.strategy import Difficulty, PairCounts, Strategy
+from megahead.data.strategy import ErrorCounts, PairCounts, Strategy
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
 from megahead.data.vocabulary_map import bytes_of_ids
@@ -261,8 +261,8 @@ def test_drawn_targets_are_the_rate_however_much_ids_differ(rate: float) -> None
 def test_drawn_words_are_the_rate_however_much_they_weigh() -> None:
     text, weight_V = texts(2000), np.where(np.arange(VOCABULARY) % 10 == 0, 50.0, 1.0)
     words = WholeWords.of(SPELLED, 126)
-    weighed = _WeighedWords(words.bytes_, words.ends_V, words.max_tokens, weight_V)
-    assert chosen(weighed, text, rate=0.4, count="bernoulli").mean() == pytest.approx(0.4, abs=0.005)
+    weighted = _WeighedWords(words.bytes_, words.ends_V, words.max_tokens, weight_V)
+    assert chosen(weighted, text, rate=0.4, count="bernoulli").mean() == pytest.approx(0.4, abs=0.005)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     np.save(tmp_path / "weights.npy", np.ones(VOCABULARY))
     given = {"id_weights": str(tmp_path / "weights.npy")} if strategy == "weights" else {}
     config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"), **given)
-    collator = training_collator(config, [IndexedDataset(tmp_path / "text")], Difficulty(VOCABULARY, 5, 4))
+    collator = training_collator(config, [IndexedDataset(tmp_path / "text")], ErrorCounts(VOCABULARY, 5, 4))
     assert collator is not None
     batch = collator.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard, WholeTensors, interleave_shards
-from megahead.objectives.pretraining import first_weights
+from megahead.objectives.pretraining import initial_weights
 from support.long import long, long_but
 from support.on_ranks import on_ranks
 from support.precisions import PRECISIONS
@@ -61,7 +61,7 @@ def first_rows(group: Group, stage: int, precision: str) -> bool:
     """Whether the rows start as the first weights of a dense run, to the last bit."""
     course = RowCourse(group, stage, {"engine.precision": precision})
     begun = kept_whole(course)["late/weight/backbone.embedding.weight"]
-    return torch.equal(begun, first_weights(course.config).read("backbone.embedding.weight"))
+    return torch.equal(begun, initial_weights(course.config).read("backbone.embedding.weight"))
 
 
 @pytest.mark.parametrize(("ranks", "stage", "precision"), [(1, 0, "fp32"), (2, 1, "bf16"), long(4, 3, "fp32")])

@@ -186,7 +186,7 @@ def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
     cut = {"end_token": 0, "isolate_documents": False, "boundary_targets": True}
     batch = causal_batch(tokens, **cut) if config.masking is None else collator.batch(tokens[:, :16], range(4))
     model, candidates = initialized(config), unique_candidates(batch.target_ids_N)
-    model.note_misses = (lambda *_: None) if misses else None
+    model.on_errors = (lambda *_: None) if misses else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(MicroBatch(batch, (candidates,), 1.0)).backward()
     assert candidates.ids_U is not None

@@ -20,7 +20,7 @@ from megahead.engine.engine import Engine
 from megahead.estimate import rank_memory
 from megahead.losses.contrastive import build_objective
 from megahead.objectives.loader import StepLoader
-from megahead.objectives.pretraining import assemble, first_weights
+from megahead.objectives.pretraining import assemble, initial_weights
 from megahead.optim import build_optimizer
 from megahead.train.faults import FaultPolicy
 from megahead.train.run import explain_out_of_memory, pretrain
@@ -61,7 +61,7 @@ def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     mesh = Mesh.build(world, config.parallel.tensor)
     module = assemble(config, mesh.tensor_group, CPU)
     optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
-    weights = first_weights(config)
+    weights = initial_weights(config)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)

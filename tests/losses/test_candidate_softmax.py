@@ -212,7 +212,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_gradients_may_be_differentiated_by_the_losss_factor() -> None:
-    """As GradNorm does, to weigh losses."""
+    """As GradNorm does, to weight losses."""
     outputs, targets, embedding = drawn(8, 4, 9)
     factor = torch.tensor(2.0, requires_grad=True)
     slopes = []

@@ -17,6 +17,7 @@ from megahead.errors import ConfigError
 from megahead.losses import fused_softmax
 from megahead.losses.candidates import (
     Candidates,
+    compute_weighting,
     draw_ids,
     inclusion_probabilities,
     log_negatives,
@@ -24,7 +25,6 @@ from megahead.losses.candidates import (
     systematic_sample,
     training_free_bias,
     unique_candidates,
-    weigh,
 )
 from megahead.losses.contrastive import Headless, build_objective
 from megahead.losses.scores import Dot
@@ -76,7 +76,7 @@ def formula(bias: str, outputs: Tensor, table: Tensor, targets: list[int], negat
 def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: int) -> None:
     outputs, table, targets = drawn()
     rule = objective(bias=bias, negatives=negatives)
-    candidates = rule.pool(targets, seed=3).candidates(targets)
+    candidates = rule.candidate_set(targets, seed=3).candidates(targets)
     below = log_unigram(TOKEN_COUNTS, V).exp().double().cumsum(0)
     draws = draw_ids(below, negatives, torch.Generator().manual_seed(3))
     expected = formula(bias, outputs, table, targets.tolist(), draws.tolist())
@@ -89,7 +89,7 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
 
 def test_the_papers_pool_is_its_unique_targets() -> None:
     _, _, targets = drawn()
-    pooled, plain = objective().pool(targets).candidates(targets), unique_candidates(targets)
+    pooled, plain = objective().candidate_set(targets).candidates(targets), unique_candidates(targets)
     assert pooled.target_bias_U is None
     assert not pooled.subtracts_target_bias
     for mine, theirs in (
@@ -102,7 +102,7 @@ def test_the_papers_pool_is_its_unique_targets() -> None:
 
 def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, table, targets = drawn()
-    candidates = objective(max_candidates=3).pool(targets).candidates(targets)
+    candidates = objective(max_candidates=3).candidate_set(targets).candidates(targets)
     assert candidates.target_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
@@ -119,7 +119,7 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
     exact = (torch.exp(outputs @ table.T) * torch.bincount(targets, minlength=V)).sum(1).detach()
     sums = torch.empty(draws, N, dtype=torch.float64)
     for seed in range(draws):
-        group = rule.pool(targets, seed).candidates(targets)
+        group = rule.candidate_set(targets, seed).candidates(targets)
         assert group.ids_U is not None
         assert group.bias_U is not None
         assert int((group.bias_U > -torch.inf).sum()) == most
@@ -134,14 +134,14 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
 
 
 def test_a_cap_holds_where_every_id_is_a_target() -> None:
-    candidates = objective(max_candidates=4).pool(torch.arange(V)).candidates(torch.arange(V))
+    candidates = objective(max_candidates=4).candidate_set(torch.arange(V)).candidates(torch.arange(V))
     assert candidates.bias_U is not None
     assert int((candidates.bias_U > -torch.inf).sum()) == 4
 
 
 def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
-    capped, plain = (objective(max_candidates=most).pool(targets).candidates(targets) for most in (V, None))
+    capped, plain = (objective(max_candidates=most).candidate_set(targets).candidates(targets) for most in (V, None))
     torch.testing.assert_close(capped.bias_U, plain.bias_U)
     assert capped.target_bias_U is None
 
@@ -172,7 +172,7 @@ def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     torch.testing.assert_close(counts / 20_000, probabilities, atol=0.02, rtol=0)
     _, _, targets = drawn()
     rule = objective(negatives=9, negatives_from="uniform", max_candidates=5)
-    again, same, other = (rule.pool(targets, seed).shared_bias_P for seed in (1, 1, 2))
+    again, same, other = (rule.candidate_set(targets, seed).shared_bias_P for seed in (1, 1, 2))
     assert torch.equal(again, same)
     assert not torch.equal(again, other)
 
@@ -214,7 +214,7 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
     pairs = torch.multinomial(joint.flatten(), groups * size, replacement=True, generator=generator).view(groups, size)
     biases, own = torch.full((groups, 4), -torch.inf), pairs % 4
     for place in range(groups):
-        group = rule.pool(own[place], place).candidates(own[place])
+        group = rule.candidate_set(own[place], place).candidates(own[place])
         assert group.bias_U is not None
         biases[place, group.ids_U] = group.bias_U.float()
     scores = torch.zeros(2, 4, requires_grad=True)
@@ -253,7 +253,7 @@ def test_token_counts_are_asked_for_where_they_are_needed() -> None:
 
 def test_the_corrected_bias_needs_the_chances_that_it_corrects() -> None:
     with pytest.raises(ValueError, match="needs the probabilities"):
-        weigh("corrected", torch.ones(3), None)
+        compute_weighting("corrected", torch.ones(3), None)
 
 
 def test_the_head_of_candidates_that_count_once_is_how_often_they_are_candidates() -> None:
@@ -281,7 +281,7 @@ def test_choosing_candidates_does_not_cost_a_vocabulary(fields: dict[str, Any]) 
     rule = build_objective(ObjectiveConfig(**fields), vocabulary, torch.ones(vocabulary, dtype=torch.int64))
     targets = torch.randint(vocabulary, (300,))
     with LargestTensor() as largest:
-        candidates = rule.pool(targets, seed=1).candidates(targets)
+        candidates = rule.candidate_set(targets, seed=1).candidates(targets)
     assert largest.numbers < 2000
     assert candidates.ids_U is not None
     assert torch.equal(candidates.ids_U[candidates.target_N], targets)

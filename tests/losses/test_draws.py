@@ -93,7 +93,7 @@ def test_nothing_is_drawn_where_there_are_no_outputs() -> None:
 def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
     rule = build_objective(ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), 50)
     ids = torch.tensor([17])
-    candidates = rule.pool(ids).candidates(ids).padded(8)
+    candidates = rule.candidate_set(ids).candidates(ids).padded(8)
     rows_UD, uniform_N = torch.randn(8, D), torch.tensor([0.9], dtype=torch.float64)
     assert Softmax(torch.randn(1, D), rows_UD, candidates, Dot()).draws(uniform_N).tolist() == [0]
 
@@ -102,14 +102,14 @@ def test_an_outputs_own_target_weighs_as_often_as_others_have_it_on_average() ->
     """By the text's counts, whether they do or not; where a text has none, as often as they do."""
     config, ids = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), torch.tensor([5, 7, 7, 7, 9])
     counts_V = torch.zeros(50, dtype=torch.int64).index_fill(0, torch.tensor([5, 7]), 10**9)
-    candidates = build_objective(config, 50, counts_V).pool(ids).candidates(ids)
+    candidates = build_objective(config, 50, counts_V).candidate_set(ids).candidates(ids)
     assert candidates.drawn_bias_U is not None
     assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([2, 2, 0], abs=1e-6)
     rule = build_objective(config, 50)
-    candidates = rule.pool(ids).candidates(ids)
+    candidates = rule.candidate_set(ids).candidates(ids)
     assert candidates.drawn_bias_U is not None
     assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([0, 2, 0])
-    assert build_objective(ObjectiveConfig(), 50).pool(ids).candidates(ids).drawn_bias_U is None
+    assert build_objective(ObjectiveConfig(), 50).candidate_set(ids).candidates(ids).drawn_bias_U is None
 
 
 WEIGHTINGS: dict[str, dict[str, Any]] = {
@@ -143,7 +143,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
     for group in range(groups):
         own = random.choice(vocabulary, 1, p=p_V)
         ids = torch.from_numpy(np.concatenate([own, random.choice(vocabulary, targets - 1, p=q_V)]))
-        candidates = rule.pool(ids, seed=group).candidates(ids[:1])
+        candidates = rule.candidate_set(ids, seed=group).candidates(ids[:1])
         assert candidates.ids_U is not None
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
@@ -176,7 +176,7 @@ def test_a_rare_original_is_drawn_as_often_as_its_probability_says(name: str) ->
     uniform_N, originals = (torch.arange(each, dtype=torch.float64) + 0.5) / each, 0
     for group in range(100):
         ids = torch.from_numpy(np.append(random.choice(vocabulary, targets - 1, p=q_V), own))
-        candidates = rule.pool(ids, seed=group).candidates(ids[-1:])
+        candidates = rule.candidate_set(ids, seed=group).candidates(ids[-1:])
         assert candidates.ids_U is not None
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         outputs_ND, rows_UD = torch.ones(each, 1, dtype=torch.float64), optimum_V[candidates.ids_U][:, None]

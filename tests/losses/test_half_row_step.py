@@ -47,10 +47,10 @@ def assert_rounded(mine: list[Tensor], true: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("weighed", [False, True])
-def test_products_in_bf16_lose_no_more_than_their_rounding(apart: bool, weighed: bool) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_products_in_bf16_lose_no_more_than_their_rounding(apart: bool, weighted: bool) -> None:
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart)
-    if weighed:
+    if weighted:
         candidates = replace(candidates, weight_N=50 / torch.randint(1, 51, (41,)))
     loss = candidate_loss(outputs, rows, candidates, SCORE)
     assert loss.dtype == FULL

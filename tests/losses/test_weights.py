@@ -62,8 +62,8 @@ def test_an_output_of_weight_three_is_one_that_is_there_three_times() -> None:
     outputs, rows, _ = inputs
     whole = replace(candidates, weight_N=None, target_N=candidates.target_N.repeat_interleave(often_N))
     repeated = candidate_loss_reference(outputs.repeat_interleave(often_N, 0), rows, whole, SCORE)
-    weighed = candidate_loss_reference(outputs, rows, replace(candidates, weight_N=often_N.float()), SCORE)
-    for mine, expected in zip(solved(weighed, inputs), solved(repeated, inputs), strict=True):
+    weighted = candidate_loss_reference(outputs, rows, replace(candidates, weight_N=often_N.float()), SCORE)
+    for mine, expected in zip(solved(weighted, inputs), solved(repeated, inputs), strict=True):
         torch.testing.assert_close(mine, expected)
 
 
@@ -146,7 +146,7 @@ def test_what_an_objective_subtracts_of_a_positive_is_weighed_with_it(fields: di
     assert weight_N is not None
 
     def loss(weight_N: Tensor | None) -> float:
-        found = rule.pool(targets_N).candidates(targets_N, weight_N)
+        found = rule.candidate_set(targets_N).candidates(targets_N, weight_N)
         return float(candidate_loss(outputs.detach(), rows.detach()[found.ids_U], found))
 
     assert loss(2 * weight_N) == pytest.approx(2 * loss(weight_N))

@@ -43,7 +43,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, float]:
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:] = -1
     batch = collator.batch(text, range(3))
-    candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    candidates = build_objective(config.objective, 47).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
     module = module.double()
     with torch.no_grad():
         for parameter in module.parameters():

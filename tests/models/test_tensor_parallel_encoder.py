@@ -48,7 +48,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:], text[2, 4:] = -1, text[0, :10]
     batch = collator.batch(text, range(3))
-    candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    candidates = build_objective(config.objective, 47).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
     module = module.double()
     with torch.no_grad():
         for name, parameter in module.named_parameters():

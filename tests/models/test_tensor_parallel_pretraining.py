@@ -52,7 +52,7 @@ def micro_batch(config: RunConfig, targets: int | None = None) -> MicroBatch:
     batch = Batch(rows[:, :-1], positions, index, ids)
     objective = build_objective(config.objective, config.model.vocab_size, torch.arange(config.model.vocab_size))
     groups = ids.tensor_split([len(ids) // 3]) if config.objective.name == "headless" else (ids,)
-    return MicroBatch(batch, tuple(objective.pool(part, seed=5).candidates(part) for part in groups), 1 / 7)
+    return MicroBatch(batch, tuple(objective.candidate_set(part, seed=5).candidates(part) for part in groups), 1 / 7)
 
 
 def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megahead.data.batch import Batch, KeptTokens
+from megahead.data.batch import Batch, TokenSelection
 from megahead.losses.candidates import Candidates
 from megahead.objectives.micro_batch import (
     MicroBatch,
@@ -56,7 +56,7 @@ def test_targets_are_those_of_the_batch() -> None:
     assert target_positions_of(replace(BATCH, max_targets_per_row=None)).slots_per_row == 4
 
 
-KEPT = KeptTokens(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))
+KEPT = TokenSelection(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))
 """Of the first row the third token comes late, of the second the fourth."""
 
 

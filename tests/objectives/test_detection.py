@@ -17,7 +17,7 @@ from megahead.config.run import RunConfig
 from megahead.losses.contrastive import build_objective
 from megahead.objectives.auxiliary import training_rows
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
-from megahead.objectives.pretraining import Pretraining, first_weights
+from megahead.objectives.pretraining import Pretraining, initial_weights
 from megahead.objectives.replaced_tokens import ReplacedTokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
@@ -46,7 +46,7 @@ def micro_batch(config: RunConfig, rows: int = 6, ids: range = range(2, VOCABULA
     text = np.random.default_rng(0).integers(ids.start, ids.stop, (rows, 14))
     batch = collator.batch(text, range(rows))
     rule = build_objective(config.objective, VOCABULARY, torch.arange(VOCABULARY) + 1)
-    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    candidates = rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25, 0.125)
 
 
@@ -64,7 +64,7 @@ def watched(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tensor, Mapp
     noted: list[Mapping[str, Tensor]] = []
     encode = model.backbone.encode
     model.backbone.encode = lambda rows, documents: read.append(rows) or encode(rows, documents)  # type: ignore
-    model.note_metrics = noted.append
+    model.on_metrics = noted.append
     loss = model(micro)
     model.backbone.encode = encode  # type: ignore[method-assign]
     return loss, read[0], noted[0]
@@ -130,7 +130,7 @@ def test_only_candidates_of_a_tokens_own_group_replace_it() -> None:
     rule, counts = build_objective(config.objective, VOCABULARY), [0, 0]
     half = int((micro.batch.target_index_N < 3 * 16).sum())
     parts = micro.batch.target_ids_N.split([half, len(micro.batch.target_ids_N) - half])
-    groups = tuple(rule.pool(part).candidates(part) for part in parts)
+    groups = tuple(rule.candidate_set(part).candidates(part) for part in parts)
     _, read_BTD, _ = watched(model, replace(micro, candidates=groups))
     drawn_N = ids_of(read_BTD, model).flatten()[micro.batch.target_index_N]
     for place, (part, drawn) in enumerate(zip(parts, drawn_N.split([len(part) for part in parts]), strict=True)):
@@ -180,7 +180,7 @@ def test_without_targets_the_model_still_learns() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     nothing = micro.batch.auxiliary._replace(draw_N=torch.zeros(0, dtype=torch.float64))
     batch = replace(micro.batch, target_index_N=none, target_ids_N=none, max_targets_per_row=0, auxiliary=nothing)
-    candidates = build_objective(config.objective, VOCABULARY).pool(none).candidates(none)
+    candidates = build_objective(config.objective, VOCABULARY).candidate_set(none).candidates(none)
     loss = model(replace(micro, batch=batch, candidates=(candidates,)))
     loss.backward()
     assert loss.item() > 0
@@ -200,9 +200,9 @@ def test_evaluation_draws_from_the_whole_vocabulary_by_the_head() -> None:
     assert twice == pytest.approx({name: 2 * value for name, value in once.items()})
 
 
-def test_first_weights_of_the_generator_are_those_of_a_model_of_its_depth() -> None:
+def test_initial_weights_of_the_generator_are_those_of_a_model_of_its_depth() -> None:
     config = config_of({})
-    weights = first_weights(config)
+    weights = initial_weights(config)
     names = [name for name in weights.shapes if name.startswith("detection.generator.")]
     assert names
     assert not any("embedding.weight" in name for name in names)

@@ -50,7 +50,7 @@ def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch
     text = np.random.default_rng(0).integers(2, 61, (4, 14)) if text is None else text
     batch = collator.batch(text, range(len(text)))
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
-    candidates = objective.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+    candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     return MicroBatch(batch, (candidates,), 0.25)
 
 

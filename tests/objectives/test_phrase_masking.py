@@ -15,14 +15,14 @@ from megahead.data.batch import Batch
 from megahead.data.framing import Framing
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Spans, Uniform
-from megahead.data.strategy import Strategy, WeighedIds
+from megahead.data.strategy import Strategy, WeightedIds
 from megahead.objectives.phrases import PhraseCollator, SharedPhrases
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 40
 STRATEGIES: dict[str, Strategy] = {
     "uniform": Uniform(),
     "spans": Spans(0.3, 6),
-    "weighed": WeighedIds(np.arange(1.0, 1 + VOCABULARY)),
+    "weighted": WeightedIds(np.arange(1.0, 1 + VOCABULARY)),
 }
 
 

@@ -35,7 +35,7 @@ def config_of(objective: dict[str, Any], family: str) -> RunConfig:
 def micro_batch(config: RunConfig) -> MicroBatch:
     collator = training_rows(config, [])
     batch = collator.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
-    candidates = build_objective(config.objective, 61).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    candidates = build_objective(config.objective, 61).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25)
 
 
@@ -61,7 +61,7 @@ def test_the_loss_is_that_of_the_targets_and_of_both_ends_of_phrases(
     config = config_of(objective | {"phrases": PHRASES | {"temperature": temperature}}, family)
     model, slow = (initialized(each).double() for each in (config, config_of(objective, family)))
     micro, noted = micro_batch(config), list[Mapping[str, Tensor]]()
-    model.note_metrics = noted.append
+    model.on_metrics = noted.append
     bare = replace(micro, batch=replace(micro.batch, auxiliary=()))
     loss, expected = model(micro), slow(bare) + 0.25 * 0.5 * by_hand(slow, micro, temperature or 48**0.5)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)

@@ -16,7 +16,7 @@ from megahead.losses.candidates import Candidates, log_unigram
 from megahead.losses.contrastive import build_objective, cwt_loss
 from megahead.losses.scores import LearnedTemperature
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
-from megahead.objectives.pretraining import Pretraining, first_weights, weight_shapes
+from megahead.objectives.pretraining import Pretraining, initial_weights, weight_shapes
 from megahead.optim import parameter_groups
 from support.initialized import initialized
 
@@ -38,7 +38,7 @@ def tiny(objective: dict[str, object]) -> RunConfig:
 def candidates(pretraining: Pretraining, batch: Batch) -> tuple[Candidates, ...]:
     """Of a batch that is one group."""
     objective = build_objective(pretraining.objective, 50, torch.arange(64))
-    return (objective.pool(batch.target_ids_N).candidates(batch.target_ids_N),)
+    return (objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N),)
 
 
 def prepared(pretraining: Pretraining, rows: int = 4, loss_weight: float = 1.0) -> MicroBatch:
@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
 @pytest.mark.parametrize("objective", [EVERY_PART, {"name": "vanilla"}])
 def test_every_weight_starts_in_the_shape_that_is_stated_for_it(objective: dict[str, object]) -> None:
     config = tiny(objective)
-    shapes, weights = weight_shapes(config), first_weights(config)
+    shapes, weights = weight_shapes(config), initial_weights(config)
     assert shapes
     assert {name: weights.read(name).shape for name in shapes} == shapes
 
@@ -193,7 +193,7 @@ def test_groups_within_a_micro_batch_share_nothing() -> None:
     batch = prepared(pretraining).batch
     halves = batch.target_ids_N.split(16)
     rule = build_objective(pretraining.objective, 50)
-    micro = MicroBatch(batch, tuple(rule.pool(ids).candidates(ids) for ids in halves), 1.0)
+    micro = MicroBatch(batch, tuple(rule.candidate_set(ids).candidates(ids) for ids in halves), 1.0)
     outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1).split(16)
     table = pretraining.backbone.embedding.weight
     expected = sum(16 * cwt_loss(part, ids, table) for part, ids in zip(outputs, halves, strict=True))
@@ -250,7 +250,7 @@ def test_what_wants_to_know_is_told_which_targets_another_candidate_beat(objecti
     told: list[tuple[torch.Tensor, torch.Tensor]] = []
     micro = prepared(pretraining)
     silent = pretraining(micro)
-    pretraining.note_misses = lambda ids, missed: told.append((ids, missed))
+    pretraining.on_errors = lambda ids, missed: told.append((ids, missed))
     assert torch.equal(pretraining(micro), silent)
     ((ids, missed),) = told
     assert torch.equal(ids, micro.batch.target_ids_N)

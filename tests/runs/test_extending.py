@@ -196,7 +196,8 @@ def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
 
 def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
     config = encoder(folder, "run", {"masking": MASKS | {"strategy": f"{folder}/second_next.py:SecondNext"}})
-    with pytest.raises(ConfigError, match=r"must name a class with made, at, starts, weights, but is .* without made"):
+    rule = "must name a class with build, at, starts, weights, but is .* without build"
+    with pytest.raises(ConfigError, match=rule):
         check_present(config)
 
 

@@ -123,7 +123,7 @@ def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows
         assert held_out_collator(one).batch(text, range(4)).kept[0].layers == range(layers)  # type: ignore[union-attr]
     for collator in (held_out_collator(config), training_collator(config, []), training_collator(decoder, [])):
         batch = collator.batch(text, range(4))  # type: ignore[union-attr]
-        (early_tokens,) = batch.kept
+        (early_tokens,) = batch.selections
         seen = batch.input_ids_BT.flatten()[early_tokens.index_N]
         assert 60 not in seen
         assert len(seen) + int((batch.input_ids_BT == 60).sum()) == batch.input_ids_BT.numel()

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 ENCODERS = {"bert", "modernbert"}
 
 
-def made(name: str) -> PreTrainedModel:
+def build(name: str) -> PreTrainedModel:
     kind, config = MODELS[name]
     model, generator = kind(config), torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -11,14 +11,14 @@ from megahead.distributed.group import Group
 from megahead.distributed.tensors import WholeTensors
 from megahead.models.backbone import Backbone
 from megahead.models.families import build_backbone, initial_value
-from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
+from megahead.objectives.pretraining import Pretraining, assemble, fill_, initial_weights
 
 
 def initialized(config: RunConfig, group: Group | None = None) -> Pretraining:
     """The run's model on the CPU, split over `group`."""
     group = Group() if group is None else group
     module = assemble(config, group, torch.device("cpu"))
-    fill_(module, group, first_weights(config))
+    fill_(module, group, initial_weights(config))
     return module
 
 

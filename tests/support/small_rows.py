@@ -17,7 +17,7 @@ from megahead.distributed.tensors import RoundRobinShard
 from megahead.engine.engine import RowEngine, StepResult
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import assemble, first_weights
+from megahead.objectives.pretraining import assemble, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows, shard_embedding_
 from support.small_run import shipped, small_config
@@ -42,7 +42,7 @@ class RowCourse:
             config=deepspeed_config(self.config, group.size),
             mesh=self.mesh,
             device=CPU,
-            weights=first_weights(self.config),
+            weights=initial_weights(self.config),
         )
 
     def gather(self, number: int, factor: float = 1.0) -> list[float]:

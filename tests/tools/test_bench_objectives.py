@@ -65,7 +65,7 @@ def test_ids_are_counted_in_its_rows() -> None:
     counts = torch.from_numpy(np.bincount(np.concatenate(rows).reshape(-1), minlength=VOCABULARY))
     targets = torch.tensor([5, 9, 9])
     mine, exact = (
-        rule.pool(targets).candidates(targets)
+        rule.candidate_set(targets).candidates(targets)
         for rule in (rule_of(config, [*rows, np.full((1, 30), -1)]), build_objective(config.objective, 61, counts))
     )
     assert torch.equal(mine.bias_U, exact.bias_U)

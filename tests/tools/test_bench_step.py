@@ -116,7 +116,7 @@ def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) ->
     contender.step(0)
     assert lengths == [32, 32, 16, 32]
     ((micro,), _) = contender._prepared(0)
-    assert micro.batch.kept[0].max_per_row == 16
+    assert micro.batch.selections[0].max_per_row == 16
     tree["masking"] |= {"dropping": None}
     plain = config_from_dict(tree)
     flops = [run_flops(one, 1).total for one in (config, plain)]
@@ -178,8 +178,8 @@ def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     ((micro,), _) = contender._prepared(0)
     assert len(micro.batch.target_ids_N) == 2 * round(0.3 * 30)
     asked: list[torch.Tensor] = []
-    misses = Softmax.misses
-    monkeypatch.setattr(Softmax, "misses", lambda self: asked.append(misses(self)) or asked[-1])
+    misses = Softmax.top1_errors
+    monkeypatch.setattr(Softmax, "top1_errors", lambda self: asked.append(misses(self)) or asked[-1])
     for config, times in ((encoder(), 0), (encoder(strategy="hardest"), 1)):
         Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1)).step(0)
         assert len(asked) == times

@@ -16,22 +16,22 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megahead.engine.engine import Engine
 from megahead.engine.state import weight_sums
 from megahead.report.read import events_of, read_runs
-from megahead.train.faults import WINDOW, OddReplica, Pace, SlowRank, odd_replica
+from megahead.train.faults import WINDOW, ReplicaMismatch, SlowRank, StragglerDetector, replica_mismatch
 from support.killable import Sabotage, codes, said, start_ranks
 from support.long import long
 from support.named import without_digits
 from support.small_run import same_tensors, small_config, stage, write_text
 
 
-def windows(pace: Pace, *steps: list[float]) -> list[SlowRank | None]:
+def windows(stragglers: StragglerDetector, *steps: list[float]) -> list[SlowRank | None]:
     """What is found at the end of a window of each of these steps."""
-    return [[pace.after_step(step) for _ in range(WINDOW)][-1] for step in steps]
+    return [[stragglers.after_step(step) for _ in range(WINDOW)][-1] for step in steps]
 
 
 def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
-    pace, usual, slow = Pace("abc", 2.0), [1.0, 1.1, 0.9], [1.0, 2.5, 0.9]
+    stragglers, usual, slow = StragglerDetector("abc", 2.0), [1.0, 1.1, 0.9], [1.0, 2.5, 0.9]
     first = SlowRank(1, "b", 2.5, 0.95)
-    assert windows(pace, usual, slow, slow, usual, slow) == [None, first, None, None, first]
+    assert windows(stragglers, usual, slow, slow, usual, slow) == [None, first, None, None, first]
     assert first.sentence(40) == (
         "step 40: rank 1 on b is slow: its forward passes take 2.5 s a step, 2.6 times as long as the other ranks', "
         "which wait for it"
@@ -39,10 +39,10 @@ def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
 
 
 def test_single_slow_steps_one_rank_and_differences_of_a_moment_are_nothing() -> None:
-    pace = Pace("ab", 2.0)
-    assert [pace.after_step([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW)] == [None] * WINDOW
-    assert windows(pace, [0.0005, 0.0016]) == [None]
-    assert windows(Pace("a", 2.0), [1.0]) == [None]
+    stragglers = StragglerDetector("ab", 2.0)
+    assert [stragglers.after_step([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW)] == [None] * WINDOW
+    assert windows(stragglers, [0.0005, 0.0016]) == [None]
+    assert windows(StragglerDetector("a", 2.0), [1.0]) == [None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -59,14 +59,14 @@ def test_any_flipped_bit_changes_a_checksum(dtype: torch.dtype) -> None:
 
 def test_the_odd_one_out_is_named_and_of_two_both() -> None:
     same = torch.tensor([[[5, 6]], [[5, 6]], [[5, 6]]])
-    assert odd_replica(same, ["a", "b"]) is None
+    assert replica_mismatch(same, ["a", "b"]) is None
     odd = same.clone()
     odd[1, 0, 1] = 7
-    assert odd_replica(odd, ["a", "b"]) == OddReplica((1,), ("b",))
-    assert odd_replica(odd[:2], ["a", "b"]) == OddReplica((0, 1), ("b",))
+    assert replica_mismatch(odd, ["a", "b"]) == ReplicaMismatch((1,), ("b",))
+    assert replica_mismatch(odd[:2], ["a", "b"]) == ReplicaMismatch((0, 1), ("b",))
     split = torch.tensor([[[5], [8]], [[5], [8]], [[5], [9]]])  # tensor ranks hold other parts
-    assert odd_replica(split, ["a"]) == OddReplica((5,), ("a",))
-    sentence = OddReplica((1,), ("b", "c")).sentence(3, ["x", "y"])
+    assert replica_mismatch(split, ["a"]) == ReplicaMismatch((5,), ("a",))
+    sentence = ReplicaMismatch((1,), ("b", "c")).sentence(3, ["x", "y"])
     assert sentence == "step 3: rank 1 (y) and other replicas differ in b and 1 other weight"
 
 

@@ -32,7 +32,7 @@ def test_auto_takes_bf16_where_the_cpu_multiplies_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     config = small_config(tmp_path, {"engine.precision": "auto"})
-    assert rule.settle_precision(config, CPU, Group()).engine.precision == settled
+    assert rule.resolve_precision(config, CPU, Group()).engine.precision == settled
 
 
 def test_a_torch_that_does_not_tell_counts_as_slow(monkeypatch) -> None:
@@ -42,7 +42,7 @@ def test_a_torch_that_does_not_tell_counts_as_slow(monkeypatch) -> None:
 
 def test_what_was_given_stays(tmp_path) -> None:
     config = small_config(tmp_path, {"engine.precision": "fp16"})
-    assert rule.settle_precision(config, CPU, Group()) is config
+    assert rule.resolve_precision(config, CPU, Group()) is config
 
 
 def test_one_slow_rank_settles_it_for_all(tmp_path, monkeypatch) -> None:
@@ -50,7 +50,7 @@ def test_one_slow_rank_settles_it_for_all(tmp_path, monkeypatch) -> None:
 
     def settled(group: Group) -> str:
         rule.multiplies_bf16_fast = lambda _: group.rank == 0  # in a process of its own
-        return rule.settle_precision(config, CPU, group).engine.precision
+        return rule.resolve_precision(config, CPU, group).engine.precision
 
     assert on_ranks(2, settled) == ["fp32", "fp32"]
 

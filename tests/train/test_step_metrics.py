@@ -34,7 +34,7 @@ def told(group: Group, tensor_ranks: int) -> list[Measured]:
     steps = []
     for count in (2, 1):
         for _ in range(count):
-            step_metrics.note(noted_of(group.rank // tensor_ranks))
+            step_metrics.record(noted_of(group.rank // tensor_ranks))
         with time.measured():
             losses = [torch.tensor(10.0 * group.rank + micro) for micro in range(count)]
         steps.append(step_metrics.gather(losses, time))

@@ -29,7 +29,7 @@ from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import assemble, fill_, first_weights
+from megahead.objectives.pretraining import assemble, fill_, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows
 from megahead.wording import counted, milliseconds
@@ -134,7 +134,7 @@ def bare_step(config: RunConfig) -> Step:
     """Forward (in bf16 by autocast), backward, clipping, AdamW."""
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
     module, micro = assemble(config, Group(), device), one_micro_batch(config, 0)
-    fill_(module, Group(), first_weights(config))
+    fill_(module, Group(), initial_weights(config))
     optimizer = build_optimizer(module, config.optimizer)
 
     def step() -> None:
@@ -171,7 +171,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, settings: dict[st
     from megahead.engine.engine import Engine
 
     module = assemble(config, mesh.tensor_group, device)
-    optimizer, weights = build_optimizer(module, config.optimizer), first_weights(config)
+    optimizer, weights = build_optimizer(module, config.optimizer), initial_weights(config)
     return Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
 
 
@@ -187,7 +187,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
         meet(place)
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
-    engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
+    engine, _ = build_engine(plan, Mesh.build(world), device, initial_weights(config))
     rule, asking, half = rule_of(config, texts), world.side_channel(), config.engine.precision != "fp32"
     mine = iter(texts[rank::count])
 

@@ -26,7 +26,7 @@ from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.estimate import count_parameters
-from megahead.objectives.pretraining import assemble, fill_, first_weights
+from megahead.objectives.pretraining import assemble, fill_, initial_weights
 
 WAYS = {
     "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
@@ -162,7 +162,7 @@ def alone() -> Counted:
     """Forward and backward of a model in bf16."""
     config = _config(0)
     module = assemble(config, Group(), CPU)
-    fill_(module, Group(), first_weights(config))
+    fill_(module, Group(), initial_weights(config))
     module.bfloat16()
     counted = Counted()
     with counted:

@@ -148,7 +148,7 @@ def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
 def chosen(targets_N: Tensor) -> Candidates:
     """The headless candidates of these targets, on the CPU, where the loader chooses them."""
     targets_N = targets_N.cpu()
-    return build_objective(ObjectiveConfig(), VOCABULARY).pool(targets_N).candidates(targets_N)
+    return build_objective(ObjectiveConfig(), VOCABULARY).candidate_set(targets_N).candidates(targets_N)
 
 
 def looked_up(problem: Problem, among: Candidates) -> Problem:

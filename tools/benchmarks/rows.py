@@ -48,7 +48,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
 def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
     """`rows` with their candidates, which are not padded, as the only micro-batch of its step."""
     batch = BatchReader(_Given(rows), config.data, _collator(config)).read(range(len(rows)))
-    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+    candidates = rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
     others = None if settings is None else auxiliary_kind(settings).counted(batch)
     return MicroBatch(batch, (candidates,), 1 / batch.weight(), None if others is None else 1 / max(others, 1))

@@ -23,7 +23,7 @@ from megahead.errors import FieldError
 from megahead.estimate import peak_flops, run_flops
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
+from megahead.objectives.pretraining import Pretraining, assemble, fill_, initial_weights
 from megahead.optim import build_optimizer
 from megahead.terminal import terminal
 from megahead.train.run import accelerate_
@@ -116,9 +116,9 @@ class Contender:
         self.precision = self.config.engine.precision
         self.accumulation = self.config.batch.accumulation_steps(1)
         self.model: Pretraining = assemble(self.config, Group(), self.device)
-        fill_(self.model, Group(), first_weights(self.config))
+        fill_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.adapts():
-            self.model.note_misses = lambda *_: None  # what is missed costs a product, whoever notes it
+            self.model.on_errors = lambda *_: None  # what is missed costs a product, whoever notes it
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = rule_of(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)

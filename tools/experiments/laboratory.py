@@ -40,7 +40,7 @@ from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
-from megahead.train.run import settle_precision
+from megahead.train.run import resolve_precision
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
@@ -295,7 +295,7 @@ def _finished(run: Path, config: RunConfig) -> bool:
     if not ended(run) or not folder.config.exists():
         return False
     device = choose_device(config.engine.device, local_rank=0)
-    return load_config(folder.config) == settle_precision(config, device, Group())  # it says what auto came to
+    return load_config(folder.config) == resolve_precision(config, device, Group())  # it says what auto came to
 
 
 def ended(run: Path) -> bool:

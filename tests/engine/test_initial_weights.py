@@ -14,7 +14,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import WholeTensors
 from megahead.engine.engine import Engine
-from megahead.objectives.pretraining import assemble, first_weights
+from megahead.objectives.pretraining import assemble, initial_weights
 from megahead.optim import build_optimizer
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16
@@ -24,7 +24,7 @@ from support.small_run import small_config, stage
 
 def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
     """Whether the engine holds the run's first weights, and how often each was asked for."""
-    mesh, first, asked = Mesh.build(world, config.parallel.tensor), first_weights(config), Counter[str]()
+    mesh, first, asked = Mesh.build(world, config.parallel.tensor), initial_weights(config), Counter[str]()
 
     def weights(name: str) -> Tensor:
         asked[name] += 1
