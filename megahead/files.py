@@ -194,7 +194,9 @@ def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
             _remove(partial)
             partial.mkdir(parents=True)
             yield partial
-            _publish(partial, output)
+            for path in partial.rglob("*"):
+                fsync(path)
+            publish_folder(partial, output)
         finally:
             _remove(partial)
 
@@ -207,11 +209,10 @@ def _check_free(output: Path, replaceable: str | None) -> None:
         raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
 
 
-def _publish(partial: Path, output: Path) -> None:
-    for path in partial.rglob("*"):
-        fsync(path)
+def publish_folder(partial: Path, output: Path) -> None:
+    """Gives a folder, whose files are on disk, its name beside it; what had that name is removed."""
     fsync(partial)
-    replaced = output.with_name(f".{output.name}.replaced")
+    replaced = output.with_name(f".{output.name}.replaced.partial")
     _remove(replaced)
     if output.exists():
         output.rename(replaced)

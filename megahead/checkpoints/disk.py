@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from megahead.checkpoints.format import (
     Header,
     Manifest,
     Snapshot,
-    TensorEntry,
     check_lengths,
-    run_on_all_ranks,
+    run_long_on_all_ranks,
+    run_on_first_rank,
 )
 from megahead.checkpoints.store import (
     KeepRules,
@@ -43,7 +43,7 @@ from megahead.checkpoints.store import (
 )
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import fsync, is_full, write_atomically
+from megahead.files import is_full, publish_folder, write_atomically
 from megahead.run_folder import RunFolder
 
 # A folder of checkpoints as a place.
@@ -102,14 +102,8 @@ class Disk:
 
     def publish(self, name: str) -> Path:
         """Gives a complete folder its name; what had that name was damaged."""
-        final = self.root / name
-        fsync(self.partial(name))
-        if final.exists():
-            final.rename(damaged := self.root / f".{name}.damaged.partial")
-            shutil.rmtree(damaged)
-        self.partial(name).rename(final)
-        fsync(self.root)
-        return final
+        publish_folder(self.partial(name), self.root / name)
+        return self.root / name
 
     def clear_remains(self) -> None:
         """Removes what a crash in the middle of an earlier save left behind."""
@@ -182,47 +176,53 @@ def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group,
     all ranks. If a rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing half-written
     is left.
     """
-    tensors, total = snapshot.entries, snapshot.total_bytes
-    return write_together(root, header, tensors, total, lambda to: {snapshot.file: snapshot.write(to)}, group, rules)
+
+    def write(partial: Path) -> Generator[None, None, dict[str, FileEntry]]:
+        yield
+        return {snapshot.file: snapshot.write(partial)}
+
+    def seal(partial: Path, written: list[dict[str, FileEntry]]) -> None:
+        files = {name: entry for part in written for name, entry in part.items()}
+        header.manifest(snapshot.entries, files).write(partial)
+
+    return write_together(Disk(root), header.name, snapshot.total_bytes, write, seal, group, rules)
 
 
 def write_together(
-    root: Path,
-    header: Header,
-    tensors: dict[str, TensorEntry],
-    total_bytes: int,
-    write: Callable[[Path], dict[str, FileEntry]],
+    disk: Disk,
+    name: str,
+    needed: int,
+    write: Callable[[Path], Iterator[None]],
+    seal: Callable[[Path, list[Any]], None],
     group: Group,
-    rules: KeepRules,
+    rules: KeepRules | None = None,
 ) -> Path:
-    """A checkpoint of `total_bytes`, whose `tensors` are in files that `write` puts into a folder: on each rank some of
-    them. Otherwise as `write_snapshot`."""
-    disk = Disk(root)
-    partial = disk.partial(header.name)
+    """Puts a checkpoint of `needed` bytes on a disk: each rank writes some of its files into a folder, then rank 0 the
+    manifest, given what `write` returned on each rank. Then it has its name; with `rules` it is the newest, and they
+    say what is kept. Collective; otherwise as `write_snapshot`."""
+    partial = disk.partial(name)
 
     def describe_error(error: Exception) -> str:
-        return describe_failure(error, partial, total_bytes)
+        return describe_failure(error, partial, needed)
 
     def finish() -> None:
-        if group.rank == 0:
-            manifest.write(partial)
-            check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
-            disk.publish(header.name)
-            disk.point_to(Latest(header.name, header.parents))
+        seal(partial, written)
+        manifest = Manifest.read(partial)
+        check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
+        disk.publish(name)
+        if rules is not None:
+            disk.point_to(Latest(name, manifest.parents))
             retain(disk, rules)
 
     try:
-        run_on_all_ranks(
-            group, lambda: disk.prepare(header.name, total_bytes) if group.rank == 0 else None, describe_error
-        )
-        written = run_on_all_ranks(group, lambda: write(partial), describe_error)
-        manifest = header.manifest(tensors, {name: entry for part in written for name, entry in part.items()})
-        run_on_all_ranks(group, finish, describe_error)
-    except CheckpointError:
+        run_on_first_rank(group, lambda: disk.prepare(name, needed), describe_error)
+        written = run_long_on_all_ranks(group, write(partial), describe_error)
+        run_on_first_rank(group, finish, describe_error)
+    except UserError:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return root / header.name
+    return disk.root / name
 
 
 def describe_failure(error: Exception, partial: Path, needed: int) -> str:

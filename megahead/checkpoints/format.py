@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, UserError
 from megahead.files import fsync, sha256_of
+from megahead.remote_files import DamagedError
 
 # `checkpoint.json`: what a step folder holds, under a checksum of its own.
 #
@@ -300,37 +301,54 @@ def run_on_all_ranks(
 ) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
-    If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, or
-    `str(error)` where that fails itself, so that none is left waiting. Costs one all-gather of objects; on return every
-    rank's action is over.
+    If it fails on any rank, all ranks raise a CheckpointError (a DamagedError where it was one) with the first failing
+    rank's `describe_error(error)`, or `str(error)` where that fails itself, so that none is left waiting. Costs one
+    all-gather of objects; on return every rank's action is over.
     """
     cause: Exception | None = None
     results: list[T] = []
-    sentence: str | None = None
+    failed: tuple[type[UserError], str] | None = None
     try:
         results = [action()]
     except Exception as error:
-        cause, sentence = error, str(error)
+        cause, kind = error, DamagedError if isinstance(error, DamagedError) else CheckpointError
+        failed = kind, str(error)
         with suppress(Exception):
-            sentence = describe_error(error)
-    everywhere = group.all_gather_objects((results, sentence))
+            failed = kind, describe_error(error)
+    everywhere = group.all_gather_objects((results, failed))
     for _, failure in everywhere:
         if failure is not None:
-            raise CheckpointError(failure) from cause
+            kind, sentence = failure
+            raise kind(sentence) from cause
     return [result for of_rank, _ in everywhere for result in of_rank]
 
 
-def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
-    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes. Collective.
+def run_on_first_rank(group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str) -> T:
+    """Runs `action` on rank 0, as `run_on_all_ranks` does; its (small) result on all ranks. Collective."""
+    return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
+
+
+def run_long_on_all_ranks(
+    group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = str
+) -> list[Any]:
+    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes; what generators return,
+    in rank order. Collective.
 
     All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that those with less work do not
     time out; for that `work` must yield often.
     """
     seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
+    results: list[Any] = []
 
-    def has_more() -> bool:
+    def advance() -> list[Any]:
         deadline = time.monotonic() + seconds
-        return any(time.monotonic() >= deadline for _ in work)
+        while not results and time.monotonic() < deadline:
+            try:
+                next(work)
+            except StopIteration as end:
+                results.append(end.value)
+        return results
 
-    while any(run_on_all_ranks(group, has_more, describe_error)):
+    while not all(everywhere := run_on_all_ranks(group, advance, describe_error)):
         pass
+    return [result for (result,) in everywhere]

@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from megahead.checkpoints.reading import Resumed, open_together
+from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
 from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, pass_on
 from megahead.distributed.launch import Launch
@@ -174,38 +174,32 @@ class Found:
     @staticmethod
     def of(mark: str, than: int, run: RunFolder, group: Group) -> Found:
         """What is newer than step `than`; what others put on disk counts as on the first rank's node. Collective."""
-        found, places = Found(), dict[tuple[str, str], list[Path]]()
-        memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
+        found, memory, shared = Found(), NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        for folder in memory.replicas(mark) + (shared.replicas(mark) if here[0] == 0 else []):
-            if step_of(folder) > than:
-                found._list(folder, places)
-        mine = sorted(places)[here.index(group.rank) :: len(here)]
-        run_long_on_all_ranks(group, found._verify({file: places[file] for file in mine}), describe_error=str)
+        folders = memory.replicas(mark) + (shared.replicas(mark) if here[0] == 0 else [])
+        files = [file for folder in folders if step_of(folder) > than for file in found._listed(folder)]
+        run_long_on_all_ranks(group, found._verify(files[here.index(group.rank) :: len(here)]))
         return found
 
-    def _list(self, folder: Path, places: dict[tuple[str, str], list[Path]]) -> None:
+    def _listed(self, folder: Path) -> list[Path]:
+        """The files of a replica that this node has."""
         try:
-            manifest = Manifest.read(folder)
+            self.manifests[folder.name] = Manifest.read(folder)
         except CheckpointError as error:
             self.problems.append(str(error))
-            return
-        self.manifests[folder.name] = manifest
-        for name in manifest.files:
-            if (folder / name).exists():  # else another node has it
-                places.setdefault((folder.name, name), []).append(folder / name)
+            return []
+        return [folder / name for name in self.manifests[folder.name].files if (folder / name).exists()]
 
-    def _verify(self, places: dict[tuple[str, str], list[Path]]) -> Iterator[None]:
-        for (copy, name), paths in places.items():
-            for path in paths:
-                try:
-                    yield from check_files(path.parent, {name: self.manifests[copy].files[name]})
-                except CheckpointError as error:
-                    self.problems.append(str(error))
-                else:
-                    self.sound.setdefault(copy, {})[name] = path
-                    break
+    def _verify(self, files: Iterable[Path]) -> Iterator[None]:
+        for path in files:
+            copy, name = path.parent.name, path.name
+            try:
+                yield from check_files(path.parent, {name: self.manifests[copy].files[name]})
+            except CheckpointError as error:
+                self.problems.append(str(error))
+            else:
+                self.sound.setdefault(copy, {})[name] = path
 
 
 # How ranks get replicas from nodes whose ranks do not train: these put them into the run's folder, which all share.
@@ -390,7 +384,7 @@ def _first_line(error: BaseException) -> str:
 
 def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules) -> Resumed | None:
     """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
-    None if there is none. Collective.
+    None if there is none. Collective; CheckpointError where the disk cannot take it.
 
     Which session was the last one, its mark in the folder says: once another has begun, or it has ended by itself, its
     replicas are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
@@ -404,54 +398,40 @@ def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rul
     offers = group.all_gather_objects({copy: set(files) for copy, files in found.sound.items()})
     problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
     for copy in highest_first({copy for rank in offers for copy in rank}):
-        try:
-            first = next(rank for rank, offer in enumerate(offers) if copy in offer)
-            sent = found.manifests[copy] if group.rank == first else None
-            (manifest,) = filter(None, group.all_gather_objects(sent))
-            mine = _share(copy, manifest, offers, found, group.rank)
-            written = _write(copy, manifest, mine, folder.checkpoints, group, rules)
-            checkpoint = open_together(written, group)
-        except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            newer_by, seconds = manifest.step - max(than, 0), time.monotonic() - began
-            newer = f"step {manifest.step:,}, {counted(newer_by, 'step')} newer than the disk's"
-            details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
-            sentence = f"{newer}: saved as {written.name} in {seconds:.1f} s"
-            return Resumed("memory", checkpoint, problems, sentence, details)
+        holders = [rank for rank, offer in enumerate(offers) if copy in offer]
+        sent = found.manifests[copy] if group.rank == holders[0] else None
+        (manifest,) = filter(None, group.all_gather_objects(sent))
+        writers = {name: rank for rank in reversed(holders) for name in offers[rank][copy]}
+        lost = [name for name in manifest.files if name not in writers]
+        if lost:
+            problems.append(
+                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no "
+                "node that is here."
+            )
+            continue
+        mine = [path for name, path in found.sound.get(copy, {}).items() if writers[name] == group.rank]
+        checkpoint = _save(copy, manifest, mine, Disk(folder.checkpoints), group, rules)
+        newer_by, seconds = manifest.step - max(than, 0), time.monotonic() - began
+        newer = f"step {manifest.step:,}, {counted(newer_by, 'step')} newer than the disk's"
+        sentence = f"{newer}: saved as {checkpoint.folder.name} in {seconds:.1f} s"
+        details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
+        return Resumed("memory", checkpoint, problems, sentence, details)
     return Resumed("memory", None, problems) if problems else None
 
 
-def _share(
-    copy: str, manifest: Manifest, offers: list[dict[str, set[str]]], found: Found, rank: int
-) -> Mapping[str, Path]:
-    """The files that `rank` writes; CheckpointError on all if nobody has some."""
-    writers = {
-        name: next((other for other, offer in enumerate(offers) if name in offer.get(copy, ())), None)
-        for name in manifest.files
-    }
-    lost = [name for name, writer in writers.items() if writer is None]
-    if lost:
-        raise CheckpointError(
-            f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no node "
-            "that is here."
-        )
-    return {name: found.sound[copy][name] for name, writer in writers.items() if writer == rank}
+def _save(
+    name: str, manifest: Manifest, mine: Iterable[Path], disk: Disk, group: Group, rules: KeepRules
+) -> Checkpoint:
+    """The replica as a checkpoint, of which this rank writes the files `mine`."""
 
+    def write(partial: Path) -> Iterator[None]:
+        for path in mine:
+            shutil.copyfile(path, partial / path.name)
+            (partial / path.name).chmod(partial.stat().st_mode & 0o666)
+            fsync(partial / path.name)
+            yield from check_files(partial, {path.name: manifest.files[path.name]})
 
-def _write(name: str, manifest: Manifest, mine: Mapping[str, Path], root: Path, group: Group, rules: KeepRules) -> Path:
-    def write(partial: Path) -> dict[str, FileEntry]:
-        for file, path in mine.items():
-            _copy(path, partial / file, manifest.files[file])
-        return {file: manifest.files[file] for file in mine}
+    def seal(partial: Path, _: object) -> None:
+        manifest.write(partial)
 
-    header = Header(name, manifest.step, manifest.state, manifest.config, manifest.parents, manifest.orphaned)
-    return write_together(root, header, manifest.tensors, manifest.total_bytes, write, group, rules)
-
-
-def _copy(source: Path, target: Path, entry: FileEntry) -> None:
-    shutil.copyfile(source, target)
-    target.chmod(target.parent.stat().st_mode & 0o666)
-    fsync(target)
-    if sha256_of(target) != entry.sha256:
-        raise CheckpointError(f"`{target}` must read back as it was written, but does not; check the disk.")
+    return open_together(write_together(disk, name, manifest.total_bytes, write, seal, group, rules), group)

@@ -19,6 +19,7 @@ from megahead.checkpoints.format import (
     check_lengths,
     run_long_on_all_ranks,
     run_on_all_ranks,
+    run_on_first_rank,
     share_of,
 )
 from megahead.distributed.group import Group
@@ -55,7 +56,7 @@ def newest_sound(path: Path, group: Group = _ALONE) -> tuple[Checkpoint | None, 
 def first_sound(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
     """The first undamaged one of some step folders, which rank 0 lists; otherwise as `newest_sound`."""
     damage: list[str] = []
-    for folder in run_on_all_ranks(group, lambda: folders() if group.rank == 0 else [])[0]:
+    for folder in run_on_first_rank(group, folders):
         try:
             return open_together(folder, group), damage
         except CheckpointError as error:
@@ -162,7 +163,7 @@ class Checkpoint:
         Collective; the same CheckpointError on all ranks."""
         mine = share_of(self.files, group)
         unread = {name: entry for name, entry in mine.items() if name not in self._verified}
-        run_long_on_all_ranks(group, check_files(self.folder, unread), describe_error=str)
+        run_long_on_all_ranks(group, check_files(self.folder, unread))
         self._verified.update(self.files)
 
     def _verify_once(self, file: str) -> None:
