@@ -9,7 +9,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -134,18 +134,14 @@ def open_url(url: str) -> tuple[Any, str]:
     _refuse_unclear(url, scheme)
     try:
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-    except ImportError as error:
-        raise RemoteError(
-            f"`{url}` needs a package that is missing ({error_summary(error)}); {_install(scheme)}."
-        ) from None
-    except ValueError as error:
-        raise RemoteError(
-            f"`{url}` must be of a kind that fsspec knows, but is not ({error_summary(error)})."
-        ) from None
     except Exception as error:
-        raise RemoteError(
-            f"`{url}` must be an address that can be opened, but cannot ({error_summary(error)})."
-        ) from None
+        said = error_summary(error)
+        sentence = f"must be an address that can be opened, but cannot ({said})"
+        if isinstance(error, ImportError):
+            sentence = f"needs a package that is missing ({said}); {_install(scheme)}"
+        elif isinstance(error, ValueError):
+            sentence = f"must be of a kind that fsspec knows, but is not ({said})"
+        raise RemoteError(f"`{url}` {sentence}.") from None
     return files, root.rstrip("/")
 
 
@@ -299,39 +295,33 @@ class Store:
                     self._call_writing(partial(target.write, block))
             self._call_writing(target.close)
         except BaseException:
-            begin(partial(_discard, target))
+            begin(lambda: target.discard())  # nothing refers to what was sent, so errors do not matter
             raise
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """The first `size` bytes of a file, in order, by concurrent range requests. Yields b"" each second while
         it waits."""
-        ranges = iter([(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)])
-        under_way = deque(self._begin(name, *each) for each in islice(ranges, PARALLEL_REQUESTS))
+        path, starts = self._path(name), iter(range(0, size, BLOCK))
+
+        def request(start: int) -> Future[bytes]:
+            return begin(lambda: bytes(self._files.cat_file(path, start=start, end=min(start + BLOCK, size))))
+
+        under_way = deque(map(request, islice(starts, PARALLEL_REQUESTS)))
         while under_way:
-            yield from self._until_done(under_way[0])
-            yield self._result(under_way.popleft(), TIMEOUT_SECONDS)
-            under_way.extend(self._begin(name, *each) for each in islice(ranges, 1))
+            first, deadline = under_way.popleft(), time.monotonic() + TIMEOUT_SECONDS
+            while not wait([first], min(1.0, TIMEOUT_SECONDS)).done and time.monotonic() < deadline:
+                yield b""
+            yield self._result(first, TIMEOUT_SECONDS)
+            under_way.extend(map(request, islice(starts, 1)))
 
     def _make_folder(self, name: str) -> None:
         if has_folders(self.url):
             folder = self._path(name).rpartition("/")[0]
             self._call_writing(lambda: self._files.makedirs(folder, exist_ok=True))
 
-    def _begin(self, name: str, start: int, end: int) -> Future[bytes]:
-        return begin(lambda: bytes(self._files.cat_file(self._path(name), start=start, end=end)))
-
-    def _until_done(self, future: Future[bytes]) -> Iterator[bytes]:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not future.done() and time.monotonic() < deadline:
-            with suppress(TimeoutError):
-                future.exception(min(1.0, TIMEOUT_SECONDS))
-            if not future.done():
-                yield b""
-
     def _call(self, function: Callable[[], T]) -> T:
         future = begin(function)
-        with suppress(TimeoutError):
-            future.exception(self.timeout)
+        wait([future], self.timeout)
         return self._result(future, self.timeout)
 
     def _call_writing(self, function: Callable[[], T]) -> T:
@@ -344,33 +334,25 @@ class Store:
             ) from None
 
     def _result(self, future: Future[T], waited: float) -> T:
-        if not future.done():
-            raise RemoteError(f"`{self.url}` must answer, but has not for {waited:g} s; check the network.")
-        error = future.exception()
+        error = future.exception() if future.done() else None
         if isinstance(error, FileNotFoundError):
             raise error
-        if error is not None and is_full(error):
-            raise RemoteError(
-                f"`{self.url}` must have room, but has none ({error_summary(error)}); free some there."
-            ) from None
-        if error is not None:
-            raise RemoteError(
-                f"`{self.url}` must be reachable, but is not ({error_summary(error)}); check the address, the network, "
-                "and the credentials in the environment."
-            ) from None
-        return future.result()
+        if not future.done():
+            sentence = f"must answer, but has not for {waited:g} s; check the network"
+        elif error is None:
+            return future.result()
+        elif is_full(error):
+            sentence = f"must have room, but has none ({error_summary(error)}); free some there"
+        else:
+            causes = "check the address, the network, and the credentials in the environment"
+            sentence = f"must be reachable, but is not ({error_summary(error)}); {causes}"
+        raise RemoteError(f"`{self.url}` {sentence}.") from None
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self._root).lstrip("/")
-
-
-def _discard(target: Any) -> None:
-    """Aborts an incomplete upload. Errors do not matter, since nothing refers to it."""
-    with suppress(Exception):
-        target.discard()
 
 
 # Verified downloads.
@@ -389,16 +371,19 @@ class Expected:
 def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes], object]) -> Iterator[int]:
     """Passes the blocks of a remote file to `write`, and yields the received bytes at least once a second. DamagedError
     if the file is missing or differs from `expected`; discard what was written then."""
-    received, digest = 0, hashlib.sha256()
-    _check_length(store, name, expected.bytes)
+    received, digest, absent = 0, hashlib.sha256(), "is missing"
     try:
+        size = store.size(name)
+        if size != expected.bytes:
+            raise DamagedError(f"`{store.url}/{name}` must have {expected.bytes} bytes, but has {size} instead.")
+        absent = "was removed meanwhile"
         for block in store.blocks(name, expected.bytes):
             write(block)
             digest.update(block)
             received += len(block)
             yield received
     except FileNotFoundError:
-        raise DamagedError(f"`{store.url}/{name}` must exist, but was removed meanwhile.") from None
+        raise DamagedError(f"`{store.url}/{name}` must exist, but {absent}.") from None
     if received != expected.bytes or (expected.sha256 is not None and digest.hexdigest() != expected.sha256):
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
@@ -411,15 +396,6 @@ def with_progress(download: Iterator[int], url: str, total: int, say: Callable[[
             last = time.monotonic()
             say(f"fetching {url}: {gib(received)} of {gib(total)}")
         yield
-
-
-def _check_length(store: Store, name: str, length: int) -> None:
-    try:
-        size = store.size(name)
-    except FileNotFoundError:
-        raise DamagedError(f"`{store.url}/{name}` must exist, but is missing.") from None
-    if size != length:
-        raise DamagedError(f"`{store.url}/{name}` must have {length} bytes, but has {size} instead.")
 
 
 # The local cache of remote files. One process per machine downloads a file, and renames it after verification.
@@ -462,20 +438,16 @@ def fetch_into(
     progress; DamagedError for a file that differs from `expected`; WriteError for a full disk.
     """
     for name, expected in files.items():
-        yield from _fetch(folder / name, store, name, expected, say)
-
-
-def _fetch(target: Path, store: Store, name: str, expected: Expected, say: Callable[[str], None]) -> Iterator[None]:
-    staged = yield from _lock_or_wait(target)
-    if staged is None:
-        return
-    try:
-        received = receive(store, name, expected, staged.write)
-        yield from with_progress(received, f"{store.url}/{name}", expected.bytes, say)
-        staged.sync()
-        staged.publish()
-    finally:
-        staged.discard()
+        staged = yield from _lock_or_wait(folder / name)
+        if staged is None:
+            continue
+        try:
+            received = receive(store, name, expected, staged.write)
+            yield from with_progress(received, f"{store.url}/{name}", expected.bytes, say)
+            staged.sync()
+            staged.publish()
+        finally:
+            staged.discard()
 
 
 def _lock_or_wait(target: Path) -> Generator[None, None, StagedFile | None]:
@@ -485,7 +457,9 @@ def _lock_or_wait(target: Path) -> Generator[None, None, StagedFile | None]:
         try:
             staged = StagedFile(target)
         except InUseError:
-            size = _size(target.with_name(f"{target.name}.partial"))
+            size = seen
+            with suppress(OSError):
+                size = target.with_name(f"{target.name}.partial").stat().st_size
             if size != seen:
                 seen, since = size, time.monotonic()
             if time.monotonic() - since > 2 * TIMEOUT_SECONDS:
@@ -500,9 +474,3 @@ def _lock_or_wait(target: Path) -> Generator[None, None, StagedFile | None]:
                 return staged
             staged.discard()
     return None
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return -1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
-from megahead.errors import CheckpointError, UserError
+from megahead.errors import CheckpointError
 from megahead.files import fsync, sha256_of
 from megahead.remote_files import DamagedError
 
@@ -307,19 +307,19 @@ def run_on_all_ranks(
     """
     cause: Exception | None = None
     results: list[T] = []
-    failed: tuple[type[UserError], str] | None = None
+    failed: tuple[type[CheckpointError | DamagedError], str] | None = None
     try:
         results = [action()]
     except Exception as error:
-        cause, kind = error, DamagedError if isinstance(error, DamagedError) else CheckpointError
+        cause = error
+        kind = DamagedError if isinstance(error, DamagedError) else CheckpointError
         failed = kind, str(error)
         with suppress(Exception):
             failed = kind, describe_error(error)
     everywhere = group.all_gather_objects((results, failed))
     for _, failure in everywhere:
         if failure is not None:
-            kind, sentence = failure
-            raise kind(sentence) from cause
+            raise failure[0](failure[1]) from cause
     return [result for of_rank, _ in everywhere for result in of_rank]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -249,13 +249,13 @@ class KeepRules:
     best: int = 0
     """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
-    in_use: Collection[str] = field(default=())
-    """Names that are being read at the moment; the collection changes."""
+    in_use: Callable[[], Collection[str]] = frozenset
+    """Names that are being read at the moment."""
 
     def holds(self, name: str) -> bool:
         """Whether a checkpoint is kept, whatever its loss."""
         step = step_of(name)
-        return step in self.steps or name in self.in_use or (self.every is not None and step % self.every == 0)
+        return step in self.steps or name in self.in_use() or (self.every is not None and step % self.every == 0)
 
 
 def retain(storage: Storage, rules: KeepRules) -> None:
@@ -271,7 +271,7 @@ def retain(storage: Storage, rules: KeepRules) -> None:
     kept = [*earlier.values()]
     best = _best(storage, [newest, *kept], rules.best)
     surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.holds(name)]
-    for name in [*surplus, *(name for name in resaved if name not in rules.in_use)]:
+    for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
         storage.remove(name)
 
 

@@ -70,8 +70,6 @@ class Uploads:
 
     def __init__(self, remote: Remote, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
         """`lease`: the session's; `rules`: which checkpoints stay in the store."""
-        self.in_hand: set[str] = set()
-        """Names of checkpoints that must not be removed from the disk yet: they wait, or are being read."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
         self._change = threading.Condition()
         self._waiting: Upload | None = None
@@ -88,12 +86,17 @@ class Uploads:
         it, so that from then on it is the newest one there."""
         with self._change:
             before, self._waiting = self._waiting, Upload(folder, is_new)
-            self._note()
-            skipped = before is not None and before.is_new and before.folder.name not in self.in_hand
-        if before is not None and skipped:
-            step, reason = step_of(before.folder), "since an older one is still on its way to"
-            sentence = f"step {step:,} is not copied to the mirror, {reason} {self._remote.url}"
-            self._events.put(Event({"step": step, "skipped": True}, sentence))
+            self._change.notify_all()
+            if before is not None and before.is_new and before.folder.name not in self.in_hand:
+                step, reason = step_of(before.folder), "since an older one is still on its way to"
+                sentence = f"step {step:,} is not copied to the mirror, {reason} {self._remote.url}"
+                self._events.put(Event({"step": step, "skipped": True}, sentence))
+
+    @property
+    def in_hand(self) -> set[str]:
+        """Names of checkpoints that must not be removed from the disk yet: they wait, or are being read."""
+        with self._change:
+            return {each.folder.name for each in (self._on_its_way, self._waiting) if each is not None}
 
     def offer_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
@@ -144,29 +147,27 @@ class Uploads:
         closed and nothing is left."""
         with self._change:
             self._on_its_way, self._busy = None, False
-            self._note()
             self._change.wait_for(lambda: self._waiting is not None or self._files or self._closed)
             self._on_its_way, self._waiting = self._waiting, None
             self._busy = self._on_its_way is not None or self._files
             return self._busy
-
-    def _note(self) -> None:
-        now = {upload.folder.name for upload in (self._on_its_way, self._waiting) if upload is not None}
-        self.in_hand |= now  # never without one of them: another thread looks
-        self.in_hand &= now
-        self._change.notify_all()
 
     def _send(self, upload: Upload) -> bool:
         """Whether it is there then; else that is reported."""
         began, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
         def attempt() -> None:
-            self._begin()
-            sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
-            self._events.put(Event({"step": step, "seconds": round(time.monotonic() - began, 3), "bytes": sent}))
+            try:
+                self._begin()
+                sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
+            except Exception:
+                if not _is_gone(folder):
+                    raise
+            else:
+                self._events.put(Event({"step": step, "seconds": round(time.monotonic() - began, 3), "bytes": sent}))
 
-        reason = self._failure_of(attempt, lambda: _is_gone(folder))
-        if reason is not None and not _is_gone(folder):
+        reason = self._failure_of(attempt)
+        if reason is not None:
             sentence = f"step {step:,} is not in the mirror, only in {folder}: {reason}"
             self._events.put(Event({"step": step, "failed": reason}, sentence))
         return reason is None
@@ -186,7 +187,7 @@ class Uploads:
         if reason is not None:
             self._events.put(Event({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
 
-    def _failure_of(self, attempt: Callable[[], None], is_in_vain: Callable[[], bool] = lambda: False) -> str | None:
+    def _failure_of(self, attempt: Callable[[], None]) -> str | None:
         """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""
         reason = None
         for pause in PAUSES:
@@ -203,8 +204,6 @@ class Uploads:
                 reason = str(error) if isinstance(error, UserError) else repr(error)
             else:
                 return None
-            if is_in_vain():
-                break
         return reason
 
     def _begin(self) -> None:

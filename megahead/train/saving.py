@@ -99,7 +99,7 @@ class Checkpointer:
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
         self._replicate_every, self._skipped = training.copy_every or 0, 0
-        self._rules = rules if mirror is None else replace(rules, in_use=mirror.in_hand)
+        self._rules = rules if mirror is None else replace(rules, in_use=lambda: mirror.in_hand)
         self._pending: Future[Path] | None = None
         self._events: list[Event] = []
         run = progress.history
