@@ -187,7 +187,10 @@ def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
     which is then replaced); FieldError otherwise. WriteError if the system refuses.
     """
     output = output.absolute()
-    _check_free(output, replaceable)
+    is_old = replaceable is not None and (output / replaceable).is_file()
+    if output.exists() and not is_old and (not output.is_dir() or any(output.iterdir())):
+        hint = "remove it or name another folder"
+        raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
     partial = output.with_name(f".{output.name}.partial")
     with as_write_error(output):
         try:
@@ -199,14 +202,6 @@ def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
             publish_folder(partial, output)
         finally:
             _remove(partial)
-
-
-def _check_free(output: Path, replaceable: str | None) -> None:
-    if not output.exists() or (replaceable and (output / replaceable).is_file()):
-        return
-    if not output.is_dir() or any(output.iterdir()):
-        hint = "remove it or name another folder"
-        raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
 
 
 def publish_folder(partial: Path, output: Path) -> None:

@@ -34,6 +34,7 @@ from megahead.checkpoints.format import (
 from megahead.checkpoints.store import (
     KeepRules,
     Latest,
+    Storage,
     history,
     is_name,
     new_name,
@@ -50,7 +51,7 @@ from megahead.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(Storage):
     """The checkpoints in `root`, which need not exist."""
 
     root: Path
@@ -62,23 +63,19 @@ class Disk:
         return Disk(inside if inside.is_dir() else path)
 
     def names(self) -> list[str]:
-        """See `Storage`."""
         return [folder.name for folder in self.root.glob("step-*") if is_name(folder.name)]
 
     def manifest(self, name: str) -> Manifest:
-        """See `Storage`."""
         return Manifest.read(self.root / name)
 
     @property
     def latest(self) -> Latest:
-        """See `Storage`."""
         try:
             return Latest.read((self.root / "latest").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
             return Latest()
 
     def point_to(self, latest: Latest) -> None:
-        """See `Storage`."""
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 from megahead.background import begin
-from megahead.checkpoints.disk import step_folders
+from megahead.checkpoints.disk import Disk, step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
-from megahead.checkpoints.store import Latest, Lineage, highest_first, history, is_ancestor, is_name, step_of
+from megahead.checkpoints.store import (
+    Latest,
+    Lineage,
+    Storage,
+    highest_first,
+    history,
+    is_ancestor,
+    is_name,
+    manifest_if_sound,
+    step_of,
+)
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import read_if_there, write_atomically
@@ -32,7 +41,7 @@ AT_ONCE = 4
 
 
 @dataclass(frozen=True)
-class Remote:
+class Remote(Storage):
     """The checkpoints in a folder of a store. RemoteError where it cannot be read or written."""
 
     store: Store
@@ -54,11 +63,9 @@ class Remote:
         return "/".join(filter(None, (self.root, *names)))
 
     def names(self) -> list[str]:
-        """See `Storage`."""
         return [name for name, files in self._listed().items() if MANIFEST in files]
 
     def manifest(self, name: str) -> Manifest:
-        """See `Storage`."""
         return self.manifest_with_text(name)[1]
 
     def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
@@ -81,18 +88,15 @@ class Remote:
         for each in highest_first(self.names()):
             if step_of(each) <= step_of(name):
                 break
-            with suppress(CheckpointError):
-                parents = self.manifest(each).parents
-                if is_ancestor(name, parents or (each,)):
-                    return Latest(each, parents)
+            manifest = manifest_if_sound(self, each)
+            if manifest is not None and is_ancestor(name, manifest.parents or (each,)):
+                return Latest(each, manifest.parents)
         return said
 
     def point_to(self, latest: Latest) -> None:
-        """See `Storage`."""
         self.store.write(self.place("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
-        """See `Storage`."""
         files = self._listed().get(name, {})
         for file in sorted(files, key=lambda file: file != MANIFEST):
             self.store.remove(self.place(name, file))
@@ -111,52 +115,41 @@ class Remote:
         Calls `refuse` before each file; it raises an error if this session may not write there any more.
         """
         name, text = folder.name, (folder / MANIFEST).read_bytes()
-        manifest = Manifest.parse(text, str(folder / MANIFEST))
-        missing = self._missing(name, text, manifest)
+        files, there = Manifest.parse(text, str(folder / MANIFEST)).files, self._listed().get(name, {})
+        if MANIFEST not in there or self.store.read_if_there(self.place(name, MANIFEST)) != text:
+            there = {}
+        missing = {file: entry for file, entry in files.items() if there.get(file) != entry.bytes}
         self._send(folder, missing, refuse)
         there = self._listed().get(name, {})
-        for file, entry in manifest.files.items():
+        for file, entry in files.items():
             if there.get(file) != entry.bytes:  # somebody emptied the store meanwhile
                 place = join_url(self.url, self.place(name, file))
                 raise DamagedError(f"`{place}` must stay while its checkpoint is sent, but is gone.")
         refuse()
-        self._name(name, text)
-        return sum(entry.bytes for entry in missing.values())
-
-    def _name(self, name: str, text: bytes) -> None:
         try:
             self.store.write(self.place(name, MANIFEST), text)
         except BaseException:
             with suppress(UserError):  # half of it would count as a damaged checkpoint
                 self.store.remove(self.place(name, MANIFEST))
             raise
-
-    def _missing(self, name: str, text: bytes, manifest: Manifest) -> dict[str, FileEntry]:
-        """Files to be sent: all, unless the checkpoint is there already."""
-        there = self._listed().get(name, {})
-        same = MANIFEST in there and self.store.read_if_there(self.place(name, MANIFEST)) == text
-        return {file: entry for file, entry in manifest.files.items() if not same or there.get(file) != entry.bytes}
+        return sum(entry.bytes for entry in missing.values())
 
     def _send(self, folder: Path, files: dict[str, FileEntry], refuse: Callable[[], None]) -> None:
-        names = sorted(files, key=lambda name: files[name].bytes, reverse=True)
-        lanes = [
-            partial(self._send_some, folder, {name: files[name] for name in names[k::AT_ONCE]}, refuse)
-            for k in range(AT_ONCE)
-        ]
-        under_way: list[Future[None]] = [begin(lane) for lane in lanes]
-        for each in under_way:
-            each.exception()  # all have ended before one raises
+        """Sends files, and reads each back, whole: a store may lose what it has acknowledged."""
+        queue = iter(sorted(files.items(), key=lambda item: item[1].bytes, reverse=True))
+
+        def send_some() -> None:
+            for file, entry in queue:  # of which each thread takes the next
+                refuse()
+                target = self.place(folder.name, file)
+                self.store.put(folder / file, target)
+                for _ in receive(self.store, target, Expected(entry.bytes, entry.sha256), len):
+                    pass
+
+        under_way = [begin(send_some) for _ in range(AT_ONCE)]
+        wait(under_way)  # all have ended before one raises
         for each in under_way:
             each.result()
-
-    def _send_some(self, folder: Path, files: dict[str, FileEntry], refuse: Callable[[], None]) -> None:
-        """Sends files one after the other, and reads each back, whole: a store may lose what it has acknowledged."""
-        for file, entry in files.items():
-            refuse()
-            target = self.place(folder.name, file)
-            self.store.put(folder / file, target)
-            for _ in receive(self.store, target, Expected(entry.bytes, entry.sha256), len):
-                pass
 
     def _listed(self) -> dict[str, dict[str, int]]:
         """Each folder of a checkpoint, whole or not: its files, and their bytes."""
@@ -193,9 +186,9 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
     """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
     newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
     went back from itself."""
-    there, lineage, went_back = history(remote), lineage_in(folder), False
-    with suppress(CheckpointError):
-        went_back = bool(there) and not {*lineage.parents}.isdisjoint(remote.manifest(there[0]).orphaned)
+    there, lineage = history(remote), lineage_in(folder)
+    newest = manifest_if_sound(remote, there[0]) if there else None
+    went_back = newest is not None and not {*lineage.parents}.isdisjoint(newest.orphaned)
 
     def is_fresh(name: str) -> bool:
         newer = step_of(name) > than or (went_back and not is_ancestor(name, lineage.parents))
@@ -206,9 +199,11 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
 
 def lineage_in(folder: RunFolder) -> Lineage:
     """That of the run's newest checkpoint on disk whose manifest can be read."""
-    for path in step_folders(folder.checkpoints):
-        with suppress(CheckpointError):
-            return Lineage.after(path.name, Manifest.read(path))
+    disk = Disk(folder.checkpoints)
+    for name in history(disk):
+        manifest = manifest_if_sound(disk, name)
+        if manifest is not None:
+            return Lineage.after(name, manifest)
     return Lineage()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import PurePath
@@ -101,6 +102,13 @@ class Storage(Protocol):
         """Removes a checkpoint; its name disappears first."""
 
 
+def manifest_if_sound(storage: Storage, name: str) -> Manifest | None:
+    """The manifest; None if it is damaged or missing."""
+    with suppress(CheckpointError):
+        return storage.manifest(name)
+    return None
+
+
 def is_ancestor(name: str, parents: Sequence[str]) -> bool:
     """Whether a checkpoint is one of `parents`. One of an earlier version is an ancestor of all of an earlier version
     with higher steps."""
@@ -128,14 +136,13 @@ def history(storage: Storage) -> list[str]:
     highest step that is not orphaned. Damaged checkpoints precede the newest readable one.
     """
     existing = highest_first(storage.names())
-    damaged = []
+    damaged = list[str]()
     for name in _candidates(storage, existing):
-        try:
-            parents = parents_of(name, storage.manifest(name))
-        except CheckpointError:
-            damaged.append(name)
-            continue
-        return [*damaged, name, *(each for each in ancestors_among(parents, existing) if each != name)]
+        manifest = manifest_if_sound(storage, name)
+        if manifest is not None:
+            ancestors = ancestors_among(parents_of(name, manifest), existing)
+            return [*damaged, name, *(each for each in ancestors if each != name)]
+        damaged.append(name)
     return damaged
 
 
@@ -148,18 +155,9 @@ def _candidates(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
         yield from (name for name in latest.parents if name in existing)
         yield from (name for name in existing if name not in latest.parents and is_ancestor(name, latest.parents))
         return
-    orphaned = _orphaned_by_any(storage, existing)
+    manifests = filter(None, (manifest_if_sound(storage, name) for name in existing))
+    orphaned = {name for manifest in manifests for name in manifest.orphaned}
     yield from (name for name in existing if name != latest.name and name not in orphaned)
-
-
-def _orphaned_by_any(storage: Storage, existing: Iterable[str]) -> set[str]:
-    orphaned = set[str]()
-    for name in existing:
-        try:
-            orphaned.update(storage.manifest(name).orphaned)
-        except CheckpointError:
-            continue
-    return orphaned
 
 
 def orphans(storage: Storage) -> list[str]:
@@ -284,12 +282,9 @@ def _best(storage: Storage, names: Iterable[str], count: int) -> set[str]:
 
 
 def _held_out_loss(storage: Storage, name: str) -> float | None:
-    try:
-        manifest = storage.manifest(name)
-    except CheckpointError:
-        return None
-    result = manifest.state.get("validation")
-    if not isinstance(result, dict) or result.get("step") != manifest.step:
+    manifest = manifest_if_sound(storage, name)
+    result = None if manifest is None else manifest.state.get("validation")
+    if manifest is None or not isinstance(result, dict) or result.get("step") != manifest.step:
         return None
     loss = result.get("loss")
     return loss if isinstance(loss, float) and isfinite(loss) else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
 from megahead.checkpoints.fetch import Terms, fetch_named, small_files
-from megahead.checkpoints.format import run_on_all_ranks
+from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import Replicas
 from megahead.checkpoints.reading import Checkpoint
 from megahead.checkpoints.remote import Remote, Seen, look_at, patience_with
@@ -52,22 +52,18 @@ class Lease:
 
     def check(self) -> None:
         """UserError if another session has begun since."""
-        there = self._there()
-        if there not in (None, self.mark):
+        there = read_if_there(self._file)  # None where it cannot be read just now: no sign of another session
+        if there not in (None, self.mark.encode()):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
-                f"on {str(there).strip()}; this one ends, and what it has not saved is the other's to do again."
+                f"on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the other's "
+                "to do again."
             )
 
     def release(self) -> None:
         """Leaves the folder to whoever comes."""
-        if self._there() == self.mark:
+        if read_if_there(self._file) == self.mark.encode():
             self._file.unlink(missing_ok=True)
-
-    def _there(self) -> str | None:
-        """None where it was removed, or cannot be read just now: no sign of another session."""
-        content = read_if_there(self._file)
-        return None if content is None else content.decode()
 
 
 # Keeps a run's state in all its places.
@@ -202,13 +198,10 @@ def look_at_mirror(resume: str, config: RunConfig, world_group: Group) -> Seen:
     """What is in the run's mirror when a session begins. Collective; CheckpointError if the mirror is another run's, or
     cannot be used."""
     url = config.training.mirror
-
-    def look() -> Seen:
-        if url is None or world_group.rank != 0:
-            return Seen()
-        return look_at(Remote.of(url, patience_with(world_group)), config.folder(), resume)
-
-    return run_on_all_ranks(world_group, look)[0]
+    if url is None:
+        return Seen()
+    patience = patience_with(world_group)
+    return run_on_first_rank(world_group, lambda: look_at(Remote.of(url, patience), config.folder(), resume))
 
 
 def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
