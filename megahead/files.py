@@ -75,7 +75,7 @@ def as_write_error(path: Path) -> Iterator[None]:
 # A file that appears whole or not at all: written under another name, flushed to disk, renamed.
 
 
-class StagedFile:
+class AtomicFile:
     """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`; for what is written over hours.
 
     A leftover of a killed run is overwritten. InUseError if another process is still writing it; WriteError for a
@@ -116,7 +116,7 @@ class StagedFile:
 
 
 @contextmanager
-def staged(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path for a file, which replaces `path` when the block succeeds, and is removed when it raises.
     Creates missing folders. If several processes do so at once, the last one's file stays. WriteError if the system
     refuses.
@@ -134,8 +134,8 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, *parts: str | bytes) -> None:
-    """Puts a whole file in place of `path`, on disk on return; text as UTF-8. See `staged`."""
-    with staged(path) as partial, partial.open("xb") as file:
+    """Puts a whole file in place of `path`, on disk on return; text as UTF-8. See `atomic_path`."""
+    with atomic_path(path) as partial, partial.open("xb") as file:
         for part in parts:
             file.write(part.encode() if isinstance(part, str) else part)
 
@@ -180,7 +180,7 @@ def _still_named(file: BinaryIO, path: Path) -> bool:
 
 
 @contextmanager
-def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[Path]:
+def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[Path]:
     """An empty folder beside `output`, which takes its name when the block succeeds, and is removed when it raises.
 
     `output` must not exist, or be empty, or hold a file named `replaceable` (an earlier output of the same command,

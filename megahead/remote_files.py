@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from megahead.background import begin
 from megahead.errors import FieldError, UserError
-from megahead.files import InUseError, StagedFile, is_full
+from megahead.files import AtomicFile, InUseError, is_full
 from megahead.wording import gib
 
 # URLs of remote files, which must not contain secrets.
@@ -257,7 +257,7 @@ class Store:
             )
 
     def _put_whole(self, path: str, content: bytes) -> None:
-        """Local files are replaced atomically: a full disk leaves the previous content. `files.staged` would raise
+        """Local files are replaced atomically: a full disk leaves the previous content. `files.atomic_path` would raise
         WriteError instead of the store's errors."""
         if not is_disk(self._files):
             self._files.pipe_file(path, content)
@@ -450,12 +450,12 @@ def fetch_into(
             staged.discard()
 
 
-def _lock_or_wait(target: Path) -> Generator[None, None, StagedFile | None]:
+def _lock_or_wait(target: Path) -> Generator[None, None, AtomicFile | None]:
     """Returns the locked file to write, or None once another process has downloaded it."""
     seen, since = -1, time.monotonic()
     while not target.exists():
         try:
-            staged = StagedFile(target)
+            staged = AtomicFile(target)
         except InUseError:
             size = seen
             with suppress(OSError):

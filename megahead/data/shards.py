@@ -22,7 +22,7 @@ from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, 
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, total_bytes
 from megahead.data.writer import ByteProgress
 from megahead.errors import DataError
-from megahead.files import StagedFile, write_atomically
+from megahead.files import AtomicFile, write_atomically
 
 FORMAT = "megahead-shards/1"
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ def preprocess_shards(
     """
     shards = _shards(inputs, recipe)
     folder = Path(folder)
-    lock = StagedFile(folder / "in-use")
+    lock = AtomicFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
         progress, total = progress or ByteProgress(), PreprocessReport()

@@ -22,7 +22,7 @@ from megahead.data.indexed import (
     token_dtype,
 )
 from megahead.errors import ArgumentError, DataError
-from megahead.files import StagedFile
+from megahead.files import AtomicFile
 from megahead.remote_files import is_remote
 
 FLUSH_TOKENS = 1 << 20
@@ -62,7 +62,7 @@ class IndexedDatasetWriter:
         with ExitStack() as staged:
             files = []
             for path in dataset_paths(prefix):
-                files.append(StagedFile(path))
+                files.append(AtomicFile(path))
                 staged.callback(files[-1].discard)
             self._staged = staged.pop_all()  # all of them are open
         self._bin, self._idx, self._info = files

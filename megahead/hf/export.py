@@ -22,7 +22,7 @@ from megahead.checkpoints.store import without_digits
 from megahead.config.objective import HeadName, ObjectiveConfig
 from megahead.data.tokenizer import has_mark, tokenizer_mark
 from megahead.errors import CheckpointError, FieldError
-from megahead.files import sha256_of, staged_folder
+from megahead.files import atomic_folder, sha256_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
 from megahead.hf.settings import write_json, write_settings
@@ -83,7 +83,7 @@ def export(
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
     target = ExportTarget.of(model, head, dtype, keep_padding=keep_padding)
-    with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
+    with atomic_folder(output_dir, replaceable=PARITY_FILE) as folder:
         write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
         parity = verify(folder, target)

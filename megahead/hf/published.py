@@ -33,7 +33,7 @@ from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
 from megahead.distributed.tensors import all_finite, block_ranges, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
-from megahead.files import staged_folder
+from megahead.files import atomic_folder
 from megahead.hf import decoders, encoders
 from megahead.hf.families import Family
 from megahead.hf.settings import KeptSettings
@@ -227,7 +227,7 @@ def from_hf(
     files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = next((file for file in files if file.is_file()), None)
     config = _config(published, kept, tokenizer, special_ids or {})
-    with staged_folder(output_dir) as staged:
+    with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
         tensors = _tensors(published, config, target_counts_V)
         save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))

@@ -19,7 +19,7 @@ from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
 from megahead.data.vocabulary_map import ROLES, SpelledVocabulary, Translation, translate
 from megahead.errors import CheckpointError, DataError, FieldError
-from megahead.files import staged_folder
+from megahead.files import atomic_folder
 from megahead.hf.published import from_hf
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
@@ -120,7 +120,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
     if method not in METHODS:
         raise FieldError("--method", f"be one of {', '.join(METHODS)}", got=method)
     new = SpelledVocabulary.open(tokenizer)
-    with staged_folder(output_dir) as staged, _opened(model_dir, output_dir.absolute().parent) as model:
+    with atomic_folder(output_dir) as staged, _opened(model_dir, output_dir.absolute().parent) as model:
         old = _old_vocabulary(model, model_dir)
         translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)

@@ -19,7 +19,7 @@ from megahead.config.objective import HeadName, ObjectiveConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import require_finite
 from megahead.errors import FieldError, UserError
-from megahead.files import staged_folder
+from megahead.files import atomic_folder
 from megahead.hf.export import PARITY_FILE, export
 from megahead.hf.published import from_hf
 from megahead.losses.candidates import log_unigram, vocabulary_candidates
@@ -64,10 +64,10 @@ def save_plain(
                 raise
             run = None  # an unsupported family or setting, or an encoder without a tokenizer
         if run is not None:
-            with staged_folder(folder, replaceable=PARITY_FILE) as staged:
+            with atomic_folder(folder, replaceable=PARITY_FILE) as staged:
                 export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."))
             return
-    with staged_folder(folder) as staged:
+    with atomic_folder(folder) as staged:
         if head == "none":
             body.save_pretrained(staged, state_dict=dict(weights))
         else:

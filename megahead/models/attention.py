@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed.group import Group, per_rank_rng
-from megahead.models.attention_backends import Attend, attend, attend_rows, half_rows, repeated, serves_masked
+from megahead.models.attention_backends import (
+    Attend,
+    attend,
+    attend_rows,
+    bf16_attention,
+    is_supported_masked,
+    repeated,
+)
 from megahead.models.documents import Documents, TargetPositions, bias_of
 from megahead.models.layers import RMSNorm, Rotation, apply_rotary
 
@@ -125,6 +132,6 @@ def attend_at(
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     mask_BMT = targets.mask(documents.causal_mask_BTT if causal else documents.mask_BTT)
-    if serves_masked(q, k.shape[2], dropout):
-        return half_rows(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
+    if is_supported_masked(q, k.shape[2], dropout):
+        return bf16_attention(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)

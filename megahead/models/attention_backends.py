@@ -44,39 +44,41 @@ _SCORES_AT_ONCE = 2**20
 """2 MiB of bf16, twice."""
 
 
-def serves(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
-    """Whether `half_rows` serves here and pays: bf16 on a CPU, short rows, and no dropout, which the kernel lacks."""
+def is_supported(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
+    """Whether `bf16_attention` works here and is faster: bf16 on a CPU, short rows, and no dropout."""
     tokens, head_size = k_BKTd.shape[-2:]
-    short = 0 < tokens * head_size <= _LARGEST_IN_FP32 or _pays_by_products(q_BHMd, k_BKTd)
+    short = 0 < tokens * head_size <= _LARGEST_IN_FP32 or _is_faster_by_products(q_BHMd, k_BKTd)
     here = q_BHMd.device.type == "cpu" and q_BHMd.dtype == torch.bfloat16
     return here and short and q_BHMd.numel() > 0 and dropout == 0.0
 
 
-def serves_masked(q: Tensor, tokens: int, dropout: float) -> bool:
-    """Whether `half_rows` serves, and pays, for rows of so many `tokens` in several documents, under a bias."""
-    return q.numel() > 0 and pays_masked(q.device, q.dtype, tokens, dropout)
+def is_supported_masked(q: Tensor, tokens: int, dropout: float) -> bool:
+    """The same for rows of so many `tokens` in several documents, under a bias."""
+    return q.numel() > 0 and is_faster_masked(q.device, q.dtype, tokens, dropout)
 
 
-def pays_masked(device: torch.device, dtype: torch.dtype, tokens: int, dropout: float) -> bool:
-    """`serves_masked`, before there are rows."""
+def is_faster_masked(device: torch.device, dtype: torch.dtype, tokens: int, dropout: float) -> bool:
+    """`is_supported_masked`, before there are rows."""
     short = tokens <= _LONGEST_BY_PRODUCTS
     return device.type == "cpu" and dtype == torch.bfloat16 and short and dropout == 0.0
 
 
-def half_rows(q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool, bias_BMT: Tensor | None = None) -> Tensor:
+def bf16_attention(
+    q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool, bias_BMT: Tensor | None = None
+) -> Tensor:
     """[B, H, M, d]: as `scaled_dot_product_attention`; its backward pass is this module's. `causal`: M is T.
 
     `bias_BMT`, in q's dtype, is added to the scores of all heads and takes the place of `causal`: 0, or -inf where a
     query does not see a token.
     """
-    if bias_BMT is not None or _pays_by_products(q_BHMd, k_BHTd):
+    if bias_BMT is not None or _is_faster_by_products(q_BHMd, k_BHTd):
         output: Tensor = _ByProducts.apply(q_BHMd, k_BHTd, v_BHTd, causal, bias_BMT)
     else:
         output = _InFp32.apply(q_BHMd, k_BHTd, v_BHTd, causal)
     return output
 
 
-def _pays_by_products(q_BHMd: Tensor, k_BKTd: Tensor) -> bool:
+def _is_faster_by_products(q_BHMd: Tensor, k_BKTd: Tensor) -> bool:
     (rows, heads, queries, _), tokens = q_BHMd.shape, k_BKTd.shape[-2]
     return tokens <= _LONGEST_BY_PRODUCTS and rows * heads * queries * tokens >= _LEAST_BY_PRODUCTS
 
@@ -211,9 +213,9 @@ VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
     """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    if serves(q, k, dropout):
+    if is_supported(q, k, dropout):
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-        return half_rows(q, k, v, causal).transpose(1, 2)
+        return bf16_attention(q, k, v, causal).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
     return heads.transpose(1, 2)
@@ -225,9 +227,9 @@ def attend_masked(
     """The reference for the other backends: every pair of a row is scored, then hidden by a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    if serves_masked(q, k.shape[2], dropout):
+    if is_supported_masked(q, k.shape[2], dropout):
         bias_BTT = documents.causal_half_bias_BTT if causal else documents.half_bias_BTT
-        return half_rows(q, k, v, causal, bias_BTT).transpose(1, 2)
+        return bf16_attention(q, k, v, causal, bias_BTT).transpose(1, 2)
     mask_B1TT = (documents.causal_mask_BTT if causal else documents.mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
 
@@ -318,7 +320,7 @@ def attend(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float = 0.0, causal: bool = True
 ) -> Tensor:
     """An `Attend`: by the best backend for these tensors."""
-    local, masked = documents.window is not None, serves_masked(q_BTHd, q_BTHd.shape[1], dropout)
+    local, masked = documents.window is not None, is_supported_masked(q_BTHd, q_BTHd.shape[1], dropout)
     spec = AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local, masked)
     backend = choose_backend("auto", spec)
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
@@ -354,7 +356,7 @@ class Backend:
             return self.dense(q, k, v, dropout, causal)
         return self.varlen(q, k, v, documents, dropout, causal)
 
-    def obstacle(self, spec: AttentionSpec) -> str:
+    def unsupported_reason(self, spec: AttentionSpec) -> str:
         """Why it cannot serve `spec`; empty where it can."""
         if self.kernel is None:
             return ""
@@ -436,17 +438,18 @@ BACKENDS = {
 
 @cache
 def choose_backend(wanted: str, spec: AttentionSpec) -> Backend:
-    """The backend named `wanted`, for `auto` the best one that serves `spec`; ConfigError with the reason why not.
+    """The backend named `wanted`, for `auto` the best one that supports `spec`; ConfigError with the reason why
+    not.
 
     `auto` on a CPU is document by document, or by a mask; on other devices the former would synchronise.
     """
     if wanted == "auto":
         if spec.device.type == "cpu":
             return BACKENDS["sdpa" if spec.masked else "documents"]
-        return next(backend for backend in BACKENDS.values() if not backend.obstacle(spec))
+        return next(backend for backend in BACKENDS.values() if not backend.unsupported_reason(spec))
     backend = BACKENDS[wanted]
-    if obstacle := backend.obstacle(spec):
-        raise ConfigError("engine.attention", "serve this run", got=f"`{wanted}`", hint=f"{obstacle}; try `auto`")
+    if reason := backend.unsupported_reason(spec):
+        raise ConfigError("engine.attention", "serve this run", got=f"`{wanted}`", hint=f"{reason}; try `auto`")
     return backend
 
 

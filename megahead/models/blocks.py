@@ -134,7 +134,7 @@ class CompiledBlocks:
 
     def __init__(self, **options: Any) -> None:
         """`options`: of `torch.compile`."""
-        self.obstacle = ""
+        self.unsupported_reason = ""
         if "backend" not in options:  # torch 2.13 gives two bf16 sums of one loop the same name in C++
             options["options"] = {"cpp.max_horizontal_fusion_size": 1}
         self._compiled = torch.compile(_call, dynamic=False, **options)
@@ -144,13 +144,13 @@ class CompiledBlocks:
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
         """`block(*inputs)`."""
-        if not self.obstacle:
+        if not self.unsupported_reason:
             try:
                 output: Tensor = self._compiled(block, *inputs)
                 return output
             except self._failure as error:
-                self.obstacle = _summary(str(error))
-                warnings.warn(f"blocks are not compiled: {self.obstacle}", stacklevel=2)
+                self.unsupported_reason = _summary(str(error))
+                warnings.warn(f"blocks are not compiled: {self.unsupported_reason}", stacklevel=2)
         return _call(block, *inputs)
 
 

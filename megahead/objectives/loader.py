@@ -178,8 +178,8 @@ class StepLoader:
             del scales[-1]
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
         micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
-        staged = [micro.staged(self._device, self._half) for micro in micro_batches]
-        return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
+        prepared = [micro.prepared_for(self._device, self._half) for micro in micro_batches]
+        return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan(prepared))
 
     def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
         """The exchange of the embedding's rows, each of which is fetched once for all micro-batches of the step."""

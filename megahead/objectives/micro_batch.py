@@ -91,7 +91,7 @@ class MicroBatch:
         candidates = tuple(one.to(device) for one in self.candidates)
         return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
-    def staged(self, device: torch.device, half: bool = False) -> MicroBatch:
+    def prepared_for(self, device: torch.device, half: bool = False) -> MicroBatch:
         """The same micro-batch, still on the CPU, prepared for `device`; `half`: it computes in half precision.
 
         For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host does not block.

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megahead.evaluate.geometry import Similarities
-from megahead.files import staged
+from megahead.files import atomic_path
 from megahead.report.panels import HELD_OUT, TRAINING, Panel, column
 from megahead.report.read import RunMetrics
 
@@ -46,7 +46,7 @@ STYLE: Any = {
 def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
     """Writes a PNG (150 pixels an inch), whole or not at all; `description`: a text that it carries, such as what was
     drawn."""
-    with staged(output) as partial:
+    with atomic_path(output) as partial:
         figure.savefig(partial, format="png", dpi=150, metadata={"Description": description} if description else None)
     return output
 

@@ -29,7 +29,7 @@ from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import rank_memory, ways_to_need_less
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
-from megahead.models.attention_backends import AttentionSpec, choose_backend, pays_masked
+from megahead.models.attention_backends import AttentionSpec, choose_backend, is_faster_masked
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows
@@ -224,18 +224,18 @@ def accelerate_(
     """
     model, engine = config.model, config.engine
     local, precision = model.local_layers() > 0, _TYPES[engine.precision]
-    masked = pays_masked(device, precision, config.data.sequence_length, model.attention_dropout)
+    masked = is_faster_masked(device, precision, config.data.sequence_length, model.attention_dropout)
     spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local, masked)
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)
     lines = [("attention", f"{backend.name} ({backend.description})")]
     if device.type == "cuda" if engine.compile == "auto" else engine.compile:
-        obstacle = _obstacle_to_compiling(config, device, zero_stage)
-        lines.append(("compiled", f"no, {obstacle}" if obstacle else _what_is_compiled(config)))
-        if not obstacle:
+        unsupported_reason = _why_not_compiled(config, device, zero_stage)
+        lines.append(("compiled", f"no, {unsupported_reason}" if unsupported_reason else _what_is_compiled(config)))
+        if not unsupported_reason:
             backbone.compiled = CompiledBlocks()
-        if not obstacle and not backend.traceable:
+        if not unsupported_reason and not backend.traceable:
             backbone.use_attention(torch.compiler.disable(backend.attend))
     return lines
 
@@ -250,7 +250,7 @@ def _what_is_compiled(config: RunConfig) -> str:
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
 
 
-def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
+def _why_not_compiled(config: RunConfig, device: torch.device, zero_stage: int) -> str:
     """Why blocks cannot be compiled, if that is known in advance; otherwise empty."""
     if config.parallel.tensor > 1:
         return "tensor ranks communicate within a block"

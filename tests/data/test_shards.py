@@ -21,7 +21,7 @@ from megahead.data.preprocess import Recipe, preprocess
 from megahead.data.records import Selection
 from megahead.data.shards import preprocess_shards
 from megahead.errors import DataError
-from megahead.files import InUseError, StagedFile
+from megahead.files import AtomicFile, InUseError
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess.py"
 JsonLines = Callable[..., Path]
@@ -138,15 +138,15 @@ def test_a_dataset_half_renamed_is_made_again(
     files: list[Path], tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(tokenizer=tokenizer_path)
-    publish = StagedFile.publish
+    publish = AtomicFile.publish
 
-    def power_cut(file: StagedFile) -> None:
+    def power_cut(file: AtomicFile) -> None:
         if file.path.name == "part-1.idx":
             raise SystemExit
         publish(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StagedFile, "publish", power_cut)
+        patch.setattr(AtomicFile, "publish", power_cut)
         with pytest.raises(SystemExit):
             preprocess_shards(files, recipe, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").glob("*.idx")) == ["part-0.idx"]
@@ -174,7 +174,7 @@ def test_inputs_that_cannot_be_shards(files: list[Path], tokenizer_path: Path, t
 
 
 def test_two_runs_in_one_folder_do_not_mix(files: list[Path], tokenizer_path: Path, tmp_path: Path) -> None:
-    other = StagedFile(tmp_path / "out" / "in-use")
+    other = AtomicFile(tmp_path / "out" / "in-use")
     with pytest.raises(InUseError, match=r"in-use\.partial` must not be in use"):
         preprocess_shards(files, Recipe(tokenizer=tokenizer_path), tmp_path / "out")
     other.discard()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead import files as staged_file
+from megahead import files as atomic_file
 from megahead.data import writer as writer_module
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_old_dataset(
 ) -> None:
     prefix = write_dataset([[1, 2, 3]])
     before = sorted(prefix.parent.iterdir())
-    monkeypatch.setattr(staged_file.os, "fsync", full_disk)
+    monkeypatch.setattr(atomic_file.os, "fsync", full_disk)
     with pytest.raises(WriteError, match=r"data\.bin` must be writable, but is not: No space left"):
         write_dataset([[4]])
     assert sorted(prefix.parent.iterdir()) == before
@@ -88,7 +88,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_cannot_open_all_its_files_leaves_none(tmp_path: Path) -> None:
-    other = staged_file.StagedFile(tmp_path / "data.json")
+    other = atomic_file.AtomicFile(tmp_path / "data.json")
     with pytest.raises(InUseError):
         IndexedDatasetWriter(tmp_path / "data", vocab_size=10)
     other.discard()

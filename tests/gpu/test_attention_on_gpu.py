@@ -26,8 +26,8 @@ def test_every_kernel_is_within_rounding(
     name: str, window: int | None, head_size: int, packed: bool, causal: bool, dtype: torch.dtype
 ) -> None:
     spec = AttentionSpec(torch.device("cuda"), dtype, head_size, local=window is not None)
-    if obstacle := BACKENDS[name].obstacle(spec):
-        pytest.skip(obstacle)
+    if reason := BACKENDS[name].unsupported_reason(spec):
+        pytest.skip(reason)
     qkv = random_qkv("cuda", dtype, (2, 512, 3, head_size))
     errors = relative_errors(BACKENDS[name].attend, qkv, LONG if packed else None, causal, window)
     assert max(errors) < torch.finfo(dtype).eps
@@ -36,9 +36,9 @@ def test_every_kernel_is_within_rounding(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BACKENDS)
 def test_documents_do_not_feel_each_other(name: str) -> None:
-    obstacle = BACKENDS[name].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
-    if obstacle:
-        pytest.skip(obstacle)
+    reason = BACKENDS[name].unsupported_reason(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
+    if reason:
+        pytest.skip(reason)
     qkv = random_qkv("cuda", torch.bfloat16, (2, 512, 3, 64))
     output = BACKENDS[name].attend(*qkv, Documents(LONG.cuda()), causal=False)
     (gradient,) = torch.autograd.grad(output[0, 201:330].sum(), qkv)
@@ -51,9 +51,9 @@ def test_documents_do_not_feel_each_other(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BACKENDS)
 def test_dropout_keeps_the_mean_and_the_gradient_of_what_was_kept(name: str) -> None:
-    obstacle = BACKENDS[name].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64, 0.2))
-    if obstacle:
-        pytest.skip(obstacle)
+    reason = BACKENDS[name].unsupported_reason(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64, 0.2))
+    if reason:
+        pytest.skip(reason)
     q, k, _ = random_qkv("cuda", torch.bfloat16, (2, 512, 3, 64))
     v = torch.ones_like(k, requires_grad=True)
     output = BACKENDS[name].attend(q, k, v, Documents(LONG.cuda()), 0.2, causal=False)

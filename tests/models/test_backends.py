@@ -20,7 +20,7 @@ from megahead.models.documents import Documents
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
-HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]
+HERE = [backend.attend for backend in BACKENDS.values() if not backend.unsupported_reason(CPU)]
 
 
 @pytest.mark.parametrize("way", [attend, *HERE])
@@ -101,7 +101,7 @@ def test_a_kernel_without_local_attention_leaves_it_to_the_next(monkeypatch) -> 
 
 def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    told = BACKENDS["flash3"].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
+    told = BACKENDS["flash3"].unsupported_reason(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
     assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
 
 

@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "modernbert": {"family": "modernbert", "local_window": 4, "global_every": 2},
 }
 CPU = AttentionSpec(torch.device("cpu"), torch.float32, head_size=16, local=True)
-WAYS = {"auto": attend} | {name: way.attend for name, way in BACKENDS.items() if not way.obstacle(CPU)}
+WAYS = {"auto": attend} | {name: way.attend for name, way in BACKENDS.items() if not way.unsupported_reason(CPU)}
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
 
 

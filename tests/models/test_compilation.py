@@ -84,7 +84,7 @@ def test_more_global_and_local_layers_need_no_more_graphs() -> None:
         backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
         for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
             torch.testing.assert_close(found, tensor)
-        assert not backbone.compiled.obstacle
+        assert not backbone.compiled.unsupported_reason
         graphs.append(counting.graphs)
     assert graphs[0] == graphs[1] > 0
 
@@ -99,7 +99,7 @@ def test_packed_documents_and_shared_keys_are_in_the_one_graph(key_heads: int) -
     for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
         torch.testing.assert_close(found, tensor)
     assert counting.graphs == 1
-    assert not backbone.compiled.obstacle
+    assert not backbone.compiled.unsupported_reason
 
 
 def test_documents_of_other_lengths_are_not_compiled_for() -> None:
@@ -129,7 +129,7 @@ def test_a_kernel_for_documents_is_part_of_the_graph_however_many_they_are(
         hidden = backbone(IDS.to("meta"), documents)
         hidden.sum().backward()
     assert counting.graphs == graphs
-    assert not backbone.compiled.obstacle
+    assert not backbone.compiled.unsupported_reason
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3"])
@@ -165,7 +165,7 @@ def test_generated_code_computes_the_same() -> None:
     backbone.compiled = CompiledBlocks()
     for found, tensor in zip(trained(backbone), expected, strict=True):
         torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-4)
-    assert not backbone.compiled.obstacle
+    assert not backbone.compiled.unsupported_reason
 
 
 @pytest.mark.long
@@ -184,7 +184,7 @@ def test_generated_code_for_packed_rows_in_bf16() -> None:
         gradients = [p.grad for name, p in backbone.named_parameters() if "norm" not in name]
         found.append([hidden.detach(), *gradients])  # plain, torch sums gradients of norms in bf16
     assert backbone.compiled is not None
-    assert not backbone.compiled.obstacle
+    assert not backbone.compiled.unsupported_reason
     for plain, compiled in zip(*found, strict=True):
         assert (plain - compiled).float().norm() < 0.02 * plain.float().norm()
 

@@ -34,8 +34,8 @@ def test_by_products_it_is_as_exact_as_scores_in_bf16_are(rows: int, length: int
     assert ours[1] <= 2 * theirs[1]
 
 
-def _half_rows(q, k, v):
-    return cpu_attention.half_rows(q, k, v, causal=False)
+def _bf16_attention(q, k, v):
+    return cpu_attention.bf16_attention(q, k, v, causal=False)
 
 
 @pytest.mark.parametrize("targets", [5, 40])
@@ -44,7 +44,7 @@ def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
     q, gradient = (torch.randn(8, 4, targets, 32) for _ in range(2))
     k, v = (torch.randn(8, 4, 128, 32) for _ in range(2))
     found = []
-    for attend, dtype in ((F.scaled_dot_product_attention, torch.float32), (_half_rows, torch.bfloat16)):
+    for attend, dtype in ((F.scaled_dot_product_attention, torch.float32), (_bf16_attention, torch.bfloat16)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         attend(*inputs).backward(gradient.to(dtype))
         found.append([x.grad.float() for x in inputs])
@@ -68,7 +68,7 @@ def test_documents_under_a_mask(monkeypatch, at_once: int, causal: bool, window:
 def test_a_gradient_that_is_laid_out_in_another_order() -> None:
     q, k, v = (torch.randn(2, 3, 20, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     bias = bias_of(torch.ones(1, 20, 20, dtype=torch.bool).tril(), torch.bfloat16)
-    output, gradient = cpu_attention.half_rows(q, k, v, True, bias), torch.randn(2, 20, 3, 8).bfloat16()
+    output, gradient = cpu_attention.bf16_attention(q, k, v, True, bias), torch.randn(2, 20, 3, 8).bfloat16()
     found = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2), retain_graph=True)
     expected = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2).contiguous())
     for one, other in zip(found, expected, strict=True):
@@ -89,7 +89,7 @@ def test_gradients_by_products_do_not_depend_on_the_rows_beside() -> None:
     for found, parts in ((rows, [slice(0, 8)]), (halves, [slice(0, 3), slice(3, 8)])):
         for part in parts:
             inputs = [x[part].clone().requires_grad_() for x in (q, k, v)]
-            cpu_attention.half_rows(*inputs, True).backward(gradient[part])
+            cpu_attention.bf16_attention(*inputs, True).backward(gradient[part])
             found.append(torch.cat([x.grad for x in inputs], -1))
     torch.testing.assert_close(torch.cat(rows), torch.cat(halves))  # blocks of other sizes may round otherwise
 
@@ -131,7 +131,7 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
     ],
 )
 def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
-    assert cpu_attention.serves(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
+    assert cpu_attention.is_supported(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
     ],
 )
 def test_where_it_serves_documents_under_a_mask(shape, dtype, dropout: float, serves: bool) -> None:
-    assert cpu_attention.serves_masked(torch.empty(shape, dtype=dtype), shape[2], dropout) is serves
+    assert cpu_attention.is_supported_masked(torch.empty(shape, dtype=dtype), shape[2], dropout) is serves
 
 
 @pytest.mark.parametrize("length", [5, 300])

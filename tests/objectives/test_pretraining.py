@@ -208,7 +208,7 @@ def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_with
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
-    staged = micro.staged(torch.device("cuda"))
+    staged = micro.prepared_for(torch.device("cuda"))
     held = [value for part in (staged.batch, *staged.candidates) for value in vars(part).values()]
     assert {id(value) for value in held if isinstance(value, torch.Tensor)} == {id(tensor) for tensor in pinned}
     assert staged.batch.cu_seqlens is not None
@@ -225,11 +225,11 @@ def test_staging_for_half_precision_on_a_cpu_pads_candidates_without_changing_th
     """Products have few shapes then, whose code is made once."""
     pretraining = initialized(tiny(objective))
     micro, cpu = prepared(pretraining), torch.device("cpu")
-    staged = micro.staged(cpu, half=True)
+    staged = micro.prepared_for(cpu, half=True)
     assert [len(one.ids_U) for one in staged.candidates] == [128]
     assert staged.batch is micro.batch
     torch.testing.assert_close(pretraining(staged), pretraining(micro))
-    assert micro.staged(cpu) is micro
+    assert micro.prepared_for(cpu) is micro
 
 
 def test_a_micro_batch_moves_to_its_device_whole() -> None:

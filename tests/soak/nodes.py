@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from megahead.errors import UserError
-from megahead.files import staged
+from megahead.files import atomic_path
 from soak.hosts import LINK, Host
 
 BYTES = 1 << 29
@@ -49,7 +49,7 @@ def mounted(folder: Path) -> Iterator[Disk]:
     if place.is_mount():  # a sitting before was killed
         _call("umount", "-l", place)
     if not image.exists():
-        with staged(image) as partial:
+        with atomic_path(image) as partial:
             with partial.open("xb") as file:
                 os.truncate(file.fileno(), BYTES)
             _call("mkfs.ext4", "-q", "-m", "0", partial)

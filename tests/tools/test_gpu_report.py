@@ -66,7 +66,7 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
         used = {word for part in full if part.command[0] == name for word in part.command if word.startswith("--")}
         assert used
         assert not [word for word in used if word not in told]
-    assert all(part.obstacle for part in full if part.name.startswith("train-"))
+    assert all(part.unsupported_reason for part in full if part.name.startswith("train-"))
 
 
 def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> N
     before = text.index.stat().st_mtime_ns
     text.draw(20_000)
     assert text.index.stat().st_mtime_ns == before
-    assert "by --dataset, or --text and --tokenizer" in text.obstacle_to_training()
+    assert "by --dataset, or --text and --tokenizer" in text.why_not_trained()
 
 
 def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Pat
         writer.add_document([5, 6, 0])
     text = Text(tmp_path, dataset=tmp_path / "small")
     assert "text" not in {part.name for part in parts_of(FULL, text, tmp_path)}
-    assert (text.obstacle_to_training(), text.index.exists()) == ("", True)
+    assert (text.why_not_trained(), text.index.exists()) == ("", True)
     assert f"data.validation={tmp_path}/small-validation" in text.settings()
     assert "data.tokenizer=null" in text.settings()
 

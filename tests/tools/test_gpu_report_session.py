@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
     parts = [
         Part("a", "what?", ("a",), 30, packages=("sys", "not_there", "nor_this")),
         Part("b", "what?", ("b",), 30, files=(tmp_path, tmp_path / "text.idx")),
-        Part("c", "what?", ("c",), 30, obstacle="a text must be given for it, but is not."),
+        Part("c", "what?", ("c",), 30, unsupported_reason="a text must be given for it, but is not."),
         Part("d", "what?", ("d",), 30),
     ]
     session = Session(tmp_path / "out", quiet(), launch=instant)

@@ -192,7 +192,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     mine = iter(texts[rank::count])
 
     def step() -> None:
-        micro = micro_batch(config, rule, next(mine)).staged(device, half)
+        micro = micro_batch(config, rule, next(mine)).prepared_for(device, half)
         engine.begin(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
@@ -203,7 +203,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device).to(device)
+    return micro_batch(config, rule_of(config, rows), rows[rank]).prepared_for(device).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:

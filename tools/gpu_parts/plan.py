@@ -45,7 +45,7 @@ class Part:
     seconds: float  # about what it takes on an H100, and at least what is kept for it. Twice that is its limit.
     packages: tuple[str, ...] = ()  # without these it is left out
     files: tuple[Path, ...] = ()  # likewise
-    obstacle: str = ""  # why it cannot be done, as far as that is known beforehand
+    unsupported_reason: str = ""  # why it cannot be done, as far as that is known beforehand
     explains: str = ""  # the part whose missed targets it explains; it is left out where they were met
 
     @property
@@ -56,8 +56,8 @@ class Part:
 
     def lacks(self) -> str:
         """Why it cannot be done here; empty where it can."""
-        if self.obstacle:
-            return self.obstacle
+        if self.unsupported_reason:
+            return self.unsupported_reason
         packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if packages:
             return f"{' and '.join(packages)} must be installed for it, but {'are' if packages[1:] else 'is'} not."
@@ -104,7 +104,7 @@ class Text:
         """Exists once the dataset is whole."""
         return self.prefix.with_suffix(".idx")
 
-    def obstacle_to_training(self) -> str:
+    def why_not_trained(self) -> str:
         return "" if self.given else "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
 
     def settings(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def parts_of(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
                 scale["slower"] * seconds,
                 tuple(what.get("packages", ())),
                 (text.index,) if what.get("reads") else (),
-                text.obstacle_to_training() if kind == "train" else "",
+                text.why_not_trained() if kind == "train" else "",
                 what.get("explains", "").format(**values),
             )
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megahead.files import InUseError, StagedFile, write_atomically
+from megahead.files import AtomicFile, InUseError, write_atomically
 
 FORK = multiprocessing.get_context("fork")
 
@@ -23,7 +23,7 @@ def test_what_was_published_between_opening_and_locking_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, lock = tmp_path / "table", fcntl.flock
-    first = StagedFile(path)
+    first = AtomicFile(path)
     first.write(b"published")
 
     def late(*arguments: Any) -> None:
@@ -33,7 +33,7 @@ def test_what_was_published_between_opening_and_locking_is_left_alone(
         lock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    second = StagedFile(path)
+    second = AtomicFile(path)
     assert path.read_bytes() == b"published"
     second.write(b"anew")
     second.sync()
@@ -44,7 +44,7 @@ def test_what_was_published_between_opening_and_locking_is_left_alone(
 
 def test_writers_without_locks_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", without_locks)
-    one, other = StagedFile(tmp_path / "table"), StagedFile(tmp_path / "table")
+    one, other = AtomicFile(tmp_path / "table"), AtomicFile(tmp_path / "table")
     for file, text in ((one, b"one"), (other, b"other"), (one, b" and one"), (other, b" and other")):
         file.write(text)
     for file, whole in ((one, b"one and one"), (other, b"other and other")):
@@ -55,11 +55,11 @@ def test_writers_without_locks_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_lock_that_is_held_is_reported(tmp_path: Path) -> None:
-    held = StagedFile(tmp_path / "table")
+    held = AtomicFile(tmp_path / "table")
     with pytest.raises(InUseError, match=r"table\.partial` must not be in use, but another process is writing it"):
-        StagedFile(tmp_path / "table")
+        AtomicFile(tmp_path / "table")
     held.discard()
-    StagedFile(tmp_path / "table").discard()
+    AtomicFile(tmp_path / "table").discard()
     assert not list(tmp_path.iterdir())
 
 

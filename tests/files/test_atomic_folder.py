@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import FieldError, UserError
-from megahead.files import staged_folder
+from megahead.files import atomic_folder
 
 
 def test_nothing_is_left_of_a_block_that_raises(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), staged_folder(tmp_path / "out") as folder:
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "out") as folder:
         folder.joinpath("half").write_text("written") and 1 / 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_old_folder_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with staged_folder(output, replaceable="mark") as folder:
+    with atomic_folder(output, replaceable="mark") as folder:
         (folder / "mark").write_text("old")
-    with pytest.raises(RuntimeError), staged_folder(output, replaceable="mark"):
+    with pytest.raises(RuntimeError), atomic_folder(output, replaceable="mark"):
         raise RuntimeError
     assert (output / "mark").read_text() == "old"
-    with staged_folder(output, replaceable="mark") as folder:
+    with atomic_folder(output, replaceable="mark") as folder:
         (folder / "mark").write_text("new")
         assert (output / "mark").read_text() == "old"
     assert (output / "mark").read_text() == "new"
@@ -35,7 +35,7 @@ def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.tex").write_text("precious")
-    with pytest.raises(FieldError, match="be a new folder"), staged_folder(output, replaceable="mark"):
+    with pytest.raises(FieldError, match="be a new folder"), atomic_folder(output, replaceable="mark"):
         pytest.fail("the block must not run")
     assert (output / "thesis.tex").read_text() == "precious"
 
@@ -44,18 +44,18 @@ def test_remains_of_a_killed_run_are_overwritten(tmp_path: Path) -> None:
     partial = tmp_path / ".out.partial"
     partial.mkdir()
     (partial / "half").write_text("remains")
-    with staged_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         assert list(folder.iterdir()) == []
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(UserError, match=r"No space left on device.*nothing was kept"), staged_folder(tmp_path / "out"):
+    with pytest.raises(UserError, match=r"No space left on device.*nothing was kept"), atomic_folder(tmp_path / "out"):
         raise full
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match="must be writable"), staged_folder(tmp_path / "file" / "out"):
+    with pytest.raises(UserError, match="must be writable"), atomic_folder(tmp_path / "file" / "out"):
         pytest.fail("the block must not run")
