@@ -26,7 +26,7 @@ def _ours(q, k, v, documents, dropout=0.0, *, causal=True):
 def test_by_products_it_is_as_exact_as_scores_in_bf16_are(rows: int, length: int, causal: bool) -> None:
     """In blocks of heads of which the last may be smaller; torch's kernel keeps scores in fp32."""
     shape = (rows, length, 3, 32)
-    assert cpu_attention._pays_by_products(*[torch.empty(rows, 3, length, 32)] * 2)
+    assert cpu_attention._is_faster_by_products(*[torch.empty(rows, 3, length, 32)] * 2)
     ours, theirs = (
         relative_errors(way, random_qkv(dtype=torch.bfloat16, shape=shape), None, causal) for way in (_ours, _as_torch)
     )
@@ -48,7 +48,7 @@ def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
         inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         attend(*inputs).backward(gradient.to(dtype))
         found.append([x.grad.float() for x in inputs])
-    assert cpu_attention._pays_by_products(q, k) == (targets == 40)
+    assert cpu_attention._is_faster_by_products(q, k) == (targets == 40)
     for exact, ours in zip(*found, strict=True):
         assert (exact - ours).norm() < 0.01 * exact.norm()
 
