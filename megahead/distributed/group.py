@@ -119,11 +119,6 @@ class Group:
         dist.broadcast_object_list(box, src=first, group=self.handle)
         return box[0]
 
-    def barrier(self) -> None:
-        """Waits until every rank has called it."""
-        if self.size > 1:
-            dist.barrier(group=self.handle)
-
 
 # Collectives with gradients, named after what the forward pass does.
 #

@@ -20,14 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megahead.distributed.group import Group
-from megahead.distributed.watchdog import (
-    Connection,
-    LostRankError,
-    MonitorClient,
-    RankMonitor,
-    notice_lost_host,
-    with_timeout,
-)
+from megahead.distributed.watchdog import Connection, LostRankError, MonitorClient, RankMonitor, connect, with_timeout
 from megahead.errors import UserError, leave, print_error
 
 # `deepspeed`, `torchrun`, `srun` and Open MPI's `mpirun` pass a process its rank in environment variables.
@@ -242,7 +235,6 @@ Settings = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})
 
 _MONITOR = "megahead/rank monitor"
-_SETTINGS = "megahead/settings"
 _MAX_NAMED = 4
 _DESTROY_SECONDS = 10.0
 
@@ -291,7 +283,7 @@ def _rendezvous(launch: Launch, seconds: float, settings: Settings) -> tuple[Sto
     """The store, and this rank's connection to the monitor."""
     with _failing_to(launch, seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, connection, first = with_timeout(seconds + 1, lambda: _open_connection(launch, seconds, settings))
-    monitor = MonitorClient(connection, launch.rank, seconds, partial(_end_process, launch))
+    monitor = MonitorClient(connection, launch.rank, partial(_end_process, launch))
     with monitor.naming_lost_ranks():
         _refuse_other_settings(launch.rank, settings, first)
     return store, monitor
@@ -347,18 +339,12 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
 
 def _open_connection(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Connection, Settings]:
     """The store, this rank's connection to the monitor, whose address is in the store, and rank 0's settings."""
-    store = open_store(launch, seconds)
+    store, host_timeout = open_store(launch, seconds), launch.host_timeout_seconds
     store.set_timeout(timedelta(seconds=seconds))
+    host = launch.address
     if launch.rank == 0:
-        monitor = RankMonitor(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
-        store.set(_SETTINGS, json.dumps(dict(settings)))
-        store.set(_MONITOR, monitor.address)
-        return store, monitor.start(), settings
-    first = json.loads(store.get(_SETTINGS))  # first: once all are connected rank 0 goes on, and may hang
-    port, token = store.get(_MONITOR).decode().split()
-    connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
-    if launch.host_timeout_seconds is not None:
-        notice_lost_host(connection, launch.host_timeout_seconds)
-    client = Connection(connection)
-    client.send("hello", token, launch.rank)
-    return store, client, first
+        monitor = RankMonitor(launch.world_size, seconds, launch.spare_ranks, host_timeout)
+        store.set(_MONITOR, json.dumps([monitor.address, dict(settings)]))
+        host = "127.0.0.1"
+    address, first = json.loads(store.get(_MONITOR))
+    return store, connect(host, address, launch.rank, seconds, host_timeout), first

@@ -44,18 +44,19 @@ class WholeTensors:
 
 
 @dataclass(frozen=True)
-class RenamedTensors:
-    """The same tensors under other names."""
+class RoutedTensors:
+    """Tensors of several sources."""
 
-    tensors: Tensors
-    source_name: Callable[[str], str]
-    """From a name to its name in `tensors`."""
+    route: Callable[[str], tuple[Tensors, str]]
+    """From a name to its source, and the name that it has there."""
 
     def read(self, name: str, /) -> Tensor:
-        return self.tensors.read(self.source_name(name))
+        source, there = self.route(name)
+        return source.read(there)
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return self.tensors.blocks(self.source_name(name))
+        source, there = self.route(name)
+        return source.blocks(there)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import ceil
+from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from selectors import EVENT_READ, DefaultSelector
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -74,82 +74,77 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
 # Short JSON messages over TCP, and heartbeats.
 
 
+_LONGEST_MESSAGE = 1 << 20
+"""Bytes; what is longer is not our format."""
+
+
+def heartbeats(limit_seconds: float) -> tuple[float, int]:
+    """Seconds from one heartbeat to the next, and how many there are in `limit_seconds`.
+
+    Silence is counted in one's own heartbeats, not in seconds, so that a process that was suspended for a while does
+    not take the others for lost when it continues.
+    """
+    every = min(limit_seconds / 10, 15.0)
+    return every, ceil(limit_seconds / every)
+
+
 class Connection:
-    """One end of a TCP connection for JSON messages. No call blocks for more than a second, even if the other process
-    is suspended."""
+    """One end of a TCP connection for JSON messages. The other end is lost if it is silent for `limit_seconds`, and its
+    machine for `host_timeout_seconds`, if that is given: a process that is suspended is silent, but its machine
+    answers. Sending blocks for a second at most, even then."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(1)
-        self._connection, self._rest, self._sending = connection, b"", threading.Lock()
-        self.silent_beats = 0
-        """Heartbeats since the last message, counted by the caller; see `Heartbeat`."""
-
-    def fileno(self) -> int:
-        """For `select`."""
-        return self._connection.fileno()
+    def __init__(self, to: socket.socket, limit_seconds: float, host_timeout_seconds: float | None = None) -> None:
+        to.settimeout(1)
+        if host_timeout_seconds is not None:
+            _notice_lost_host(to, host_timeout_seconds)
+        self._socket, self._sending, self.limit_seconds = to, threading.Lock(), limit_seconds
 
     def send(self, *words: Any) -> None:
         """Sends one message, from any thread; it is lost if the other end is gone."""
         with self._sending, suppress(OSError):
-            self._connection.sendall(json.dumps(words).encode() + b"\n")
+            self._socket.sendall(json.dumps(words).encode() + b"\n")
 
-    def receive(self) -> list[list[Any]]:
-        """The messages that have arrived; call it when `select` finds the connection readable. EOFError when the other
-        end is gone, or sends something that is not our format."""
-        try:
-            received = self._connection.recv(1 << 16)
-            *complete, self._rest = (self._rest + received).split(b"\n")
-            messages: list[list[Any]] = [json.loads(message) for message in complete]
-        except (OSError, ValueError, RecursionError) as error:
-            raise EOFError from error
-        if not received:
-            raise EOFError
-        self.silent_beats = 0
-        return messages
+    def messages(self) -> Iterator[list[Any]]:
+        """The messages that arrive; sends heartbeats meanwhile. The last one is made here, when the other end is lost
+        or sends something that is not our format: `gone`, and what became of it."""
+        every, limit_beats = heartbeats(self.limit_seconds)
+        next_beat, silent_beats, rest = time.monotonic() + every, 0, b""
+        while silent_beats <= limit_beats + 1:
+            try:
+                if wait([self._socket], max(0, next_beat - time.monotonic())):
+                    received = self._socket.recv(1 << 16)
+                    *complete, rest = (rest + received).split(b"\n")
+                    messages = [[word, *more] for word, *more in map(json.loads, complete)]
+                    if not received or len(rest) > _LONGEST_MESSAGE:
+                        raise EOFError
+                    silent_beats = 0
+                    yield from (message for message in messages if message != ["beat"])
+            except (OSError, EOFError, ValueError, TypeError, RecursionError):
+                yield ["gone", "died"]
+                return
+            if time.monotonic() >= next_beat:
+                next_beat, silent_beats = time.monotonic() + every, silent_beats + 1
+                self.send("beat")
+        yield ["gone", f"died or hangs (silent for {self.limit_seconds:g} s)"]
 
     def close(self) -> None:
         """Closes the connection, which the other end notices."""
-        self._connection.close()
+        self._socket.close()
 
 
-def notice_lost_host(connection: socket.socket, seconds: float) -> None:
-    """Breaks `connection`, or those that it accepts, when the machine at the other end is silent for `seconds`. A
-    process there that is stopped or swapped out is another matter: its machine answers."""
+def _notice_lost_host(connection: socket.socket, seconds: float) -> None:
+    """Breaks `connection` when the machine at the other end is silent for `seconds`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("KEEPIDLE", seconds / 4), ("KEEPINTVL", seconds / 4), ("USER_TIMEOUT", 1000 * seconds)):
         if hasattr(socket, f"TCP_{option}"):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), ceil(value))
 
 
-class Heartbeat:
-    """When to send a heartbeat, so that silence means that the other end is lost.
-
-    Silence is counted in this process's own heartbeats, not in seconds, so that a process that was suspended for a
-    while does not take the others for lost when it continues.
-    """
-
-    def __init__(self, limit_seconds: float) -> None:
-        self._every, self._next = min(limit_seconds / 10, 15.0), time.monotonic()
-        self.limit_beats = ceil(limit_seconds / self._every)
-        """Heartbeats in `limit_seconds`."""
-
-    def pause(self) -> float:
-        """Seconds until the next heartbeat."""
-        return max(0.0, self._next - time.monotonic())
-
-    def due(self) -> bool:
-        """Whether it is time for a heartbeat; True once for each."""
-        if self.pause():
-            return False
-        self._next = time.monotonic() + self._every
-        return True
-
-
-# The monitor, a thread of rank 0's process.
+# The monitor, in rank 0's process: a thread for each rank notes what is received, and one concludes.
 
 
 class RankMonitor:
-    """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost.
+    """Expects `size` ranks within `limit_seconds`; listens, from now on, until all have left or one is lost.
 
     `spectators`: as many ranks beyond these receive the outcome. Nobody waits for them, and they may be lost.
     `host_timeout_seconds`: a machine that is silent for that long is lost; by default only its ranks' silence counts.
@@ -158,112 +153,81 @@ class RankMonitor:
     def __init__(
         self, size: int, limit_seconds: float, spectators: int = 0, host_timeout_seconds: float | None = None
     ) -> None:
-        self._all, self._limit = frozenset(range(size)), limit_seconds
-        self._spectators = frozenset(range(size, size + spectators))
+        self._all, self._spectators = frozenset(range(size)), frozenset(range(size, size + spectators))
+        self._limits = limit_seconds, host_timeout_seconds
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=size + spectators, dualstack_ipv6=dual)
-        if host_timeout_seconds is not None:
-            notice_lost_host(self._listener, host_timeout_seconds)
-        self._token, self._connections = secrets.token_hex(8), dict[int, Connection]()
+        self.address = f"{self._listener.getsockname()[1]} {secrets.token_hex(8)}"
+        """Port and password for the ranks."""
+        self._connections, self._over = dict[int, Connection](), False
         self._gave_up, self._left, self._lost = set[int](), set[int](), dict[int, str]()
-        self._heartbeat, self._beats_sent = Heartbeat(limit_seconds), -1
-        self._doubt_since, self._over = 0.0, False
-        self._selector = DefaultSelector()
-        self._selector.register(self._listener, EVENT_READ, self._accept)
+        self._changed = threading.Condition()
+        """Guards all of these, and tells the thread that concludes."""
+        self._start("rank monitor's listener", self._accept)
+        self._start("rank monitor", self._conclude)
 
-    @property
-    def address(self) -> str:
-        """Port and password for the other ranks."""
-        return f"{self._listener.getsockname()[1]} {self._token}"
-
-    def start(self) -> Connection:
-        """Begins to listen, in a thread; returns rank 0's own connection."""
-        here, mine = socket.socketpair()
-        self._add(0, Connection(here))
-        threading.Thread(target=self._serve, name="rank monitor", daemon=True).start()
-        return Connection(mine)
-
-    def _serve(self) -> None:
-        while not self._over:
-            pause = self._heartbeat.pause()
-            for key, _ in self._selector.select(min(pause, 0.1) if self._lost or self._gave_up else pause):
-                key.data()
-            if self._heartbeat.due():
-                self._beat()
-            self._conclude()
+    def _start(self, name: str, function: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
 
     def _accept(self) -> None:
-        connection = Connection(self._listener.accept()[0])
-        self._selector.register(connection, EVENT_READ, lambda: self._greet(connection))
+        with self._listener:
+            while not self._over and self._connections.keys() != self._all | self._spectators:
+                if wait([self._listener], 1):
+                    connection = Connection(self._listener.accept()[0], *self._limits)
+                    self._start("rank monitor's connection", self._receive, connection)
 
-    def _greet(self, connection: Connection) -> None:
-        """Reads a rank's first messages; connections from anything else are closed."""
-        self._selector.unregister(connection)
-        try:
-            (_, token, rank), *more = connection.receive()
-        except (EOFError, ValueError, TypeError):
-            token, rank, more = "", 0, []
-        if token == self._token and rank in (self._all | self._spectators) - self._connections.keys():
-            self._add(rank, connection)
-            self._handle(rank, more)
-        else:
-            connection.close()
+    def _receive(self, connection: Connection) -> None:
+        """Notes what one rank sends; a connection from anything else is closed."""
+        rank: int | None = None
+        for message in connection.messages():
+            with self._changed:
+                if rank is not None:
+                    self._note(rank, *message)
+                else:
+                    expected = (self._all | self._spectators) - self._connections.keys()
+                    rank = next((each for each in expected if message == ["hello", self.address, each]), None)
+                    if rank is None:
+                        return connection.close()
+                    self._connections[rank] = connection
+                self._changed.notify()
 
-    def _add(self, rank: int, connection: Connection) -> None:
-        self._connections[rank] = connection
-        self._selector.register(connection, EVENT_READ, lambda: self._receive(rank))
-        if rank in self._all and self._connections.keys() >= self._all:
-            self._send_all("here")
-        if self._connections.keys() == self._all | self._spectators:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-
-    def _receive(self, rank: int) -> None:
-        try:
-            self._handle(rank, self._connections[rank].receive())
-        except EOFError:
-            self._selector.unregister(self._connections[rank])
-            self._record_lost(rank, "died")
-
-    def _handle(self, rank: int, messages: list[list[Any]]) -> None:
-        for word, *more in messages:
-            if word == "gave_up":
-                self._gave_up.add(rank)
-            elif word == "left":
-                self._left.add(rank)
-            elif word == "ended" and rank not in self._left:
-                self._lost.setdefault(rank, f"ended with {more[0]}")
-
-    def _beat(self) -> None:
-        self._send_all("beat")
-        self._beats_sent += 1
-        for rank, connection in self._connections.items():
-            connection.silent_beats += 1
-            if connection.silent_beats > self._heartbeat.limit_beats + 1:
-                self._record_lost(rank, f"died or hangs (silent for {self._limit:g} s)")
-        if self._beats_sent >= self._heartbeat.limit_beats:
-            for rank in self._all - self._connections.keys():
-                self._record_lost(rank, f"did not come within {self._limit:g} s")
-
-    def _record_lost(self, rank: int, fate: str) -> None:
-        """Records a lost rank, unless it is recorded already, has left, or is a spectator."""
-        if rank not in self._left | self._spectators:
+    def _note(self, rank: int, word: str, fate: str = "") -> None:
+        if word == "gave_up":
+            self._gave_up.add(rank)
+        elif word == "left":
+            self._left.add(rank)
+        elif rank not in self._left and (word == "ended" or rank in self._all):  # else `gone`, which spectators may be
             self._lost.setdefault(rank, fate)
 
     def _conclude(self) -> None:
         """Sends the outcome to all ranks as soon as it is known: all left, or some lost."""
-        if self._left == self._all:
+        with self._changed:
+            wait_for, limit = self._changed.wait_for, self._limits[0]
+            every, limit_beats = heartbeats(limit)
+            begun = (wait_for(lambda: self._all_came() or self._in_doubt(), every) for _ in range(limit_beats))
+            if not any(begun):
+                absent = self._all - self._connections.keys()
+                self._lost |= dict.fromkeys(absent, f"did not come within {limit:g} s")
+            if self._all_came():
+                self._send_all("here")
+            wait_for(lambda: self._left == self._all or self._in_doubt())
+            wait_for(lambda: self._lost or not self._silent(), GRACE_SECONDS)
+            wait_for(lambda: not self._silent(), _MORE_SECONDS if self._lost else 0)
+            unanswered = dict.fromkeys(self._silent(), f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
+            lost = sorted((self._lost or unanswered).items())
+            self._send_all("left") if self._left == self._all else self._send_all("lost", lost)
             self._over = True
-            self._send_all("left")
-        elif self._lost or self._gave_up:
-            self._doubt_since = self._doubt_since or time.monotonic()
-            silent = self._all - self._lost.keys() - self._gave_up - self._left
-            patience = _MORE_SECONDS if self._lost else GRACE_SECONDS
-            if not silent or time.monotonic() - self._doubt_since >= patience:
-                unanswered = dict.fromkeys(silent, f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
-                self._over = True
-                self._send_all("lost", sorted((self._lost or unanswered).items()))
+
+    def _all_came(self) -> bool:
+        return self._connections.keys() >= self._all
+
+    def _in_doubt(self) -> bool:
+        return bool(self._lost or self._gave_up)
+
+    def _silent(self) -> frozenset[int]:
+        """Ranks that have neither left nor reported why they will not."""
+        return self._all - self._lost.keys() - self._gave_up - self._left
 
     def _send_all(self, *words: Any) -> None:
         for rank in sorted(self._connections, reverse=True):  # rank 0 last: then it may end, and the monitor with it
@@ -273,15 +237,20 @@ class RankMonitor:
 # A rank's end of its connection to the monitor.
 
 
+def connect(host: str, address: str, rank: int, limit_seconds: float, host_timeout_seconds: float | None) -> Connection:
+    """Rank `rank`'s connection to the monitor on `host`."""
+    to = socket.create_connection((host, int(address.split()[0])), min(limit_seconds, 60))
+    connection = Connection(to, limit_seconds, host_timeout_seconds)
+    connection.send("hello", address, rank)
+    return connection
+
+
 class MonitorClient:
     """Rank `rank`'s end of its connection. A thread reads it, and calls `end_process` with the reason, if it must."""
 
-    def __init__(
-        self, connection: Connection, rank: int, limit_seconds: float, end_process: Callable[[str], None]
-    ) -> None:
-        self._connection, self._rank, self._limit = connection, rank, limit_seconds
-        self._end_process, self._ends = end_process, threading.Event()
-        self._received: SimpleQueue[str | dict[int, str]] = SimpleQueue()
+    def __init__(self, connection: Connection, rank: int, end_process: Callable[[str], None]) -> None:
+        self._connection, self._rank, self._end_process = connection, rank, end_process
+        self._ends, self._received = threading.Event(), SimpleQueue[str | dict[int, str]]()
         threading.Thread(target=self._listen, name="rank monitor's client", daemon=True).start()
 
     def wait_for_all(self) -> None:
@@ -291,7 +260,7 @@ class MonitorClient:
     def leave(self) -> None:
         """Waits until all ranks are finished; LostRankError names those that are too late."""
         self._connection.send("left")
-        self._expect(self._limit)
+        self._expect(self._connection.limit_seconds)
 
     def spectate(self) -> None:
         """For a spectator: waits until the others have left; LostRankError if they end otherwise."""
@@ -308,7 +277,8 @@ class MonitorClient:
             raise
         except Exception as error:
             waited = is_waiting_error(error)
-            lost = self._report("gave_up") if waited else self._report("ended", f"{type(error).__name__}: {error}")
+            report = ("gave_up",) if waited else ("ended", f"ended with {type(error).__name__}: {error}")
+            lost = self._report(*report)
             if not waited or not lost:
                 raise
             raise LostRankError(lost) from error
@@ -337,32 +307,20 @@ class MonitorClient:
     def _listen(self) -> None:
         """The thread: reads messages until all ranks have left, or some are lost. Then it ends the process unless the
         main thread does so within GRACE_SECONDS; if this rank is the lost one, with the stack of its main thread."""
-        for word, *more in self._messages():
-            if word != "lost":
-                self._received.put(word)
-                if word == "left":
-                    return
-                continue
-            lost: dict[int, str] = dict(more[0])
-            self._received.put(lost)
-            if not self._ends.wait(GRACE_SECONDS):
-                if self._rank in lost:
-                    traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
-                self._end_process(str(LostRankError(lost)))
-            return
+        for word, *more in self._connection.messages():
+            if word in ("lost", "gone"):  # with rank 0
+                lost = dict(more[0]) if word == "lost" else {0: more[0]}
+                self._received.put(lost)
+                self._end(lost)
+                break
+            self._received.put(word)
+            if word == "left":
+                break
+        self._connection.close()
 
-    def _messages(self) -> Iterator[list[Any]]:
-        """The monitor's messages; the last may be made here, when rank 0 itself died or was silent for too long."""
-        heartbeat, selector = Heartbeat(self._limit), DefaultSelector()
-        selector.register(self._connection, EVENT_READ)
-        while self._connection.silent_beats <= heartbeat.limit_beats + 1:
-            try:
-                messages = self._connection.receive() if selector.select(heartbeat.pause()) else []
-            except EOFError:
-                yield ["lost", [[0, "died"]]]
-                return
-            yield from (message for message in messages if message != ["beat"])
-            if heartbeat.due():
-                self._connection.silent_beats += 1
-                self._connection.send("beat")
-        yield ["lost", [[0, f"died or hangs (silent for {self._limit:g} s)"]]]
+    def _end(self, lost: dict[int, str]) -> None:
+        if self._ends.wait(GRACE_SECONDS):
+            return
+        if self._rank in lost:
+            traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        self._end_process(str(LostRankError(lost)))

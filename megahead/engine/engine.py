@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RenamedTensors, RoundRobinShard, Tensors, WholeTensors
+from megahead.distributed.tensors import RoundRobinShard, RoutedTensors, Tensors, WholeTensors
 from megahead.engine.deepspeed import allocate_, half_format, refuse_half_without_zero, start_deepspeed
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_parameter_states
@@ -382,7 +382,7 @@ class RowEngine(Engine):
     def load(self, tensors: Tensors, optimizer_steps: int) -> None:
         """As of any engine; rows come block by block, and each rank keeps its own."""
         super().load(tensors, optimizer_steps)
-        self._table.restore(RenamedTensors(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
+        self._table.restore(RoutedTensors(lambda kind: (tensors, f"late/{kind}/{self._name}.weight")))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
         """Leaves out the norm proxy (see `RowTable`): it is neither saved nor loaded."""

@@ -20,7 +20,7 @@ from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import FiniteTensors, RenamedTensors
+from megahead.distributed.tensors import FiniteTensors, RoutedTensors
 from megahead.errors import CheckpointError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_
@@ -88,7 +88,7 @@ class TrainedModel:
         return (block.float() for block in self._weights().blocks(name))
 
     def _weights(self) -> FiniteTensors:
-        return FiniteTensors(RenamedTensors(self.checkpoint, lambda name: f"weight/{name}"), self.checkpoint.folder)
+        return FiniteTensors(RoutedTensors(lambda name: (self.checkpoint, f"weight/{name}")), self.checkpoint.folder)
 
     def bias(self, head: HeadName) -> Tensor | None:
         """[V] fp32: what a head of this name adds to `E h / T`; None if nothing. CheckpointError where counts that the

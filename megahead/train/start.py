@@ -20,7 +20,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import FiniteTensors, RenamedTensors, Tensors
+from megahead.distributed.tensors import FiniteTensors, RoutedTensors, Tensors
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
@@ -214,15 +214,16 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
         if init.from_checkpoint is None
         else _begun_from(_source(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
-    return RenamedTensors(source, lambda name: copies.get(name, name))
+    return RoutedTensors(lambda name: (source, copies.get(name, name)))
 
 
 def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> Tensors:
     """Its parameters; a temperature that it did not learn starts as in a new run."""
     if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
         return _weights_of(checkpoint, shapes)
-    others = {name: shape for name, shape in shapes.items() if name != TEMPERATURE}
-    return _WithTemperature(_weights_of(checkpoint, others), initial_weights(config))
+    others = _weights_of(checkpoint, {name: shape for name, shape in shapes.items() if name != TEMPERATURE})
+    first = initial_weights(config)
+    return RoutedTensors(lambda name: (first if name == TEMPERATURE else others, name))
 
 
 def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
@@ -261,21 +262,8 @@ def _weights_of(
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
                 "instead; give `model` the sizes of that run."
             )
-    return RenamedTensors(WithNewHead(checkpoint), lambda name: f"{kind}/{name}")
-
-
-@dataclass(frozen=True)
-class _WithTemperature:
-    """`weights`, and the temperature of `first`."""
-
-    weights: Tensors
-    first: InitialWeights
-
-    def read(self, name: str, /) -> Tensor:
-        return (self.first if name == TEMPERATURE else self.weights).read(name)
-
-    def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return (self.first if name == TEMPERATURE else self.weights).blocks(name)
+    source = WithNewHead(checkpoint)
+    return RoutedTensors(lambda name: (source, f"{kind}/{name}"))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.engine.engine import Engine, ForwardTime
+from megahead.engine.engine import Engine, ForwardTime, StepResult
 from megahead.estimate import peak_flops, run_flops
 from megahead.objectives.loader import StepBatches
 from megahead.train.faults import Fault, FaultPolicy, found_afterwards
@@ -65,17 +65,11 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(StepResult):
     """What one step did, the same on every rank."""
 
     loss: float
     """Mean over the targets of the global batch, in nats."""
-
-    grad_norm: float
-    """Global gradient norm before clipping."""
-
-    applied: bool
-    """False when the step was skipped: the weights are as before."""
 
     fault: Fault | None
     """What was wrong with it, if anything."""
@@ -121,9 +115,8 @@ def train_step(
     skip = fault_policy.must_skip(fault)
     result = engine.skip_step() if skip else engine.step(learning_rate)
     return StepReport(
+        **vars(result),
         loss=float(measured.losses_WA.mean()),
-        grad_norm=result.grad_norm,
-        applied=result.applied,
         fault=fault if skip else found_afterwards(result, engine.loss_scale.is_dynamic) or fault,
         loss_scale=loss_scale,
         learning_rate=learning_rate,

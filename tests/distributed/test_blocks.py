@@ -11,7 +11,7 @@ from torch import Tensor
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import (
-    RenamedTensors,
+    RoutedTensors,
     WholeTensors,
     block_ranges,
     copy_rows_,
@@ -67,6 +67,6 @@ def test_blocks_cover_all_rows(monkeypatch: pytest.MonkeyPatch, rows: int, ends:
 
 
 def test_other_names_are_of_the_same_tensors() -> None:
-    named = RenamedTensors(WholeTensors({"there": WHOLE}.__getitem__), lambda name: {"here": "there"}[name])
+    named = RoutedTensors(lambda name: (WholeTensors({"there": WHOLE}.__getitem__), {"here": "there"}[name]))
     assert named.read("here") is WHOLE
     assert list(named.blocks("here")) == [WHOLE]

@@ -12,10 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from megahead.distributed import watchdog as lines
-from megahead.distributed import watchdog as switchboard
-from megahead.distributed import watchdog as watch
-from megahead.distributed.watchdog import Connection, Heartbeat, LostRankError, MonitorClient, RankMonitor, with_timeout
+from megahead.distributed import watchdog
+from megahead.distributed.watchdog import Connection, LostRankError, MonitorClient, RankMonitor, connect, with_timeout
 
 WAITED = RuntimeError("[gloo] timed out waiting")
 
@@ -25,19 +23,13 @@ class Ranks:
 
     def __init__(self, size: int, limit_seconds: float = 60, absent: int = 0) -> None:
         self.ended: list[str] = []
-        board = RankMonitor(size, limit_seconds)
-        self.port, self.token = board.address.split()
-        self.lines = [board.start()]
-        for rank in range(1, size - absent):
-            self.lines.append(self.call())
-            self.lines[-1].send("hello", self.token, rank)
-        self.watches = [
-            MonitorClient(line, rank, limit_seconds, self.ended.append) for rank, line in enumerate(self.lines)
-        ]
+        self.address, self._limit = RankMonitor(size, limit_seconds).address, limit_seconds
+        self.lines = [self.call(rank) for rank in range(size - absent)]
+        self.watches = [MonitorClient(line, rank, self.ended.append) for rank, line in enumerate(self.lines)]
         self._pool = ThreadPoolExecutor(size)
 
-    def call(self) -> Connection:
-        return Connection(socket.create_connection(("127.0.0.1", int(self.port))))
+    def call(self, rank: int) -> Connection:
+        return connect("127.0.0.1", self.address, rank, self._limit, None)
 
     def each(self, act: Callable[[MonitorClient], None], *ranks: int) -> list[Future[None]]:
         return [self._pool.submit(act, self.watches[rank]) for rank in ranks]
@@ -67,9 +59,8 @@ def lost(who: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switchboard, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(switchboard, "_MORE_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "_MORE_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -91,7 +82,7 @@ def test_who_does_not_come_is_named_by_who_came() -> None:
 def test_who_dies_is_named_and_not_who_waits_for_it() -> None:
     ranks = Ranks(4).met()
     for rank in (2, 3):
-        ranks.lines[rank]._connection.shutdown(socket.SHUT_RDWR)
+        ranks.lines[rank]._socket.shutdown(socket.SHUT_RDWR)
     for waiting in ranks.each(raising(WAITED), 0, 1):
         assert outcome(waiting) == lost("ranks 2, 3 died")
 
@@ -133,14 +124,14 @@ def test_an_error_of_the_network_that_all_have_stays_what_it_is() -> None:
 
 def test_when_rank_0_dies_it_is_named() -> None:
     ranks = Ranks(2).met()
-    ranks.lines[1]._connection.shutdown(socket.SHUT_RD)  # as when the other end is gone
+    ranks.lines[1]._socket.shutdown(socket.SHUT_RD)  # as when the other end is gone
     (waiting,) = ranks.each(raising(WAITED), 1)
     assert outcome(waiting) == lost("rank 0 died")
 
 
 def test_a_wait_that_does_not_end_ends_the_process() -> None:
     ranks = Ranks(2).met()
-    ranks.lines[1]._connection.shutdown(socket.SHUT_RDWR)
+    ranks.lines[1]._socket.shutdown(socket.SHUT_RDWR)
     time.sleep(2)
     assert lost("rank 1 died") in [f"LostRankError: {sentence}" for sentence in ranks.ended]
 
@@ -150,25 +141,34 @@ def test_a_wait_that_does_not_end_ends_the_process() -> None:
 )
 def test_strangers_are_sent_away(words: bytes) -> None:
     ranks = Ranks(2, absent=1)
-    with socket.create_connection(("127.0.0.1", int(ranks.port))) as stranger:
+    with socket.create_connection(("127.0.0.1", int(ranks.address.split()[0]))) as stranger:
         stranger.sendall(words)
         stranger.settimeout(10)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    late = ranks.call()
-    late.send("hello", ranks.token, 1)
+    ranks.call(1)
     (meeting,) = ranks.each(MonitorClient.wait_for_all, 0)
     assert meeting.result(10) is None
 
 
 def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a rank that was stopped does not hold its own pause against the others."""
-    now = 0.0
-    monkeypatch.setattr(lines.time, "monotonic", lambda: now)
-    pulse = Heartbeat(60)
-    assert (pulse.limit_beats, pulse.due(), pulse.due(), pulse.pause()) == (10, True, False, 6)
-    now = 1000.0
-    assert (pulse.due(), pulse.due(), pulse.pause()) == (True, False, 6)
+    mine, theirs = socket.socketpair()
+    sent, now = list[str](), 0.0
+
+    def pause(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
+        nonlocal now
+        assert seconds == pytest.approx(6)
+        now += 1000.0 if not sent else 6.0
+        return []
+
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    monkeypatch.setattr(watchdog, "wait", pause)
+    line = Connection(mine, 60)
+    monkeypatch.setattr(line, "send", sent.append)
+    with theirs:
+        assert list(line.messages()) == [["gone", "died or hangs (silent for 60 s)"]]
+    assert (sent, now) == (["beat"] * 12, 1000.0 + 11 * 6.0)
 
 
 def test_within_gives_the_result_the_error_or_up() -> None:
@@ -189,25 +189,21 @@ def test_lost_ranks_are_told_with_like_fates_together() -> None:
 def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> None:
     """Its first two messages may arrive at once."""
     ranks = Ranks(2, absent=1)
-    line = ranks.call()
-    hello, ended = (json.dumps(words).encode() for words in (["hello", ranks.token, 1], ["ended", "ValueError: no"]))
-    line._connection.sendall(hello + b"\n" + ended + b"\n")
+    messages = ["hello", ranks.address, 1], ["ended", "ended with ValueError: no"]
+    line = socket.create_connection(("127.0.0.1", int(ranks.address.split()[0])))
+    line.sendall(b"".join(json.dumps(words).encode() + b"\n" for words in messages))
     ranks.met()
     (waiting,) = ranks.each(raising(WAITED), 0)
     assert outcome(waiting) == lost("rank 1 ended with ValueError: no")
 
 
 def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
-    board = RankMonitor(1, 60, spectators=2)
-    port, token = board.address.split()
-    first = board.start()
-    lines = [Connection(socket.create_connection(("127.0.0.1", int(port)))) for _ in range(2)]
-    for rank, line in enumerate(lines, 1):
-        line.send("hello", token, rank)
-    watches = [MonitorClient(line, rank, 60, print) for rank, line in enumerate([first, *lines])]
+    address = RankMonitor(1, 60, spectators=2).address
+    lines = [connect("127.0.0.1", address, rank, 60, None) for rank in range(3)]
+    watches = [MonitorClient(line, rank, print) for rank, line in enumerate(lines)]
     watches[0].wait_for_all()
     looking = [ThreadPoolExecutor(1).submit(each.spectate) for each in watches[1:]]
-    lines[0]._connection.shutdown(socket.SHUT_RDWR)  # it is lost
+    lines[1]._socket.shutdown(socket.SHUT_RDWR)  # it is lost
     assert "rank 0 died" in outcome(looking[0])
     time.sleep(0.5)
     assert not looking[1].done()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megahead.distributed import launch as print_once
-from megahead.distributed import watchdog as switchboard
-from megahead.distributed import watchdog as watch
+from megahead.distributed import watchdog
 from megahead.train import run as elastic
 from megahead.train.run import pretrain
 from soak.hosts import may_make_hosts
@@ -51,9 +50,8 @@ def test_a_run_goes_on_whatever_happens_to_its_nodes(
 
 
 IMPATIENCE = [
-    ("GRACE_SECONDS", switchboard, 0.5),
-    ("_MORE_SECONDS", switchboard, 0.2),
-    ("GRACE_SECONDS", watch, 0.5),
+    ("GRACE_SECONDS", watchdog, 0.5),
+    ("_MORE_SECONDS", watchdog, 0.2),
     ("PATIENCE_SECONDS", print_once, 0.5),
 ]
 """Of all ranks, which are forked from here."""

@@ -15,8 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from megahead.distributed import launch as print_once
-from megahead.distributed import watchdog as switchboard
-from megahead.distributed import watchdog as watch
+from megahead.distributed import watchdog
 from megahead.distributed.group import Group
 from megahead.distributed.watchdog import MonitorClient
 from megahead.engine import engine
@@ -98,9 +97,8 @@ def survivor(folder: Path, victim: int, sabotage: Sabotage, seconds: float, chan
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is given seconds to answer or to listen."""
-    monkeypatch.setattr(switchboard, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(switchboard, "_MORE_SECONDS", 0.1)
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "_MORE_SECONDS", 0.1)
     monkeypatch.setattr(print_once, "PATIENCE_SECONDS", 0.5)
 
 
