@@ -77,7 +77,7 @@ class RunFolder:
     """Which process trains there now; left behind by one that was killed."""
 
     identity = _In("run-id")
-    """What `training.mirror` knows the run by."""
+    """What `training.remote_checkpoints` knows the run by."""
 
     fetched = _In("fetched")
     """Checkpoints of other runs, from a remote store, while a session begins with one."""

@@ -134,7 +134,7 @@ class NodeMemory:
             raise CheckpointError(
                 f"{ROOT} on {socket.gethostname()} must have room for {gib(needed, 3)} of copies, but has "
                 f"{gib(room, 3)} ({gib(there, 3)} free there, {gib(memory.available, 3)} of memory available); make "
-                "it larger, or leave training.copy_every out."
+                "it larger, or leave training.replicate_every out."
             )
 
     def remove(self, mark: str | None = None) -> None:

@@ -241,17 +241,18 @@ def look_at(remote: Remote, folder: RunFolder, resume: str) -> Seen:
     if resume == "never" and named:
         raise CheckpointError(
             f"`--resume never` needs a mirror without checkpoints, but {remote.url} has {named}; choose another "
-            "training.mirror."
+            "training.remote_checkpoints."
         )
     adopts = not step_folders(folder.checkpoints) and (resume in ("auto", "never") or is_below(resume, remote.url))
     if there is None and named and not adopts:
         raise CheckpointError(
-            f"`training.mirror` must be this run's or empty, but {remote.url} has {named}, and no {ID}; choose another."
+            f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} has {named}, and no {ID}; "
+            "choose another."
         )
     if there is not None and there != here and not (here is None and adopts):
         raise CheckpointError(
-            f"`training.mirror` must be this run's or empty, but {remote.url} is that of another; choose another, or "
-            f"copy its {ID} into {folder} if it is this run's after all."
+            f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} is that of another; choose "
+            f"another, or copy its {ID} into {folder} if it is this run's after all."
         )
     return Seen(there, _said(remote.store, SESSION), tuple(names))
 
@@ -268,7 +269,8 @@ def _try_writing(store: Store, folder: RunFolder) -> None:
     store.remove(name)
     if same:
         raise CheckpointError(
-            f"`training.mirror` must be another place than output_dir, but {store.url} is {folder}; choose another."
+            f"`training.remote_checkpoints` must be another place than output_dir, but {store.url} is {folder}; "
+            "choose another."
         )
 
 
@@ -297,8 +299,9 @@ class RemoteLease:
         there = _said(self._store, SESSION)
         if there not in (None, self._mark) and (self._taken or there != self._seen.lease):
             raise TakenOverError(
-                f"training.mirror must have one session at a time, but with {self._store.url} another has begun on "
-                f"{str(there, errors='replace').strip()}; this one ends, and what it has not saved is the other's to "
+                f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
+                f"begun on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the "
+                "other's to "
                 "do again."
             )
 
@@ -306,7 +309,8 @@ class RemoteLease:
         there, here = _said(self._store, ID), read_if_there(self._folder.identity)
         if there is not None and there != (self._seen.identity if here is None else here):
             raise TakenOverError(
-                f"training.mirror must be this run's, but {self._store.url} has become that of another; choose another."
+                f"training.remote_checkpoints must be this run's, but {self._store.url} has become that of another; "
+                "choose another."
             )
         identity = there or here or f"{secrets.token_hex(16)}\n".encode()
         if here is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -56,16 +57,17 @@ def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
     """A checked RunConfig from plain nested dicts, as in YAML, and overrides."""
-    settings = deepcopy(dict(tree))
+    settings = _renamed(deepcopy(dict(tree)))
     for override in overrides:
         _apply(settings, override)
+        settings = _renamed(settings)
     return _checked(settings, source + (" with --set" if overrides else ""))
 
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
     """That of the phase which saved a checkpoint, from its JSON. It ran, so its sections are not held against each
     other by the rules of now, and settings that nothing reads are left out: earlier versions saved them."""
-    return without_unused(_checked(tree, source, saved=True))
+    return without_unused(_checked(_renamed(tree, quiet=True), source, saved=True))
 
 
 def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
@@ -77,6 +79,20 @@ def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -
     if problems:
         raise ConfigErrors(source, problems)
     return config
+
+
+_RENAMED = {"mirror": "remote_checkpoints", "replicate_every": "replicate_every"}
+"""Fields of `training`, by their names in earlier versions."""
+
+
+def _renamed(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """The settings by their present names; a line on stderr for each earlier one."""
+    training = settings.get("training")
+    if not isinstance(training, Mapping):
+        return dict(settings)
+    for old in [] if quiet else [name for name in training if name in _RENAMED]:
+        print(f"training.{old} is called training.{_RENAMED[old]} now", file=sys.stderr, flush=True)
+    return {**settings, "training": {_RENAMED.get(name, name): value for name, value in training.items()}}
 
 
 _REMOVED = {"objective": "nearest", "masking": "similar_share", "data": "nearest_ids"}

@@ -244,7 +244,7 @@ def check_fit(config: RunConfig) -> None:
         require(config.data.id_weights is not None, "data.id_weights", rule, got="missing")
     check_embedding(config)
     _check_elastic(config)
-    hint = "a run trains on a disk, and is copied to training.mirror"
+    hint = "a run trains on a disk, and is copied to training.remote_checkpoints"
     local = config.output_dir is None or not is_remote(config.output_dir)
     require(local, "output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
     _check_schedule(config)

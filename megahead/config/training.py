@@ -202,28 +202,29 @@ class TrainingConfig(Settings):
     save_in_background: bool = False
     """Writes checkpoints from a copy in memory while training continues; the next save waits."""
 
-    copy_every: int | None = Field(default=None, gt=0)
+    replicate_every: int | None = Field(default=None, gt=0)
     """Optimizer steps between in-memory replicas of the complete state (/dev/shm), each rank's share on its node
     and the next, so that a lost node costs only the steps since. Takes up to four shares of memory per rank; none
     by default (docs/nodes.md)."""
 
-    mirror: str | None = None
+    remote_checkpoints: str | None = None
     """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which
     checkpoints, settings and log are uploaded in the background, with the disk's retention. A run whose disk is
     empty resumes from it; none by default (docs/nodes.md)."""
 
     @model_validator(mode="after")
-    def _mirror_is_an_address(self) -> TrainingConfig:
-        address = self.mirror is None or is_remote(self.mirror)
-        require(address, "mirror", "be an address such as s3://BUCKET/FOLDER", got=repr(self.mirror))
+    def _remote_is_an_address(self) -> TrainingConfig:
+        url = self.remote_checkpoints
+        rule = "be an address such as s3://BUCKET/FOLDER"
+        require(url is None or is_remote(url), "remote_checkpoints", rule, got=repr(url))
         return self
 
     @model_validator(mode="after")
-    def _copies_are_newer_than_checkpoints(self) -> TrainingConfig:
-        newer = self.copy_every is None or self.copy_every < self.checkpoint_every
+    def _replicas_are_newer_than_checkpoints(self) -> TrainingConfig:
+        newer = self.replicate_every is None or self.replicate_every < self.checkpoint_every
         rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
-        hint = "a copy in memory is of use where it is newer than the disk's"
-        require(newer, "copy_every", rule, got=self.copy_every, hint=hint)
+        hint = "a replica in memory is of use where it is newer than the checkpoint on disk"
+        require(newer, "replicate_every", rule, got=self.replicate_every, hint=hint)
         return self
 
 

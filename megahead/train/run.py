@@ -120,7 +120,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
             f"{train} of {counted(there, 'rank')}",
             flush=True,
         )
-    folder, copies = config.folder(), config.training.copy_every is not None
+    folder, copies = config.folder(), config.training.replicate_every is not None
     if copies:
         drain(folder, launch)
     spectate(launch, config.engine.timeout_seconds, settings_of(config))

@@ -71,8 +71,8 @@ class Lease:
 
 class Checkpointer:
     """Puts the state of the complete run into its places: the run's folder, the memory of nodes every
-    `training.copy_every` steps, and the remote store after each save. Every method but `replica_due` and `events` is
-    collective.
+    `training.replicate_every` steps, and the remote store after each save. Every method but `replica_due` and `events`
+    is collective.
 
     In the background, training waits only while weights are copied; a second save waits for the first. If a background
     save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica waits
@@ -94,7 +94,7 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
-        self._replicate_every, self._skipped = training.copy_every or 0, 0
+        self._replicate_every, self._skipped = training.replicate_every or 0, 0
         self._rules = rules if mirror is None else replace(rules, in_use=lambda: mirror.in_hand)
         self._pending: Future[Path] | None = None
         self._events: list[Event] = []
@@ -197,7 +197,7 @@ killed after 30 s. What is missing then, the next session sends."""
 def look_at_mirror(resume: str, config: RunConfig, world_group: Group) -> Seen:
     """What is in the run's mirror when a session begins. Collective; CheckpointError if the mirror is another run's, or
     cannot be used."""
-    url = config.training.mirror
+    url = config.training.remote_checkpoints
     if url is None:
         return Seen()
     patience = patience_with(world_group)
@@ -212,7 +212,7 @@ def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gr
     """
     if not is_remote(resume):
         return resume
-    url, folder, accept = config.training.mirror, config.folder(), accepting(resume, config, datasets)
+    url, folder, accept = config.training.remote_checkpoints, config.folder(), accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):
         return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
 

@@ -90,13 +90,13 @@ class Session:
     def _rescue(self, than: int) -> Resumed | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
         training, folder = self.plan.config.training, self.plan.config.folder()
-        if training.copy_every is None:
+        if training.replicate_every is None:
             return None
         return rescue_newer(than, folder, self.launch, self.world_group, self.keep_rules)
 
     def _fetch(self, than: int) -> Resumed | None:
         """The remote store's newest checkpoint, if that is newer than step `than`."""
-        config, url = self.plan.config, self.plan.config.training.mirror
+        config, url = self.plan.config, self.plan.config.training.remote_checkpoints
         if url is None:
             return None
         return fetch_newer(than, url, config.folder(), self.world_group, accepting(url, config, self.datasets))
@@ -130,7 +130,7 @@ class Session:
     @cached_property
     def copies(self) -> Replicas | None:
         """In the memory of the nodes, if the run keeps any. Made when its state is on disk, and the folder held."""
-        if self.plan.config.training.copy_every is None:
+        if self.plan.config.training.replicate_every is None:
             return None
         mark = self.world_group.broadcast_object("" if self.lease is None else self.lease.mark)
         self._remove_handed_over()
@@ -149,7 +149,7 @@ class Session:
             return []
         nodes = self.copies.peers.count()
         alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
-        every = counted(self.plan.config.training.copy_every or 0, "step")
+        every = counted(self.plan.config.training.replicate_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
 
     def history_from(self, start: ResumePoint) -> RunHistory:
@@ -158,7 +158,7 @@ class Session:
 
     def mirror_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
         """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
-        url, checkpoint = self.plan.config.training.mirror, start.checkpoint
+        url, checkpoint = self.plan.config.training.remote_checkpoints, start.checkpoint
         if self.mirror is None and url is not None and self.lease is not None:
             remote, folder = Remote.of(url), self.plan.config.folder()
             remote_lease = RemoteLease(remote.store, folder, self.lease.mark, self._seen)
@@ -171,7 +171,7 @@ class Session:
 
     def _finish_mirror(self, deadline: float) -> list[Event]:
         """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
-        if self.plan.config.training.mirror is None:
+        if self.plan.config.training.remote_checkpoints is None:
             return []
         run_long_on_all_ranks(
             self.world_group, iter(()) if self.mirror is None else self.mirror.finishing(deadline), str

@@ -19,7 +19,7 @@ from support.named import folder_of
 def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
     other, fresh = RunFolder(tmp_path / "other"), RunFolder(tmp_path / "fresh")
     save(other.path, 2)
-    sentence = rf"`training\.mirror` must be this run's or empty, but {url} is that of another"
+    sentence = rf"`training\.remote_checkpoints` must be this run's or empty, but {url} is that of another"
     for folder, resume in ((other, "auto"), (fresh, str(tmp_path / "first"))):
         with pytest.raises(CheckpointError, match=sentence):
             look_at(Remote.of(url), folder, resume)
@@ -52,7 +52,8 @@ def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
     save(tmp_path / "run", 3)
     (tmp_path / "link").symlink_to("run")
     with pytest.raises(
-        CheckpointError, match=r"`training\.mirror` must be another place than output_dir, but file://.*/link is"
+        CheckpointError,
+        match=r"`training\.remote_checkpoints` must be another place than output_dir, but file://.*/link is",
     ):
         look_at(Remote.of(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
     assert not list((tmp_path / "run").glob(".tried-*"))

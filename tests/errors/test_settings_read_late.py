@@ -126,7 +126,12 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ("objective.group_samples", "read", {"objective.group_samples": "batch"}, "`objective.group_samples` must be"),
     ("engine.deepspeed", "dry", {"engine.deepspeed": "F/none.json"}, "`engine.deepspeed` must name a DeepSpeed JSON"),
     ("engine.deepspeed", "dry", {"engine.deepspeed": {"zero_optimisation": {}}}, "did you mean `engine.deepspeed.zero"),
-    ("training.mirror", "start", {"training.mirror": "nothing://bucket/run"}, "nothing://bucket/run"),
+    (
+        "training.remote_checkpoints",
+        "start",
+        {"training.remote_checkpoints": "nothing://bucket/run"},
+        "nothing://bucket/run",
+    ),
     ("training.wandb", "start", {"training.wandb": "project"}, "`training.wandb` must be left out where wandb is not"),
     (
         "init.from_checkpoint",

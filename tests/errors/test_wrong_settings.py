@@ -16,10 +16,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training.steps": None}, "`training.steps` must be a whole number, but is empty instead."),
     ({"training.steps": 1.5}, "`training.steps` must be a whole number, but is 1.5 instead."),
     (
-        {"training.copy_every": 1000, "training.checkpoint_every": 1000},
-        "`training.copy_every` must be below training.checkpoint_every (1000), but is 1000 instead; a copy in memory is of use where it is newer than the disk's.",
+        {"training.replicate_every": 1000, "training.checkpoint_every": 1000},
+        "`training.replicate_every` must be below training.checkpoint_every (1000), but is 1000 instead; a replica in memory is of use where it is newer than the checkpoint on disk.",
     ),
-    ({"training.copy_every": 0}, "`training.copy_every` must be greater than 0, but is 0 instead."),
+    ({"training.replicate_every": 0}, "`training.replicate_every` must be greater than 0, but is 0 instead."),
     ({"training.steps": 0}, "`training.steps` must be greater than 0, but is 0 instead."),
     ({"optimizer.learning_rate": "fast"}, "`optimizer.learning_rate` must be a number, but is 'fast' instead."),
     (

@@ -47,14 +47,14 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
     with pytest.raises(FieldError, match=RULE) as refusal:
         refuse_secrets("field", url)
     told_to_user = [str(refusal.value)]
-    for field in ("training.mirror", "data.train", "data.tokenizer", "training.steps", "output_dir"):
+    for field in ("training.remote_checkpoints", "data.train", "data.tokenizer", "training.steps", "output_dir"):
         with pytest.raises(ConfigErrors, match=f"`{field}` {RULE}") as mistakes:
             small_config(tmp_path, {field: url})
         told_to_user.append(str(mistakes.value))
     for override, sentence in (
         (f"data.train=['{url}']", f"`data.train` {RULE}"),
         (f"data.train={{'train': {{'prefix': '{url}'}}}}", "data.train"),
-        (f"training=[{{'mirror': '{url}'}}]", "`training` must be a section of settings, but is "),
+        (f"training=[{{'remote_checkpoints': '{url}'}}]", "`training` must be a section of settings, but is "),
         (f".train={url}", "`--set` must look like section.field=value, but is "),
     ):
         with pytest.raises(UserError, match=re.escape(sentence)) as mistakes:
@@ -103,14 +103,16 @@ def test_addresses_that_may_mean_another_place_are_refused(tmp_path: Path, monke
 
 def test_addresses_without_secrets_pass(tmp_path: Path) -> None:
     for url in ("s3://bucket/runs/a", "abfs://box@account.dfs.core.windows.net/run", "sftp://user@host:22/run"):
-        assert small_config(tmp_path, {"training.mirror": url}).training.mirror == url
+        assert small_config(tmp_path, {"training.remote_checkpoints": url}).training.remote_checkpoints == url
 
 
 def test_a_mirror_is_an_address_and_a_run_trains_on_a_disk(tmp_path: Path) -> None:
-    rule = r"`training\.mirror` must be an address such as s3://BUCKET/FOLDER, but is 'runs/copy' instead"
+    rule = r"`training\.remote_checkpoints` must be an address such as s3://BUCKET/FOLDER, but is 'runs/copy' instead"
     with pytest.raises(ConfigErrors, match=rule):
-        small_config(tmp_path, {"training.mirror": "runs/copy"})
-    with pytest.raises(ConfigErrors, match=r"`output_dir` must be a folder of a disk, .* copied to training\.mirror"):
+        small_config(tmp_path, {"training.remote_checkpoints": "runs/copy"})
+    with pytest.raises(
+        ConfigErrors, match=r"`output_dir` must be a folder of a disk, .* copied to training\.remote_checkpoints"
+    ):
         small_config(tmp_path, {"output_dir": "s3://bucket/run"})
 
 

@@ -29,7 +29,7 @@ FEWER, MORE = (
     "went on with 2 data ranks instead of 1 data rank",
 )
 
-COPIES = {"training.checkpoint_every": 8, "training.copy_every": 2}
+COPIES = {"training.checkpoint_every": 8, "training.replicate_every": 2}
 
 
 @pytest.mark.slow

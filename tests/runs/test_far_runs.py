@@ -61,7 +61,7 @@ def _none_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mirrored(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
     """A run with a mirror in `folder`/store."""
-    return small_config(folder, EVERY_TWO | {"training.mirror": f"file://{folder}/store"} | (changes or {}))
+    return small_config(folder, EVERY_TWO | {"training.remote_checkpoints": f"file://{folder}/store"} | (changes or {}))
 
 
 def undisturbed(folder: Path, ranks: int, changes: dict[str, Any]) -> Path:
@@ -138,7 +138,7 @@ def test_the_mirror_of_another_run_is_neither_fetched_nor_changed(tmp_path: Path
     )
     assert on_ranks(1, run, small_config(tmp_path, other)) == ["finished"]
     (sentence,) = on_ranks(1, run, mirrored(tmp_path, other))
-    assert sentence.startswith("`training.mirror` must be this run's or empty, but ")
+    assert sentence.startswith("`training.remote_checkpoints` must be this run's or empty, but ")
     assert steps_in_mirror(f"file://{tmp_path}/store") == [4, 6]
 
 
@@ -213,7 +213,7 @@ def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch:
     """Else the next session would take it for what the run had gone back to."""
     monkeypatch.setattr("megahead.checkpoints.upload.PAUSES", (0.0,))
     write_text(tmp_path)
-    changes = {"schedule.name": "constant", "training.mirror": f"faulty://{tmp_path}/store"}
+    changes = {"schedule.name": "constant", "training.remote_checkpoints": f"faulty://{tmp_path}/store"}
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
     shutil.rmtree(folder_of(tmp_path / "run", 6))
     back, five = str(tmp_path / "run/checkpoints/step-00000004"), changes | {"training.steps": 5}
@@ -253,7 +253,7 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
 ) -> None:
     write_text(tmp_path)
     monkeypatch.setattr("megahead.checkpoints.upload.PAUSES", (0.0, 0.0))
-    config = mirrored(tmp_path, {"training.mirror": f"{Faulty.protocol}://{tmp_path}/store"})
+    config = mirrored(tmp_path, {"training.remote_checkpoints": f"{Faulty.protocol}://{tmp_path}/store"})
     assert on_ranks(2, run_in_bad_store, config, fault) == ["finished"] * 2
     assert "step 6 is not in the mirror, only in " in capfd.readouterr().out
     assert steps_in_mirror(f"file://{tmp_path}/store") == []
@@ -265,7 +265,9 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
 def test_a_place_where_nothing_can_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "closed").write_text("a file, and no folder")
-    first, second = on_ranks(2, run, mirrored(tmp_path, {"training.mirror": f"file://{tmp_path}/closed/run"}))
+    first, second = on_ranks(
+        2, run, mirrored(tmp_path, {"training.remote_checkpoints": f"file://{tmp_path}/closed/run"})
+    )
     assert first == second
     assert "/closed/run` must be reachable, but is not (" in first
     assert not (tmp_path / "run").exists()
@@ -315,7 +317,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_s3_on_an_empty_disk_bit_for_bit(
     for ending in (".bin", ".idx", ".json"):
         Store(s3).put(tmp_path / f"text{ending}", f"data/text{ending}")
     steps = {"training.steps": 12, "training.evaluate_every": 12}
-    far = {"training.mirror": f"{s3}/runs/small", "data.train": f"{s3}/data/text", "data.validation": None}
+    far = {"training.remote_checkpoints": f"{s3}/runs/small", "data.train": f"{s3}/data/text", "data.validation": None}
     config = small_config(tmp_path, EVERY_TWO | steps | far | stage(1))
     ended = codes(start_ranks(config, 2, tmp_path, sabotage=die_when_naming_the_second))
     assert ended[0] == -signal.SIGKILL, said(tmp_path, 0)

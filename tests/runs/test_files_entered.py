@@ -87,7 +87,7 @@ def test_an_export_enters_few_files(tmp_path: Path) -> None:
         (r"[Pp]hrase", 6),
         (r"[Dd]ropping", 6),
         (
-            r"copy_every|NodeMemory|checkpoints\.memory|Replicas\b|replicate\(|in-memory|cop(y|ies) in memory",
+            r"replicate_every|NodeMemory|checkpoints\.memory|Replicas\b|replicate\(|in-memory|cop(y|ies) in memory",
             6,
         ),
         (r"[Ss]hards?(ed)?[_ ]embedding|Row(Plan|Table|Engine)|rows_(fetched|late)", 10),

@@ -69,7 +69,7 @@ def test_a_model_trains_scores_exports_and_generates(tmp_path: Path, kind: str) 
         end, named = library.unk_id(), "<unk>"
     preprocess([text], model, tmp_path / "text", end_token=named)
     tasks = {"names": ["bits_per_byte"], "data": str(tmp_path), "text": str(text), "every": 3}
-    folder = trained(tmp_path, model, end, {"tasks": tasks, "training.mirror": f"file://{tmp_path}/store"})
+    folder = trained(tmp_path, model, end, {"tasks": tasks, "training.remote_checkpoints": f"file://{tmp_path}/store"})
     assert (tmp_path / "store/tokenizer.model").read_bytes() == model.read_bytes()
     assert (folder / "tokenizer.model").read_bytes() == model.read_bytes()
     assert not (folder / "tokenizer.json").exists()

@@ -46,7 +46,7 @@ def compare(folder: Path, config: str, ranks: int, steps: int, every: int, zero:
     text = made_up_text(folder / "text")
     ways = {
         "neither": [],
-        f"a copy every {every} steps": [f"training.copy_every={every}"],
+        f"a copy every {every} steps": [f"training.replicate_every={every}"],
         f"a checkpoint every {every} steps": [f"training.checkpoint_every={every}", "training.save_in_background=true"],
     }
     common = [

@@ -50,7 +50,7 @@ def _settings(folder: Path, text: Path, ids: int) -> dict[str, Any]:
             "log_seconds": 0,
             "checkpoint_every": 100,
             "keep_checkpoints": 4,
-            "copy_every": 10,
+            "replicate_every": 10,
         },
         "faults": {"replicas_every": 1},  # a flipped last bit may be rounded away, but not its trace
         "engine": {"device": "cpu", "timeout_seconds": 40, "deepspeed": {"zero_optimization": {"stage": 0}}},

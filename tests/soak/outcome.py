@@ -178,7 +178,7 @@ def train_twin(config: Path, run: Path, log: Path, course: Sequence[Stretch], st
 def _train(
     config: Path, run: Path, log: Path, stretch: Stretch, progress: Progress, stopping: Callable[[], bool]
 ) -> bool:
-    settings = {"output_dir": run, "training.steps": stretch.until, "training.copy_every": "null"}
+    settings = {"output_dir": run, "training.steps": stretch.until, "training.replicate_every": "null"}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc_per_node", str(stretch.ranks), "launch/pretrain.py", "--config", str(config), *words]

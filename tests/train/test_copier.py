@@ -35,7 +35,7 @@ from support.node_memories import files_in, give_memory, leave_room, memory_of
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
-COPIES = {"training.copy_every": 2, "training.checkpoint_every": 3}
+COPIES = {"training.replicate_every": 2, "training.checkpoint_every": 3}
 
 
 def waiting_for_copies() -> None:
@@ -102,9 +102,9 @@ def test_without_one_node_a_run_goes_on_from_the_step_of_its_last_copy(tmp_path:
 @pytest.mark.slow
 def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_ranks_may_go_on(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"training.copy_every": 2, "training.checkpoint_every": 100})
+    config = small_config(tmp_path, {"training.replicate_every": 2, "training.checkpoint_every": 100})
     assert codes(start_ranks(config, 1, tmp_path, sabotage=on_node(tmp_path, dies_at=5))) == [-signal.SIGKILL]
-    elsewhere = small_config(tmp_path, {"training.copy_every": 2, "output_dir": str(tmp_path / "elsewhere")})
+    elsewhere = small_config(tmp_path, {"training.replicate_every": 2, "output_dir": str(tmp_path / "elsewhere")})
     assert codes(start_ranks(elsewhere, 1, tmp_path, sabotage=on_node(tmp_path))) == [0]
     assert "resumed" not in said(tmp_path, 0)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
@@ -117,7 +117,7 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
 def test_a_later_phase_keeps_copies_too(tmp_path: Path) -> None:
     write_text(tmp_path)
     phases = {"objective.schedule": {"vanilla_share": 0.5}, "training.checkpoint_every": 100, "training.steps": 8}
-    config = small_config(tmp_path, phases | {"training.copy_every": 2})
+    config = small_config(tmp_path, phases | {"training.replicate_every": 2})
     assert -signal.SIGKILL in codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path, dies_at=7)))
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
     assert "in memory   step 6, 2 steps newer than the disk's: saved as step-00000006 in" in without_digits(
@@ -165,7 +165,7 @@ def told_without_room(group: Group, config: RunConfig, folder: Path) -> str:
 
 def test_without_room_a_run_goes_on_without_copies_and_says_so_once(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"training.copy_every": 1, "training.checkpoint_every": 100})
+    config = small_config(tmp_path, {"training.replicate_every": 1, "training.checkpoint_every": 100})
     first, _ = on_ranks(2, told_without_room, config, tmp_path)
     assert first.count("no more copies in memory") == 1
     assert "step 2: no more copies in memory: " in first
@@ -190,7 +190,7 @@ def told_with_slow_copies(group: Group, config: RunConfig, folder: Path) -> str:
 
 def test_a_slow_node_delays_copies_but_no_step(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"training.copy_every": 1, "training.checkpoint_every": 100})
+    config = small_config(tmp_path, {"training.replicate_every": 1, "training.checkpoint_every": 100})
     first, _ = on_ranks(2, told_with_slow_copies, config, tmp_path)
     assert first.count("the copy in memory is not renewed") == 1
     records = [event["copy"] for event in read_metrics(tmp_path / "run").events if "copy" in event]
@@ -223,7 +223,7 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
 
 def test_a_rollback_forgets_copies_of_what_it_takes_back(tmp_path: Path) -> None:
     write_text(tmp_path)
-    policy = {"faults.bad_step": "rollback", "training.copy_every": 1, "training.checkpoint_every": 2}
+    policy = {"faults.bad_step": "rollback", "training.replicate_every": 1, "training.checkpoint_every": 2}
     for before, then, ending in on_ranks(2, roll_back_with_copies, small_config(tmp_path, policy), tmp_path):
         assert before
         assert then == []
@@ -248,7 +248,7 @@ def steps_with_compared_replicas(group: Group, config: RunConfig, folder: Path) 
 
 def test_replicas_are_compared_before_a_copy_as_before_a_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"training.copy_every": 2, "training.checkpoint_every": 3})
+    config = small_config(tmp_path, {"training.replicate_every": 2, "training.checkpoint_every": 3})
     assert on_ranks(2, steps_with_compared_replicas, config, tmp_path) == [[2, 3, 4, 6]] * 2
 
 
@@ -267,6 +267,6 @@ def end_with_an_error(group: Group, config: RunConfig, folder: Path, restarts: b
 @pytest.mark.parametrize("restarts", [False, True])
 def test_an_error_leaves_copies_only_where_ranks_are_started_again(tmp_path: Path, restarts: bool) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"training.copy_every": 1, "training.checkpoint_every": 100})
+    config = small_config(tmp_path, {"training.replicate_every": 1, "training.checkpoint_every": 100})
     for files in on_ranks(2, end_with_an_error, config, tmp_path, restarts):
         assert bool(files) == restarts

@@ -47,7 +47,7 @@ def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
 
     Engine.step = step  # type: ignore[method-assign, assignment]
     Uploads.finishing = noted  # type: ignore[method-assign]
-    config = small_config(folder, {"training.mirror": f"file://{folder}/store"})
+    config = small_config(folder, {"training.remote_checkpoints": f"file://{folder}/store"})
     return pretrain(config, Launch(restarts=True)).ending, waited
 
 

@@ -1,0 +1,35 @@
+"""Settings keep their earlier names: they are read, and a line names the new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megahead.config.loading import config_from_checkpoint, load_config
+from support.small_run import small_config
+
+OLD = "training.mirror is called training.remote_checkpoints now\n"
+
+
+def test_an_earlier_name_is_read_and_answered_with_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = small_config(tmp_path).model_dump(mode="json")
+    tree["training"] |= {"mirror": "s3://bucket/run", "copy_every": 1}
+    for new in ("remote_checkpoints", "replicate_every"):
+        del tree["training"][new]
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    training = load_config(path).training
+    assert (training.remote_checkpoints, training.replicate_every) == ("s3://bucket/run", 1)
+    assert sorted(capsys.readouterr().err.splitlines(keepends=True)) == [
+        "training.copy_every is called training.replicate_every now\n",
+        OLD,
+    ]
+    assert load_config(path, "training.mirror=s3://bucket/other").training.remote_checkpoints == "s3://bucket/other"
+    assert load_config(path, "training.remote_checkpoints=null").training.remote_checkpoints is None
+    capsys.readouterr()
+    assert config_from_checkpoint(tree, "a checkpoint").training.remote_checkpoints == "s3://bucket/run"
+    assert capsys.readouterr().err == ""
