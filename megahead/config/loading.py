@@ -81,7 +81,7 @@ def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -
     return config
 
 
-_RENAMED = {"mirror": "remote_checkpoints", "replicate_every": "replicate_every"}
+_RENAMED = {"mirror": "remote_checkpoints", "copy_every": "replicate_every"}
 """Fields of `training`, by their names in earlier versions."""
 
 
