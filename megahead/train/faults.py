@@ -216,14 +216,12 @@ class Health:
         """Each rank's."""
         self.stragglers = StragglerDetector(self.hosts, rules.slow_rank)
 
-    def due(self, step: int, keeps: bool) -> bool:
-        """Whether to compare replicas behind that step: from time to time, and before a checkpoint or a copy."""
-        return self._rules.replicas != "off" and (keeps or step % self._rules.replicas_every == 0)
-
-    def replica_mismatch(self) -> ReplicaMismatch | None:
-        """Ranks whose weights differ from others'. Reads the weights once, sends 8 bytes for each. Collective."""
-        weights = self._engine.replicated()
-        if not weights or self._data_ranks == 1:
+    def replica_mismatch(self, step: int, *, kept: bool) -> ReplicaMismatch | None:
+        """Ranks whose weights differ from others' after `step`; looked for from time to time, and where the weights
+        will be `kept`. Reads the weights once, sends 8 bytes for each. Collective."""
+        due = self._rules.replicas != "off" and (kept or step % self._rules.replicas_every == 0)
+        weights = self._engine.replicated() if due and self._data_ranks > 1 else {}
+        if not weights:
             return None
         sums_WP = self._world_group.all_gather(weight_sums(weights.values()))
         return replica_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))

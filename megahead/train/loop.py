@@ -91,8 +91,7 @@ def _roll_back(run: Training) -> bool:
 def replicas_agree(run: Training, *, kept: bool) -> bool:
     """Compares replicas if that is due, as it is where they will be `kept`; where they differ, does what the config
     asks for. Collective."""
-    policy = run.config.faults.replicas
-    odd = run.health.replica_mismatch() if run.health.due(run.state.step, kept) else None
+    policy, odd = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, kept=kept)
     if odd is None:
         return True
     sentence = odd.sentence(run.state.step, run.health.hosts)

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
-from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
 from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, Seen
@@ -173,9 +173,7 @@ class Session:
         """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
-        run_long_on_all_ranks(
-            self.world_group, iter(()) if self.mirror is None else self.mirror.finishing(deadline), str
-        )
+        run_long_on_all_ranks(self.world_group, iter(()) if self.mirror is None else self.mirror.finishing(deadline))
         return [] if self.mirror is None else self.mirror.events()
 
     def abandon(self) -> None:
@@ -250,19 +248,17 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     this check creates is removed again, so that a run that is refused later leaves nothing.
     """
     missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
-    token = world_group.all_gather_objects(secrets.token_hex(8) if world_group.rank == 0 else "")[0]
-    mark = folder / f".seen-by-all-{token}"
+    mark = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
 
     def write() -> None:
-        if world_group.rank == 0:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
     def cannot_write(error: Exception) -> str:
         return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
 
     try:
-        run_on_all_ranks(world_group, write, cannot_write)
+        run_on_first_rank(world_group, write, cannot_write)
         run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
     finally:
         if world_group.rank == 0:

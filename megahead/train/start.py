@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megahead.checkpoints.disk import find_checkpoint, orphaned_in
 from megahead.checkpoints.fetch import fetch_named
-from megahead.checkpoints.format import run_on_all_ranks
+from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.reading import Checkpoint, Resumed, newest_sound, open_together
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
@@ -105,7 +105,7 @@ def find_resume(
     than nothing). Otherwise nothing is written.
     """
     if resume != "auto":
-        named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
+        named = run_on_first_rank(world_group, lambda: _named(resume, folder))
         return ResumePoint(None if named is None else open_together(named, world_group), [])
     checkpoint, damage = newest_sound(folder.path, world_group)
     newer: list[Resumed] = []
@@ -116,7 +116,7 @@ def find_resume(
     if checkpoint is None:
         lost = [each for found in newer if found.place == "mirror" for each in found.problems]
         refuse_damaged(folder.path, [*damage, *lost])
-        run_on_all_ranks(world_group, lambda: _refuse_orphaned(folder) if world_group.rank == 0 else None)
+        run_on_first_rank(world_group, lambda: _refuse_orphaned(folder))
     return ResumePoint(checkpoint, damage, newer)
 
 
@@ -230,11 +230,7 @@ def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
     """The checkpoint at `init.from_checkpoint`, fetched into the run's `folder` if that is a URL."""
     if is_remote(path):
         return open_together(fetch_named(path, RunFolder(folder.fetched), world_group), world_group)
-
-    def find() -> Path | None:
-        return find_checkpoint(Path(path)) if world_group.rank == 0 else None
-
-    found = run_on_all_ranks(world_group, find)[0]
+    found = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
     return open_together(found, world_group)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megahead.config.plan import RunPlan
-from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, ForwardTime, StepResult
 from megahead.estimate import peak_flops, run_flops
@@ -177,14 +176,11 @@ class Utilization:
     device_peak: float | None
 
     @classmethod
-    def of_run(cls, config: RunConfig, devices: int, device_peak: float | None) -> Utilization:
-        fixed, with_a_row = (run_flops(config, rows).total for rows in (0, 1))
-        return cls(fixed, with_a_row - fixed, config.model.padded_vocab_size(), devices, device_peak)
-
-    @classmethod
     def on(cls, device: torch.device, plan: RunPlan) -> Utilization:
         """For a run whose ranks each have a device like this one; CPUs have no known peak."""
-        return cls.of_run(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
+        fixed, with_a_row = (run_flops(plan.config, rows).total for rows in (0, 1))
+        device_peak = peak_flops(device_name(device), plan.config.engine.precision)
+        return cls(fixed, with_a_row - fixed, plan.config.model.padded_vocab_size(), plan.ranks, device_peak)
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """`flops_per_second` of one device, and `mfu`, its share of the device's peak, if that is known.
