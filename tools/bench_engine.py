@@ -4,9 +4,9 @@ OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one 
 OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks, beside two single ranks at once
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
-Every contender is a process of its own (DeepSpeed changes what it is imported into) with one thread a rank, and takes
+Every variant is a process of its own (DeepSpeed changes what it is imported into) with one thread a rank, and takes
 one step at a time, in turn with the others, so that a noisy machine hits all alike. Ratios are medians over rounds of a
-step's time over the first contender's in the same round; CPU time, unlike wall time, leaves out waiting for others'
+step's time over the first variant's in the same round; CPU time, unlike wall time, leaves out waiting for others'
 programs.
 """
 
@@ -37,9 +37,9 @@ def main() -> None:
     shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
     engine = f"engine.device={arguments.device}", f"engine.precision={arguments.precision}"
     config = config_of(shape, arguments.rows, arguments.sequence_length, *engine)
-    from benchmarks.engines import hold
+    from benchmarks.engines import time_engines
 
-    lines = hold(config, arguments.stages, arguments.ranks, arguments.rounds)
+    lines = time_engines(config, arguments.stages, arguments.ranks, arguments.rounds)
     tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
     print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")

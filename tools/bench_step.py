@@ -60,7 +60,7 @@ def main() -> None:
     import torch
 
     from benchmarks.engines import grow
-    from benchmarks.steps import fill, hold
+    from benchmarks.steps import fill, time_steps
     from megahead.distributed.group import Group
     from megahead.train.run import resolve_precision
 
@@ -74,7 +74,7 @@ def main() -> None:
         kinds = arguments.embedding.split(",")
         lines = grow(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, kinds)
     else:
-        lines = hold(config, plans, arguments.data, arguments.steps, device)
+        lines = time_steps(config, plans, arguments.data, arguments.steps, device)
     report(lines, output=arguments.output)
 
 

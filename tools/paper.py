@@ -49,11 +49,11 @@ def main() -> None:
     )
     os.chdir(ROOT)
     module = import_module(f"experiments.{EXPERIMENTS[arguments.experiment]}")
-    from experiments.laboratory import Laboratory
+    from experiments.runner import ExperimentRunner
 
     given = {"tasks_data": data, "tokenizer": tokenizer, "ranks": arguments.ranks}
-    laboratory = Laboratory(folder, text, arguments.set, terminal(), **given)
-    getattr(module, f"compare_{arguments.experiment}")(laboratory, arguments.only)
+    runner = ExperimentRunner(folder, text, arguments.set, terminal(), **given)
+    getattr(module, f"compare_{arguments.experiment}")(runner, arguments.only)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from benchmarks.rows import token_rows
-    from benchmarks.steps import Contender
+    from benchmarks.steps import Variant
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     steps = WARM_UP + arguments.steps
     rows = token_rows(config, arguments.data, count=steps * config.batch.accumulation_steps(1))
-    run = Contender(config, config.objective.name, device, rows)
+    run = Variant(config, config.objective.name, device, rows)
     for index in range(WARM_UP):
         run.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])

@@ -35,7 +35,7 @@ RUN_BY = {
     r"python tools/doctor\.py": "commands/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "commands/test_models.py",
-    r"python tools/paper\.py": "tools/experiments/test_laboratory.py",
+    r"python tools/paper\.py": "tools/experiments/test_runner.py",
     r"megahead (preprocess|pretrain|convert|report) ": "docs/test_python_page.py",
     r"python tools/finetune\.py": "commands/test_finetune.py",
     r"python tools/synonyms\.py": "evaluate/test_synonyms.py",

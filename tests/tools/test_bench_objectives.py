@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.rows import rule_of, step_batches, token_rows
-from benchmarks.steps import Contender, contending
+from benchmarks.steps import Variant, variant_config
 from megahead.config.run import RunConfig
 from megahead.losses.contrastive import Vanilla, build_objective
 from support.small_checkpoint import small_config
@@ -28,11 +28,11 @@ def encoder(objective: dict[str, Any]) -> RunConfig:
     )
 
 
-def step_of(config: RunConfig, objective: str) -> Contender:
-    contender = Contender(config, objective, torch.device("cpu"), token_rows(config, None, count=2))
+def step_of(config: RunConfig, objective: str) -> Variant:
+    variant = Variant(config, objective, torch.device("cpu"), token_rows(config, None, count=2))
     for index in range(2):
-        contender.step(index)
-    return contender
+        variant.step(index)
+    return variant
 
 
 @pytest.mark.parametrize("objective", ["headless", "vanilla"])
@@ -46,9 +46,9 @@ def step_of(config: RunConfig, objective: str) -> Contender:
     ids=str,
 )
 def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict[str, Any], objective: str) -> None:
-    contender = step_of(encoder(asked), objective)
-    assert contender.seconds()[0] > 0
-    assert isinstance(contender.rule, Vanilla) == (objective == "vanilla")
+    variant = step_of(encoder(asked), objective)
+    assert variant.seconds()[0] > 0
+    assert isinstance(variant.rule, Vanilla) == (objective == "vanilla")
 
 
 def test_phrases_are_found_in_its_rows() -> None:
@@ -79,9 +79,9 @@ def test_what_the_other_objective_does_not_know_is_left_out() -> None:
         "score": "cosine",
         "learned_temperature": True,
     }
-    vanilla = contending(encoder(asked), "vanilla", "as it is")
+    vanilla = variant_config(encoder(asked), "vanilla", "as it is")
     kept = vanilla.objective
     assert (kept.temperature, kept.score, kept.learned_temperature) == (0.5, "cosine", True)
     assert (kept.bias, kept.group_samples) == ("paper", "micro_batch")
-    back = contending(encoder({"name": "vanilla", "output_bias": True}), "headless", "as it is")
+    back = variant_config(encoder({"name": "vanilla", "output_bias": True}), "headless", "as it is")
     assert (back.objective.name, back.objective.output_bias) == ("headless", False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.rows import token_rows
-from benchmarks.steps import Contender, How, compare, contending, fill, largest_that
+from benchmarks.steps import How, Variant, compare, fill, largest_that, variant_config
 from benchmarks.timing import HostClock, matrix_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
@@ -27,12 +27,12 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
     config = small_config(tmp_path)
     rows = token_rows(config, None, count=16)
     assert [row.shape for row in rows] == [(2, 25)] * 16
-    contenders = [Contender(config, name, torch.device("cpu"), rows) for name in ("headless", "vanilla")]
-    before = contenders[0].model.backbone.embedding.weight.clone()
+    variants = [Variant(config, name, torch.device("cpu"), rows) for name in ("headless", "vanilla")]
+    before = variants[0].model.backbone.embedding.weight.clone()
     for index in range(4):
-        for contender in contenders:
-            contender.step(index)
-    headless, vanilla = contenders
+        for variant in variants:
+            variant.step(index)
+    headless, vanilla = variants
     for parts in zip(*headless.times.values(), strict=True):
         assert min(parts) > 0  # body, loss and optimizer
     assert len(headless.seconds()) == 3  # the first is a warm-up
@@ -53,12 +53,12 @@ def test_a_step_is_of_the_configs_micro_batches_and_candidates(tmp_path: Path) -
     for micro_size in (2, 8):
         config = small_config(tmp_path, {"batch.micro_size": micro_size, "objective.group_samples": 8})
         rows = token_rows(config, None, count=8 // micro_size)
-        contender = Contender(config, "headless", torch.device("cpu"), rows)
-        contender.weights.update = lambda clipping: None
-        contender.step(0)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in contender.model.parameters()]))
-        candidates.append(contender._prepared(0)[1])
-        assert contender.tokens() == 8 * 24
+        variant = Variant(config, "headless", torch.device("cpu"), rows)
+        variant.weights.update = lambda clipping: None
+        variant.step(0)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in variant.model.parameters()]))
+        candidates.append(variant._prepared(0)[1])
+        assert variant.tokens() == 8 * 24
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
     assert candidates[0] == candidates[1] > 24
 
@@ -66,11 +66,11 @@ def test_a_step_is_of_the_configs_micro_batches_and_candidates(tmp_path: Path) -
 def test_the_cpu_time_of_a_step_is_that_of_its_threads_and_leaves_waiting_out(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"batch.global_size": 2})
-    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=2))
-    contender.model.backbone.blocks[0].register_forward_hook(lambda *_: time.sleep(0.3))
+    variant = Variant(config, "headless", torch.device("cpu"), token_rows(config, None, count=2))
+    variant.model.backbone.blocks[0].register_forward_hook(lambda *_: time.sleep(0.3))
     for index in range(2):
-        contender.step(index)
-    ((elapsed,), (in_cpu_time,)) = contender.seconds(), contender.cpu_seconds
+        variant.step(index)
+    ((elapsed,), (in_cpu_time,)) = variant.seconds(), variant.cpu_seconds
     assert elapsed > 0.3 > in_cpu_time > 0
 
 
@@ -88,10 +88,10 @@ def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
     )
     rows = token_rows(config, None, count=2)
     hows: tuple[How, ...] = ("as it is", "whole last block")
-    short, whole = (Contender(config, "headless", torch.device("cpu"), rows, how) for how in hows)
+    short, whole = (Variant(config, "headless", torch.device("cpu"), rows, how) for how in hows)
     for index in range(2):
-        for contender in (short, whole):
-            contender.step(index)
+        for variant in (short, whole):
+            variant.step(index)
     assert [short.name(), whole.name()] == ["headless", "headless, whole last block"]
     for one, other in zip(short.model.parameters(), whole.model.parameters(), strict=True):
         assert (one - other).abs().mean() < 1e-6  # after two steps of 1e-3, some of them along a gradient of rounding
@@ -109,13 +109,13 @@ def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) ->
     }
     tree["masking"] |= {"dropping": {"from_layer": 1}}
     config = config_from_dict(tree)
-    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
+    variant = Variant(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
     lengths = []
-    for block in contender.model.backbone.blocks:
+    for block in variant.model.backbone.blocks:
         block.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
-    contender.step(0)
+    variant.step(0)
     assert lengths == [32, 32, 16, 32]
-    ((micro,), _) = contender._prepared(0)
+    ((micro,), _) = variant._prepared(0)
     assert micro.batch.selections[0].max_per_row == 16
     tree["masking"] |= {"dropping": None}
     plain = config_from_dict(tree)
@@ -151,10 +151,10 @@ def test_what_a_step_cannot_obey_is_reported(tmp_path: Path) -> None:
         asked("--config", path, "--micro-batch", "4")
     half = {"engine.precision": "fp16", "engine.deepspeed": {"zero_optimization": {"stage": 1}}}
     with pytest.raises(FieldError, match=r"`engine\.precision` must be fp32 or bf16"):
-        contending(small_config(tmp_path, half), "headless", "as it is")
+        variant_config(small_config(tmp_path, half), "headless", "as it is")
     phases = small_config(tmp_path, {"objective.schedule": {"vanilla_share": 0.5}})
     with pytest.raises(FieldError, match=r"`objective\.schedule` must be left out of steps, each of one phase"):
-        contending(phases, "headless", "as it is")
+        variant_config(phases, "headless", "as it is")
 
 
 def encoder(**masking: Any) -> RunConfig:
@@ -174,40 +174,40 @@ def encoder(**masking: Any) -> RunConfig:
 def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A share of targets that falls is timed at its mean; what the model misses is looked up where masks follow it."""
     falling = encoder(rate=0.4, final_rate=0.2)
-    contender = Contender(falling, "headless", torch.device("cpu"), token_rows(falling, None, count=1))
-    ((micro,), _) = contender._prepared(0)
+    variant = Variant(falling, "headless", torch.device("cpu"), token_rows(falling, None, count=1))
+    ((micro,), _) = variant._prepared(0)
     assert len(micro.batch.target_ids_N) == 2 * round(0.3 * 30)
     asked: list[torch.Tensor] = []
     misses = Softmax.top1_errors
     monkeypatch.setattr(Softmax, "top1_errors", lambda self: asked.append(misses(self)) or asked[-1])
     for config, times in ((encoder(), 0), (encoder(strategy="hardest"), 1)):
-        Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1)).step(0)
+        Variant(config, "headless", torch.device("cpu"), token_rows(config, None, count=1)).step(0)
         assert len(asked) == times
 
 
 def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: Path) -> None:
     tied = small_config(tmp_path, {"objective": {"name": "vanilla", "tied": True}, "engine.compile": True})
-    kept = contending(tied, "vanilla", "as it is")
+    kept = variant_config(tied, "vanilla", "as it is")
     assert (kept.objective.tied, kept.engine.compile) == (True, True)
-    assert contending(tied, "headless", "as it is").objective.tied is False
+    assert variant_config(tied, "headless", "as it is").objective.tied is False
     plain = small_config(tmp_path, {"engine.compile": False})
-    assert contending(small_config(tmp_path), "headless", "as it is").engine.compile == "auto"
-    assert [contending(plain, "headless", how).engine.compile for how in ("as it is", "compiled")] == [False, True]
+    assert variant_config(small_config(tmp_path), "headless", "as it is").engine.compile == "auto"
+    assert [variant_config(plain, "headless", how).engine.compile for how in ("as it is", "compiled")] == [False, True]
 
 
 def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"engine.precision": "bf16"})
-    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
+    variant = Variant(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
     kinds = []
-    contender.model.backbone.blocks[0].mlp.up.register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
-    contender.step(0)
+    variant.model.backbone.blocks[0].mlp.up.register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
+    variant.step(0)
     assert kinds == [torch.bfloat16] * 4
 
 
-def test_muon_moves_the_blocks_of_a_contender_that_is_to_have_it(tmp_path: Path) -> None:
+def test_muon_moves_the_blocks_of_a_variant_that_is_to_have_it(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    optimizers = [contending(config, "headless", how).optimizer.name for how in ("as it is", "muon")]
+    optimizers = [variant_config(config, "headless", how).optimizer.name for how in ("as it is", "muon")]
     assert optimizers == ["adamw", "muon"]
     asked_for = bench_step._parser().parse_args(["--preset", "pythia-14m", "--objectives", "headless", "--muon"])
     assert bench_step._plans(asked_for, config) == [("headless", "as it is"), ("headless", "muon")]
@@ -233,14 +233,14 @@ def test_the_largest_that_fits_is_found_to_an_eighth_with_few_tries(room: int, f
 def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monkeypatch) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"batch.micro_size": 1})
-    step = Contender.step
+    step = Variant.step
 
-    def on_a_small_device(contender: Contender, index: int) -> None:
-        if contender.config.batch.micro_size > (3 if contender.objective == "headless" else 1):
+    def on_a_small_device(variant: Variant, index: int) -> None:
+        if variant.config.batch.micro_size > (3 if variant.objective == "headless" else 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        step(contender, index)
+        step(variant, index)
 
-    monkeypatch.setattr(Contender, "step", on_a_small_device)
+    monkeypatch.setattr(Variant, "step", on_a_small_device)
     headless, vanilla = fill(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
     assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
     assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
@@ -264,7 +264,7 @@ class Counting(HostClock):
 def test_a_device_is_waited_for_before_and_after_a_step_and_never_within(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
-    one = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
+    one = Variant(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
     one.clock = clock = Counting()
     one.step(0)
     assert clock.asked == ["wait", *["now"] * (5 * 4 + 2), "wait"]
@@ -274,7 +274,7 @@ def test_half_weights_follow_those_of_the_optimizer(tmp_path: Path) -> None:
     write_text(tmp_path)
     configs = [small_config(tmp_path, {"engine.precision": precision}) for precision in ("fp32", "bf16")]
     rows = token_rows(configs[0], None, count=16)
-    full, half = (Contender(config, "headless", torch.device("cpu"), rows) for config in configs)
+    full, half = (Variant(config, "headless", torch.device("cpu"), rows) for config in configs)
     before = [parameter.detach().clone() for parameter in full.model.parameters()]
     for index in range(4):
         for one in (full, half):

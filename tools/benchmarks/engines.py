@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.rows import changed, micro_batch, rule_of, token_rows
-from benchmarks.timing import cost, in_turn
+from benchmarks.timing import cost, interleaved
 from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
@@ -43,7 +43,7 @@ Place = tuple[int, int, str]  # rank, number of ranks, and a file at which they 
 SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
-class Contender:
+class Variant:
     """One or more processes that take a step at the same time on request."""
 
     def __init__(
@@ -81,16 +81,16 @@ class Contender:
             process.join()
 
 
-Rounds = list[list[tuple[float, float]]]  # of each round and contender: seconds, and CPU seconds
+Rounds = list[list[tuple[float, float]]]  # of each round and variant: seconds, and CPU seconds
 
 
-def steps_in_turn(field: Sequence[Contender], rounds: int) -> Rounds:
+def interleaved_steps(variants: Sequence[Variant], rounds: int) -> Rounds:
     """After one step of each that is not counted."""
-    return in_turn([lambda _, one=one: one.step() for one in field], rounds)  # type: ignore[misc]
+    return interleaved([lambda _, one=one: one.step() for one in variants], rounds)  # type: ignore[misc]
 
 
 def compared(rounds: Rounds, place: int) -> dict[str, object]:
-    """Medians of a contender's seconds and CPU seconds, and of their ratios to the first contender's in each round."""
+    """Medians of a variant's seconds and CPU seconds, and of their ratios to the first variant's in each round."""
     taken = [(steps[place], steps[0]) for steps in rounds]
     medians = {
         f"{name}ms": milliseconds(median(own[kind] for own, _ in taken)) for kind, name in enumerate(("", "CPU "))
@@ -101,24 +101,24 @@ def compared(rounds: Rounds, place: int) -> dict[str, object]:
     return medians | {f"{name} ratio": f"{ratio:.3f}" for name, ratio in ratios.items()}
 
 
-def hold(config: RunConfig, stages: Sequence[int], ranks: int, rounds: int) -> list[dict[str, object]]:
+def time_engines(config: RunConfig, stages: Sequence[int], ranks: int, rounds: int) -> list[dict[str, object]]:
     """Times steps of the engine at each stage, on one rank beside a bare loop, on several beside one rank and beside as
     many at once that know nothing of each other; returns a line for each."""
     device, alone = config.engine.device, (engine_step, (config, 0))
     with tempfile.TemporaryDirectory() as folder:
         if ranks == 1:
-            field = [Contender("bare torch", [(bare_step, (config,))], device)]
-            field += [Contender(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages]
+            variants = [Variant("bare torch", [(bare_step, (config,))], device)]
+            variants += [Variant(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages]
         else:
-            field = [Contender("1 rank", [alone]), Contender(f"{ranks} apart", [alone] * ranks)]
+            variants = [Variant("1 rank", [alone]), Variant(f"{ranks} apart", [alone] * ranks)]
             for stage in stages:
                 places = [(rank, ranks, f"{folder}/store-{stage}") for rank in range(ranks)]
                 together = [(engine_step, (config, stage, place)) for place in places]
-                field.append(Contender(f"{counted(ranks, 'rank')}, ZeRO {stage}", together))
-        taken = steps_in_turn(field, rounds)
-        for contender in field:
-            contender.stop()
-    lines = [{"": contender.name} | compared(taken, place) for place, contender in enumerate(field)]
+                variants.append(Variant(f"{counted(ranks, 'rank')}, ZeRO {stage}", together))
+        taken = interleaved_steps(variants, rounds)
+        for variant in variants:
+            variant.stop()
+    lines = [{"": variant.name} | compared(taken, place) for place, variant in enumerate(variants)]
     if ranks > 1:  # as many times the tokens in as many times the time: no gain
         lines = [line | {"efficiency": f"{1 / float(str(line['wall ratio'])):.0%}"} for line in lines]
     return lines
@@ -237,17 +237,17 @@ def grow(
     lines: list[dict[str, object]] = []
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
-            field: list[Contender] = []
+            variants: list[Variant] = []
             for size in vocabularies:
                 under, store = _under(config, size, kind, ranks), f"{folder}/store-{size}"
                 work = [(under, (rank, ranks, store), texts, device) for rank in range(ranks)]
-                field.append(Contender("", [(rank_step, one) for one in work], device.type))
-            rounds = steps_in_turn(field, steps)
-            for place, (size, contender) in enumerate(zip(vocabularies, field, strict=True)):
+                variants.append(Variant("", [(rank_step, one) for one in work], device.type))
+            rounds = interleaved_steps(variants, steps)
+            for place, (size, variant) in enumerate(zip(vocabularies, variants, strict=True)):
                 lines.append({"embedding": kind, "vocabulary": size, **compared(rounds, place)})
                 if device.type == "cpu":
-                    lines[-1]["a step's MiB"] = round(contender.peak())
-                contender.stop()
+                    lines[-1]["a step's MiB"] = round(variant.peak())
+                variant.stop()
     return lines
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engines import SETTINGS, Contender, Step, meet, rank_step
+from benchmarks.engines import SETTINGS, Step, Variant, meet, rank_step
 from benchmarks.rows import changed, token_rows
-from benchmarks.timing import in_turn
+from benchmarks.timing import interleaved
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import UserError
@@ -85,15 +85,15 @@ CPU = torch.device("cpu")
 Way = tuple[str, int]  # embedding (rows or dense) and ZeRO stage
 Line = dict[str, object]
 Entry = tuple[Line, Callable[..., Step], tuple[Any, ...]]  # what a line says of it, what makes its step, and of what
-Contenders = Callable[[RunConfig, int, int], Iterable[Entry]]
+Variants = Callable[[RunConfig, int, int], Iterable[Entry]]
 
 
-def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, contenders: Contenders) -> list[Line]:
-    """Measures each of the contenders on each number of ranks, in turn; returns a line for each."""
+def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, variants: Variants) -> list[Line]:
+    """Measures each of the variants on each number of ranks, in turn; returns a line for each."""
     lines: list[Line] = []
     for count in ranks:
         with linked(count, megabits) as namespaces:
-            for about, maker, given in contenders(config, count, steps):
+            for about, maker, given in variants(config, count, steps):
                 lines.append({"ranks": count, **about, **_measured(maker, given, namespaces, steps)})
     return lines
 
@@ -120,17 +120,17 @@ def _measured(maker: Callable[..., Step], given: tuple[Any, ...], namespaces: li
     count = len(namespaces)
     with tempfile.TemporaryDirectory() as folder:
         places = [(*given, rank, count, f"{folder}/store", namespaces[rank]) for rank in range(count)]
-        contender = Contender("", [(maker, place) for place in places])
+        variant = Variant("", [(maker, place) for place in places])
 
         def sent() -> list[int]:
-            return [sent_bytes(process.pid) for process in contender.processes]
+            return [sent_bytes(process.pid) for process in variant.processes]
 
         def step(_: int) -> tuple[float, int]:
-            before, seconds = sent(), contender.step()[0]
+            before, seconds = sent(), variant.step()[0]
             return seconds, max(b - a for a, b in zip(before, sent(), strict=True))
 
-        seconds, most = zip(*(taken for (taken,) in in_turn([step], steps)), strict=True)
-        contender.stop()
+        seconds, most = zip(*(taken for (taken,) in interleaved([step], steps)), strict=True)
+        variant.stop()
     return {"MB sent": f"{statistics.median(most) / 1e6:,.2f}", "ms": round(statistics.median(seconds) * 1e3)}
 
 

@@ -20,7 +20,7 @@ from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import Cost, DeviceClock, cost, describe, in_child, in_turn, matrix_rate
+from benchmarks.timing import Cost, DeviceClock, cost, describe, in_child, interleaved, matrix_rate
 from megahead.config.objective import ObjectiveConfig
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
@@ -267,7 +267,7 @@ def costs_of(entries: list[Entry], arguments: argparse.Namespace) -> dict[str, T
                 torch.cuda.empty_cache()
         return None
 
-    rounds = in_turn([lambda _, one=one: take(one) for one in entries], arguments.rounds, warm_up=0)  # type: ignore[misc]
+    rounds = interleaved([lambda _, one=one: take(one) for one in entries], arguments.rounds, warm_up=0)  # type: ignore[misc]
     medians = [Taken.median_of(taken) for taken in zip(*rounds, strict=True)]
     return dict(zip((entry.name for entry in entries), medians, strict=True))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.rows import changed, rule_of, step_batches, token_rows
-from benchmarks.timing import clock_of, cost, describe, in_child, in_turn, matrix_rate
+from benchmarks.timing import clock_of, cost, describe, in_child, interleaved, matrix_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -40,7 +40,7 @@ STEPS = 3  # of each micro-batch whose size is tried; the first is a warm-up
 OF_BOTH = ("score", "temperature", "learned_temperature", "replaced_tokens", "phrases")
 
 
-def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
+def variant_config(config: RunConfig, objective: str, how: How) -> RunConfig:
     """`config` with another objective, whose vanilla head is its own where it has one, else tied for an encoder; what
     only one of both objectives knows is left out of the other. A share of targets that moves is its mean."""
     if config.engine.precision == "fp16":
@@ -95,7 +95,7 @@ class Weights:
 
 
 @dataclass
-class Contender:
+class Variant:
     """One objective's model, optimizer and times."""
 
     config: RunConfig
@@ -112,7 +112,7 @@ class Contender:
     extra_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.config = contending(self.config, self.objective, self.how)
+        self.config = variant_config(self.config, self.objective, self.how)
         self.precision = self.config.engine.precision
         self.accumulation = self.config.batch.accumulation_steps(1)
         self.model: Pretraining = assemble(self.config, Group(), self.device)
@@ -234,7 +234,7 @@ class Contender:
         return hidden
 
 
-def compare(one: Contender, other: Contender) -> str:
+def compare(one: Variant, other: Variant) -> str:
     """Step time of `other` over `one`, pair by pair, on a CPU also that of their threads, beside what their operations
     alone would give."""
     ratios, of_threads = (
@@ -248,7 +248,7 @@ def compare(one: Contender, other: Contender) -> str:
     )
 
 
-def hold(
+def time_steps(
     config: RunConfig, plans: Sequence[Plan], prefix: str | None, steps: int, device: torch.device
 ) -> list[dict[str, object]]:
     """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), says on what and
@@ -256,7 +256,7 @@ def hold(
     rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
 
     def first_step(plan: Plan) -> None:
-        Contender(config, plan[0], device, rows, plan[1]).step(0)
+        Variant(config, plan[0], device, rows, plan[1]).step(0)
 
     def megabytes(plan: Plan) -> float | None:
         """Of the first step, in a process of its own; None on a GPU and where blocks are compiled."""
@@ -265,16 +265,16 @@ def hold(
         return in_child(lambda: cost(lambda: first_step(plan)))[1] * 2**20 / 1e6
 
     memory = [megabytes(plan) for plan in plans]
-    contenders = [Contender(config, objective, device, rows, how) for objective, how in plans]
-    in_turn([one.step for one in contenders], steps)
-    rate, (first, *others) = matrix_rate(device, config.engine.precision), contenders
+    variants = [Variant(config, objective, device, rows, how) for objective, how in plans]
+    interleaved([one.step for one in variants], steps)
+    rate, (first, *others) = matrix_rate(device, config.engine.precision), variants
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"
     machine = f"{first.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    told = [f"{first.config.name}, {shape}, {machine}", *(f"{name}: {way}" for name, way in contenders[-1].ways)]
+    told = [f"{first.config.name}, {shape}, {machine}", *(f"{name}: {way}" for name, way in variants[-1].ways)]
     terminal().print("\n".join([*told, *(compare(first, other) for other in others)]))
-    return [one.row(rate, known or one.peak_megabytes()) for known, one in zip(memory, contenders, strict=True)]
+    return [one.row(rate, known or one.peak_megabytes()) for known, one in zip(memory, variants, strict=True)]
 
 
 def fill(
@@ -310,11 +310,11 @@ def _steps_of(
     """What a few steps of such a micro-batch took, the first a warm-up; None where memory does not hold one."""
     config = changed(config, f"batch.micro_size={rows}", f"batch.global_size={rows}")
     try:
-        contender = Contender(config, name, device, token_rows(config, prefix, count=STEPS))
+        variant = Variant(config, name, device, token_rows(config, prefix, count=STEPS))
         for index in range(STEPS):
-            contender.step(index)
-        tokens, peak = rows * config.data.sequence_length, contender.peak_megabytes()
-        speed = round(tokens / statistics.median(contender.seconds()))
+            variant.step(index)
+        tokens, peak = rows * config.data.sequence_length, variant.peak_megabytes()
+        speed = round(tokens / statistics.median(variant.seconds()))
         return {"tokens": tokens, "tokens/s": speed, "peak MB": None if peak is None else round(peak)}
     except torch.OutOfMemoryError:
         return None

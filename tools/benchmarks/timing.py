@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 Cost = tuple[float, float]  # seconds, and MiB above what was there before
 
 
-def in_turn(contenders: Iterable[Callable[[int], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
-    """What each contender returns in each counted round: A B A B ..., so that a noisy machine hits all alike."""
-    field = list(contenders)
-    return [[take(number) for take in field] for number in range(warm_up + rounds)][warm_up:]
+def interleaved(variants: Iterable[Callable[[int], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
+    """What each variant returns in each counted round: A B A B ..., so that a noisy machine hits all alike."""
+    timed = list(variants)
+    return [[take(number) for take in timed] for number in range(warm_up + rounds)][warm_up:]
 
 
 class HostClock:

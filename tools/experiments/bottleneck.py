@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from steps.once import one_at_a_time
 
-from experiments.laboratory import GRIDS, Cell, Laboratory, course, settings_of
 from experiments.measures import Row, speed
+from experiments.runner import GRIDS, Cell, ExperimentRunner, course, settings_of
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
@@ -33,29 +33,29 @@ HELD_OUT = 512
 HEADS: dict[str, HeadName] = {"headless": "pmi", "tied softmax": "tied", "untied softmax": "trained"}
 
 
-def compare_bottleneck(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_bottleneck(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains each objective in each size with every rate; `only`: sizes or objectives."""
     axes = GRIDS["bottleneck"]["axes"]
     sizes = [size for size in axes["ids"]["values"] if str(size) in only] or axes["ids"]["values"]
     objectives = [name for name in axes["objective"] if name in only] or list(axes["objective"])
     tried: list[Row] = []
     for size in sizes:
-        texts = write_language(laboratory.folder.parent / f"language-{size}", size)
+        texts = write_language(runner.folder.parent / f"language-{size}", size)
         given = settings_of({"data.train": texts / "text", "data.validation": texts / "held-out"})
         given += course(STEPS, checkpoint_every=CHECKPOINT_EVERY, evaluate_samples=HELD_OUT)
-        cells = laboratory.grid("bottleneck", (), *given, ids=[size], objective=objectives)
-        tried += [_known(laboratory, texts, cell) for cell in cells]
-    laboratory.record("bottleneck-rates", tried)
+        cells = runner.grid("bottleneck", (), *given, ids=[size], objective=objectives)
+        tried += [_known(runner, texts, cell) for cell in cells]
+    runner.record("bottleneck-rates", tried)
     best: list[Row] = []
     for size, objective in ((size, objective) for size in sizes for objective in objectives):
         same = [row for row in tried if (row["ids"], row["objective"]) == (size, objective)]
         best.append(max(same, key=lambda row: (row["facts known"], -row["loss"])))
-    laboratory.record("bottleneck", best)
+    runner.record("bottleneck", best)
 
 
-def _known(laboratory: Laboratory, texts: Path, cell: Cell) -> Row:
+def _known(runner: ExperimentRunner, texts: Path, cell: Cell) -> Row:
     """What a run knows at its end: of facts (the first lap), and with what it can look up (all laps)."""
-    folder = laboratory.folder / cell.name
+    folder = runner.folder / cell.name
     first_lap = evaluate_checkpoint(folder, HEADS[cell.values["objective"]], dataset=str(texts / "first-lap"))
     row = cell.values | {"loss": first_lap.loss, "facts known": _without_ends(first_lap.accuracy, LAP - 1)}
     row |= {"right in all laps": _without_ends(cell.run.validation[-1]["accuracy"], WALK)}

@@ -10,9 +10,9 @@ from statistics import mean
 import numpy as np
 from steps.once import one_at_a_time
 
-from experiments.laboratory import GRIDS, Laboratory
 from experiments.measures import Chart, Row, candidates, lines, percent, speed
 from experiments.neighbours import PLAIN, settings_of_variant
+from experiments.runner import GRIDS, ExperimentRunner
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
@@ -28,7 +28,7 @@ STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that measu
 SEEDS = 3  # of glue's fine-tuning
 
 
-def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_encoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains all runs (or those of `only`); fine-tunes them where --tasks-data is given, with balanced and with regular
     cross-entropy, beside the same shape with random weights.
 
@@ -36,19 +36,19 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     and labels, as in the published code's vanilla runs; `headless-noise` and `vanilla-noise` read a tenth of their
     inputs so, with clean labels, as its headless runs did.
     """
-    data = laboratory.data(encoder=True)
+    data = runner.data(encoder=True)
     prefix, rows = Path(data[0].removeprefix("data.train=")), []
     runs = {name: own for name, own in GRIDS["encoders"]["axes"]["run"].items() if not only or name in only}
     for name, own in runs.items():
         config = f"encoder-small-{'headless' if name.startswith('headless') else 'vanilla'}"
         given = [f"data.train={_with_wrong_tokens(prefix)}"] if name == "wrong-labels" else own
-        rows.append(_end(name, laboratory.train(config, name, *data, *given)))
-    laboratory.record("encoders", rows)
-    if laboratory.tasks_data is not None:
-        tasks = ["--task", "glue", "superglue", "--data", str(laboratory.tasks_data), "--floor", *FINE_TUNING]
+        rows.append(_end(name, runner.train(config, name, *data, *given)))
+    runner.record("encoders", rows)
+    if runner.tasks_data is not None:
+        tasks = ["--task", "glue", "superglue", "--data", str(runner.tasks_data), "--floor", *FINE_TUNING]
         for loss, seeds in (("balanced", "2"), ("regular", "1")):
-            results = laboratory.fine_tune(f"glue-{loss}", [*runs], *tasks, "--loss", loss, "--seeds", seeds)
-            laboratory.record(f"encoders-{loss}", table_of(results))
+            results = runner.fine_tune(f"glue-{loss}", [*runs], *tasks, "--loss", loss, "--seeds", seeds)
+            runner.record(f"encoders-{loss}", table_of(results))
 
 
 def _end(name: str, run: RunMetrics) -> Row:
@@ -78,7 +78,7 @@ def _with_wrong_tokens(prefix: Path) -> Path:
     return made
 
 
-def compare_multilingual(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_multilingual(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains headless and vanilla (or those of `only`) on the folder of datasets, one a language, that docs/encoders.md
     makes; `--set data.tokenizer=F` names their tokenizer.
 
@@ -86,21 +86,21 @@ def compare_multilingual(laboratory: Laboratory, only: Sequence[str]) -> None:
     the other half, beside the same shape with random weights: in the language trained on, and, trained on English
     alone, in all.
     """
-    folder = laboratory.given_text()
+    folder = runner.given_text()
     parts = sorted(path.with_suffix("") for path in folder.glob("*.idx") if not path.stem.endswith("validation"))
     train = ",".join(f"{{prefix: {part}}}" for part in parts)
     data = [f"data.train=[{train}]", f"data.validation={folder / 'validation'}"]
-    cells = laboratory.grid("multilingual", only, *data)
+    cells = runner.grid("multilingual", only, *data)
     along = [{**record, "run": cell.name} for cell in cells for record in cell.run.validation]
     curves = lines(along, "run", "tokens", "perplexity")
     chart = Chart("Held-out perplexity of masked tokens", "tokens", curves, log_up=True)
-    laboratory.record("multilingual", [_end(cell.name, cell.run) for cell in cells], chart)
-    if laboratory.tasks_data is not None:
+    runner.record("multilingual", [_end(cell.name, cell.run) for cell in cells], chart)
+    if runner.tasks_data is not None:
         tasks = ["--task", *(f"xnli/{one}" for one in LANGUAGES), "--languages", ",".join(LANGUAGES), "--floor"]
-        tasks += ["--data", str(laboratory.tasks_data), "--epochs", "3", "--learning-rate", "3e-4"]
+        tasks += ["--data", str(runner.tasks_data), "--epochs", "3", "--learning-rate", "3e-4"]
         tasks += ["--batch-size", "32", "--seeds", "1"]
-        results = laboratory.fine_tune("xnli-seeds", [cell.name for cell in cells], *tasks)
-        laboratory.record("xnli", [_of_model(model, results) for model in dict.fromkeys(one.model for one in results)])
+        results = runner.fine_tune("xnli-seeds", [cell.name for cell in cells], *tasks)
+        runner.record("xnli", [_of_model(model, results) for model in dict.fromkeys(one.model for one in results)])
 
 
 def _of_model(model: str, results: Sequence[FineTuningResult]) -> Row:
@@ -118,7 +118,7 @@ def _of_model(model: str, results: Sequence[FineTuningResult]) -> Row:
     return row
 
 
-def compare_glue(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains variants of `neighbours` (or those of `only`) for as many operations each, and fine-tunes them where
     --tasks-data is given.
 
@@ -126,28 +126,28 @@ def compare_glue(laboratory: Laboratory, only: Sequence[str]) -> None:
     compares them.
     """
     names = [name for name in GRIDS["glue"] if not only or name in only]
-    budget, rows = STEPS * _a_step(laboratory, PLAIN), []
+    budget, rows = STEPS * _a_step(runner, PLAIN), []
     for name in names:
-        run = _train(laboratory, name, name, round(budget / _a_step(laboratory, name)))
+        run = _train(runner, name, name, round(budget / _a_step(runner, name)))
         last, trained = run.validation[-1], run.training[-1]
-        row = {"run": name, "tokens": trained["tokens"], "PFLOP": operations(laboratory, run) / 1e15}
+        row = {"run": name, "tokens": trained["tokens"], "PFLOP": operations(runner, run) / 1e15}
         row |= {"seconds": trained["seconds"], "tokens/s": speed(run), "perplexity": last["perplexity"]}
         detected = last.get("detection") or {}
         rows.append(row | {"found": detected.get("found"), "kept": detected.get("kept")})
-    laboratory.record("glue-runs", rows)
-    if laboratory.tasks_data is not None:
-        results = [result for name in names for result in fine_tuned(laboratory, name, laboratory.tasks_data)]
-        laboratory.record("glue", table_of(results))
+    runner.record("glue-runs", rows)
+    if runner.tasks_data is not None:
+        results = [result for name in names for result in fine_tuned(runner, name, runner.tasks_data)]
+        runner.record("glue", table_of(results))
 
 
-def _a_step(laboratory: Laboratory, name: str) -> float:
+def _a_step(runner: ExperimentRunner, name: str) -> float:
     """Operations of a variant's step, on average over its phases."""
-    return operations(laboratory, _train(laboratory, name, f"probe-{name}", PROBE_STEPS)) / PROBE_STEPS
+    return operations(runner, _train(runner, name, f"probe-{name}", PROBE_STEPS)) / PROBE_STEPS
 
 
-def operations(laboratory: Laboratory, run: RunMetrics) -> float:
+def operations(runner: ExperimentRunner, run: RunMetrics) -> float:
     """Of a whole run: those of each phase, by the candidates that it had."""
-    config = config_from_dict(laboratory.runs[run.name]["config"])
+    config = config_from_dict(runner.runs[run.name]["config"])
     tokens = config.batch.global_size * config.data.sequence_length
     total = 0.0
     for phase in phases_of(config):
@@ -156,16 +156,16 @@ def operations(laboratory: Laboratory, run: RunMetrics) -> float:
     return total
 
 
-def _train(laboratory: Laboratory, name: str, folder: str, steps: int) -> RunMetrics:
+def _train(runner: ExperimentRunner, name: str, folder: str, steps: int) -> RunMetrics:
     config, settings = settings_of_variant(*GRIDS["glue"][name])
     course = [f"training.steps={steps}", f"schedule.warmup_steps={max(1, steps // 10)}"]
     if folder != name:
         course.append("training.log_seconds=0")
-    return laboratory.train(config, folder, *laboratory.data(encoder=True), *settings, *course)
+    return runner.train(config, folder, *runner.data(encoder=True), *settings, *course)
 
 
-def fine_tuned(laboratory: Laboratory, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:
+def fine_tuned(runner: ExperimentRunner, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:
     """On GLUE, with SEEDS; `rows` of each task to learn from, or as many as FINE_TUNING says. Results are kept for each
     model in a file of its own, so that commands with other models can run beside."""
     tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(SEEDS), *FINE_TUNING]
-    return laboratory.fine_tune(f"glue-{name}", [name], *tasks, *([] if rows is None else ["--max-train-rows", rows]))
+    return runner.fine_tune(f"glue-{name}", [name], *tasks, *([] if rows is None else ["--max-train-rows", rows]))

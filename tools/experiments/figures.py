@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.laboratory import GRIDS, Cell, Laboratory, course, scores_of
 from experiments.measures import Chart, Row, lines, over_seeds, scores
+from experiments.runner import GRIDS, Cell, ExperimentRunner, course, scores_of
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
 from megahead.evaluate.perplexity import evaluate_checkpoint
@@ -23,7 +23,7 @@ ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_
 ALONG_LIMIT, LIMIT = 1_000, 300
 
 
-def compare_latency(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_latency(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Times a step of both objectives in turn, in every shape (or those of `only`, `bert-base-512`) and micro-batches
     of so many tokens; BERT-base of 512 tokens a row, 15 % masked, is the paper's. Needs no text."""
     rows: list[Row] = []
@@ -31,22 +31,22 @@ def compare_latency(laboratory: Laboratory, only: Sequence[str]) -> None:
         if only and f"{size}-{length}" not in only:
             continue
         batches = [tokens // length for tokens in TOKENS[size] if tokens >= length]
-        mine = [row for batch in batches for row in _timed(laboratory, size, length, batch)]
+        mine = [row for batch in batches for row in _timed(runner, size, length, batch)]
         charts = [
             Chart(title, "rows of the micro-batch", lines(mine, "objective", "batch", column), True, from_zero=True)
             for column, title in {"ms": "Milliseconds a step", "peak MB": "Peak memory, MB"}.items()
         ]
-        laboratory.record(f"{size}-{length}", mine, *charts)
+        runner.record(f"{size}-{length}", mine, *charts)
         rows += [{"shape": f"{size}-{length}", **row} for row in mine]
-    laboratory.record("latency", rows)
+    runner.record("latency", rows)
 
 
-def _timed(laboratory: Laboratory, size: str, length: int, batch: int) -> list[Row]:
+def _timed(runner: ExperimentRunner, size: str, length: int, batch: int) -> list[Row]:
     """A row for each objective; one that is slower than headless says how many times."""
-    output = laboratory.folder / f"{size}-{length}-{batch * length}.json"
+    output = runner.folder / f"{size}-{length}-{batch * length}.json"
     if not output.exists():
         what = ["--preset", size, "--micro-batch", batch, "--sequence-length", length, "--steps", 3, "--threads", 1]
-        laboratory.run("bench_step.py", *what, "--output", output)
+        runner.run("bench_step.py", *what, "--output", output)
     timed = json.loads(output.read_text())
     columns = ("objective", "ms", "tokens/s", "peak MB")
     return [
@@ -55,7 +55,7 @@ def _timed(laboratory: Laboratory, size: str, length: int, batch: int) -> list[R
     ]
 
 
-def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_decoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """A small decoder, headless and vanilla, on the same tokens, with every seed (`only`: seeds).
 
     Along training, against tokens and seconds: held-out perplexity with the heads that need no training (tied, pmi) and
@@ -64,27 +64,27 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     harness's tasks, beside a model that has learned nothing.
     """
     seeds = [seed for seed in GRIDS["decoders"]["axes"]["seed"]["values"] if not only or str(seed) in only]
-    cells = laboratory.grid("decoders", seed=seeds)
-    along = [row for cell in cells[:2] for row in _along(laboratory, cell)]
+    cells = runner.grid("decoders", seed=seeds)
+    along = [row for cell in cells[:2] for row in _along(runner, cell)]
     ends = [row for row in along if row["step"] == cells[0].run.training[-1]["step"]]
-    along += _head_along(laboratory, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
+    along += _head_along(runner, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
     without = [{name: value for name, value in row.items() if name != "model"} for row in along]
     axes = ("tokens", "seconds")
     charts = [Chart("Held-out perplexity", x, lines(along, RUN, x, "perplexity"), log_up=True) for x in axes]
-    laboratory.record("decoders", without, *charts)
-    ends += [row for cell in cells[2:] for row in _along(laboratory, cell, slice(-1, None))]
+    runner.record("decoders", without, *charts)
+    ends += [row for cell in cells[2:] for row in _along(runner, cell, slice(-1, None))]
     for seed in seeds:
-        ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
+        ends += _head_along(runner, seed, f"head-{seed}", HEAD_STEPS, 1)
     values = ("seconds", "perplexity", "accuracy", "bits per byte")
-    laboratory.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
-    if laboratory.tasks_data is not None:
-        _tasks(laboratory, seeds[0], along + ends, laboratory.tasks_data)
+    runner.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
+    if runner.tasks_data is not None:
+        _tasks(runner, seeds[0], along + ends, runner.tasks_data)
 
 
-def _along(laboratory: Laboratory, cell: Cell, points: slice = slice(None)) -> list[Row]:
+def _along(runner: ExperimentRunner, cell: Cell, points: slice = slice(None)) -> list[Row]:
     """What each head of the run's checkpoints, those at `points`, reaches after how much."""
     rows, (seed, objective) = [], (cell.values["seed"], cell.values["objective"])
-    for folder in sorted(RunFolder(laboratory.folder / cell.name).checkpoints.glob("step-*"))[points]:
+    for folder in sorted(RunFolder(runner.folder / cell.name).checkpoints.glob("step-*"))[points]:
         step = int(folder.name.split("-")[1])
         spent = next(record for record in cell.run.training if record["step"] >= step)
         for head in HEADS[objective]:
@@ -95,33 +95,33 @@ def _along(laboratory: Laboratory, cell: Cell, points: slice = slice(None)) -> l
     return rows
 
 
-def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points: int) -> list[Row]:
+def _head_along(runner: ExperimentRunner, seed: int, name: str, steps: int, points: int) -> list[Row]:
     """What a head trained on top of the headless run reaches; tokens and seconds are those of both runs."""
-    body = laboratory.runs[f"headless-{seed}"]
-    given = [f"init.from_checkpoint={laboratory.folder / f'headless-{seed}'}", f"seed={seed}"]
+    body = runner.runs[f"headless-{seed}"]
+    given = [f"init.from_checkpoint={runner.folder / f'headless-{seed}'}", f"seed={seed}"]
     given += course(steps, evaluate_every=max(1, steps // points))
-    run = laboratory.train("small-head", name, *laboratory.data(), *given)
+    run = runner.train("small-head", name, *runner.data(), *given)
     rows = []
     for record in run.validation[1:]:  # the first is of what it starts from
         spent = next(one for one in run.training if one["step"] >= record["step"])
-        folder = find_checkpoint(laboratory.folder / name / f"checkpoints/step-{record['step']:08d}")
+        folder = find_checkpoint(runner.folder / name / f"checkpoints/step-{record['step']:08d}")
         row = {"model": str(folder), "objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
         rows.append(row | {cost: body[cost] + spent[cost] for cost in ("tokens", "seconds")} | scores(record))
     return rows
 
 
-def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -> None:
+def _tasks(runner: ExperimentRunner, seed: int, rows: Sequence[Row], data: Path) -> None:
     """LAMBADA along training (decoders-lambada), and all tasks at the end beside random weights (tasks.json)."""
     untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
     untrained += [one for one in GRIDS["decoders"]["settings"] if "steps" not in one]
     untrained += [f"seed={seed}", "objective.name=vanilla"]
-    laboratory.train("small-headless", f"random-{seed}", *laboratory.data(), *untrained)
+    runner.train("small-headless", f"random-{seed}", *runner.data(), *untrained)
     exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
     points = [model for model in exported if model.exists()]  # a head's last
     known = ("objective", "head", "step", "tokens", "seconds")
     along = [
         {**{name: exported[model][name] for name in known}, **scores_of(result)}
-        for model, results in laboratory.score("lambada", ALONG, ALONG_LIMIT, data, points).items()
+        for model, results in runner.score("lambada", ALONG, ALONG_LIMIT, data, points).items()
         for result in results
     ]
     charts = [
@@ -130,11 +130,11 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
         if len({row[metric] for row in along}) > 1
         for across in ("tokens", "seconds")
     ]
-    laboratory.record("decoders-lambada", along, *charts)
-    ends = [laboratory.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
+    runner.record("decoders-lambada", along, *charts)
+    ends = [runner.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
     beside: dict[tuple[str, str], Row] = {}
-    for model, results in laboratory.score("tasks", AT_THE_END, LIMIT, data, ends).items():
+    for model, results in runner.score("tasks", AT_THE_END, LIMIT, data, ends).items():
         for task, score in ((result.task, score) for result in results for score in result.scores):
             row = beside.setdefault((task, score.metric), {"task": task, "metric": score.metric})
             row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
-    laboratory.record("decoders-tasks", list(beside.values()))
+    runner.record("decoders-tasks", list(beside.values()))

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from experiments.laboratory import Laboratory, course, settings_of
 from experiments.measures import Row, over_seeds, spent
+from experiments.runner import ExperimentRunner, course, settings_of
 from megahead.errors import FieldError, UserError
 from megahead.report.read import read_metrics
 
@@ -36,7 +36,7 @@ SCORES = ("perplexity", "bits_per_byte", "accuracy")  # encoders have no bits pe
 
 @dataclass(frozen=True)
 class Kind:
-    """A small model that every run of a climb trains on as many rows."""
+    """A small model that every run of a search trains on as many rows."""
 
     config: str
     encoder: bool
@@ -44,11 +44,11 @@ class Kind:
     shape: Sequence[str]
     rows: int
     values: Mapping[str, Sequence[Any]]  # of each setting, in the order in which they are tried
-    start: Recipe  # before any climb, the headless side's with what it alone has
-    found: Mapping[str, Recipe]  # by side: what climbs came to, beside `start`; they go on from here
+    start: Recipe  # before any search, the headless side's with what it alone has
+    found: Mapping[str, Recipe]  # by side: what searches came to, beside `start`; they go on from here
 
     def first(self, side: str) -> Recipe:
-        """What `side` had before any climb."""
+        """What `side` had before any search."""
         alone = () if side == "headless" else [name for name in self.start if name.startswith("objective.")]
         return {name: value for name, value in self.start.items() if name not in alone}
 
@@ -63,32 +63,32 @@ KINDS = {name: Kind(**kind) for name, kind in _LIST["kinds"].items()}
 FIRST = KINDS["decoder"].start
 
 
-def compare_recipe(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """Climbs, for the kinds and sides of `only` or all, and holds what was found against the first recipe."""
+def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
+    """Searches, for the kinds and sides of `only` or all, and holds what was found against the first recipe."""
     if unknown := [name for name in only if name not in KINDS and name not in SIDES]:
         raise FieldError("--only", f"name some of {', '.join([*KINDS, *SIDES])}", got=unknown[0])
     sides = [name for name in SIDES if name in only] or [*SIDES]
     for kind in [name for name in KINDS if name in only] or KINDS:
-        climbs = [Climb(laboratory, kind, side) for side in sides]
+        searches = [CoordinateSearch(runner, kind, side) for side in sides]
         title = "-".join([f"recipe-{kind}", *(sides if len(sides) < len(SIDES) else [])])
-        for climb in climbs:
-            climb.perplexity(climb.recipe)  # where each begins is known first
+        for search in searches:
+            search.perplexity(search.recipe)  # where each begins is known first
         for _ in range(ROUNDS):
-            before = [climb.recipe for climb in climbs]
+            before = [search.recipe for search in searches]
             for setting in KINDS[kind].values:
-                for climb in climbs:
-                    climb.try_values(setting)
-                laboratory.record(title, [row for climb in climbs for row in climb.rows])
-            if before == [climb.recipe for climb in climbs]:
+                for search in searches:
+                    search.try_values(setting)
+                runner.record(title, [row for search in searches for row in search.rows])
+            if before == [search.recipe for search in searches]:
                 break
-        laboratory.record(f"{title}-held", [row for climb in climbs for row in climb.held()])
+        runner.record(f"{title}-held", [row for search in searches for row in search.held()])
 
 
 @dataclass
-class Climb:
+class CoordinateSearch:
     """The way of one side from what was found before; `rows` has every run, in their order."""
 
-    laboratory: Laboratory
+    runner: ExperimentRunner
     kind_name: str
     side: str
     rows: list[Row] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Climb:
         try:
             return self._trained(recipe, seed, self.kind.rows)
         except UserError:
-            if not _went_astray(self.laboratory.folder / self._name(recipe, seed, self.kind.rows)):
+            if not _went_astray(self.runner.folder / self._name(recipe, seed, self.kind.rows)):
                 raise
             return {"side": self.side, "seed": seed, **recipe, "perplexity": inf}
 
@@ -138,10 +138,10 @@ class Climb:
         """The end of one run."""
         steps, name = data_rows // recipe["batch.global_size"], self._name(recipe, seed, data_rows)
         decay = steps // 5 if recipe["schedule.name"] == "wsd" else "null"
-        given = self.laboratory.data(self.kind.vocabulary, encoder=self.kind.encoder)
+        given = self.runner.data(self.kind.vocabulary, encoder=self.kind.encoder)
         given += [*self.kind.shape, *self.kind.learns_by(self.side, recipe)]
         given += settings_of({"schedule.warmup_steps": steps // 16, "schedule.decay_steps": decay, "seed": seed})
-        run = self.laboratory.train(self.kind.config, name, *given, *course(steps))
+        run = self.runner.train(self.kind.config, name, *given, *course(steps))
         last, settings = run.validation[-1], {name: str(value) for name, value in recipe.items()}
         told = {key: last[key] for key in SCORES if last[key] is not None}
         told |= {"tokens": run.training[-1]["tokens"], "cpu_seconds": round(spent(run))}

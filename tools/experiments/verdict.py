@@ -22,9 +22,9 @@ from steps.once import one_at_a_time
 
 from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tuned, table_of
-from experiments.laboratory import GRIDS, Laboratory, run_name, scores_of, settings_of
 from experiments.measures import Row, over_seeds, scores, spent
 from experiments.recipe import KINDS
+from experiments.runner import GRIDS, ExperimentRunner, run_name, scores_of, settings_of
 from megahead.data.indexed import IndexedDataset
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import FieldError
@@ -45,7 +45,7 @@ class Part:
     config: str = "pythia-14m-headless"
     encoder: bool = False
     vocabulary: int = 49_152
-    # By objective: settings that suit runs of this length better than what a climb of short ones came to
+    # By objective: settings that suit runs of this length better than what a search of short ones came to
     longer: Mapping[str, Sequence[str]] = field(default_factory=dict)
     decay: float = 0.2  # the last share of a budget, in which the learning rate falls
     vanilla_unit: int | None = None  # vanilla steps in a unit; None: as many as take the same time, which is measured
@@ -133,7 +133,7 @@ class Courses:
 
 
 PROBE_STEPS = 60
-# A probe's: what changes no step's cost is the same whatever a climb found
+# A probe's: what changes no step's cost is the same whatever a search found
 BRIEF = (
     *("schedule.name=cosine", "schedule.decay_steps=null", "schedule.warmup_steps=1"),
     *("optimizer.learning_rate=1e-3", "optimizer.table.learning_rate_ratio=1", "model.init_embedding_std=0.02"),
@@ -146,10 +146,10 @@ WHOLE = {"blimp": "all of blimp", "lambada_openai": "lambada", "cloze": "all of 
 
 
 @dataclass(frozen=True)
-class Race:
+class Comparison:
     """The runs of one part and seed."""
 
-    laboratory: Laboratory
+    runner: ExperimentRunner
     name: str
     part: Part
     seed: int
@@ -157,14 +157,14 @@ class Race:
 
     def points(self, kinds: Sequence[str]) -> list[Row]:
         """A row for each evaluation of each run."""
-        data = self.laboratory.data(self.part.vocabulary, encoder=self.part.encoder)
+        data = self.runner.data(self.part.vocabulary, encoder=self.part.encoder)
         courses = Courses(self.part, self.seed, self._vanilla_unit(data))
         asked = [course for course in courses.all() if course.kind in kinds]
         for trunk in courses.trunks():
             if any(course.trunk == trunk.name for course in asked):
                 self._train(courses, trunk, data)
         rows = [row for course in asked for row in self._rows(courses, course, data)]
-        tasks = self.laboratory.tasks_data
+        tasks = self.runner.tasks_data
         return rows if tasks is None else self._scored(rows, tasks, data)
 
     def folder(self, name: str) -> str:
@@ -187,20 +187,20 @@ class Race:
             f"{self.name}-probe-{objective}": [*given, *self._learns_by(objective), *brief]
             for objective in ("vanilla", "headless")
         }
-        return max(1, round(self.part.unit / self.laboratory.relative_cost(self.part.config, probes)))
+        return max(1, round(self.part.unit / self.runner.relative_cost(self.part.config, probes)))
 
     def _rows(self, courses: Courses, course: Course, data: Sequence[str]) -> list[Row]:
         run = self._train(courses, course, data)
         seconds = spent(run)  # with those of the run that it went on from
         if course.trunk is not None:
-            seconds += spent(read_metrics(self.laboratory.folder / self.folder(course.trunk)), until=course.fork)
+            seconds += spent(read_metrics(self.runner.folder / self.folder(course.trunk)), until=course.fork)
         tasks = {record["step"]: record["tasks"] for record in run.tasks}
         rows: list[Row] = []
         for record in run.validation:
             step, tokens = record["step"], record["tokens"]
             row: Row = {"run": course.run, "seed": self.seed, "budget": course.budget, "curve": course.name}
             row |= {"time": courses.time_until(course, step), "end": step == course.steps}
-            row |= {"hours": seconds * self.laboratory.ranks / 3600, "step": step, "tokens": tokens}  # hours of CPUs
+            row |= {"hours": seconds * self.runner.ranks / 3600, "step": step, "tokens": tokens}  # hours of CPUs
             found = tasks.get(step, {})
             rows.append(row | scores(record) | {task: found[task]["acc"]["value"] for task in found})
         return rows
@@ -219,25 +219,25 @@ class Race:
         fork = None
         if course.trunk is not None:
             given["resume.allow"] = "[objective.schedule,objective.tied,schedule.decay_steps]"
-            trunk = RunFolder(self.laboratory.folder / self.folder(course.trunk))
+            trunk = RunFolder(self.runner.folder / self.folder(course.trunk))
             fork = trunk.checkpoints / f"step-{course.fork:08d}"
         settings = [*data, *self.part.shape, *self._learns_by(course.objective), *settings_of(given)]
-        return self.laboratory.train(self.part.config, self.folder(course.name), *settings, fork=fork)
+        return self.runner.train(self.part.config, self.folder(course.name), *settings, fork=fork)
 
     def _tasks(self, unit: int, data: Sequence[str]) -> Row | None:
         """Those along training: a cloze of the held-out text, for decoders, and BLiMP where it is given."""
         tasks: Row = {"names": [], "every": POINTS_EVERY * unit, "limit": TASK_LIMIT}
         if not self.part.encoder:
             tasks |= {"names": ["cloze"], "cloze": str(_cloze(data))}
-        if self.laboratory.tasks_data is not None:
-            tasks |= {"names": [*tasks["names"], "blimp"], "data": str(self.laboratory.tasks_data)}
+        if self.runner.tasks_data is not None:
+            tasks |= {"names": [*tasks["names"], "blimp"], "data": str(self.runner.tasks_data)}
         return tasks if tasks["names"] else None
 
     def _scored(self, rows: Sequence[Row], tasks: Path, data: Sequence[str]) -> list[Row]:
         """With what the ends reach on whole tasks, and their standard errors."""
-        folders = [self.laboratory.folder / self.folder(row["curve"]) for row in rows if row["end"]]
+        folders = [self.runner.folder / self.folder(row["curve"]) for row in rows if row["end"]]
         asked, cloze = ("blimp", None) if self.part.encoder else (",".join(WHOLE), _cloze(data))
-        found = self.laboratory.score(f"{self.title}-tasks", asked, None, tasks, folders, cloze)
+        found = self.runner.score(f"{self.title}-tasks", asked, None, tasks, folders, cloze)
         reached: dict[str, Row] = {}
         for model, results in found.items():
             row = reached.setdefault(model.name, {})
@@ -267,7 +267,7 @@ VALUES = ("accuracy", "perplexity", "bits per byte", "cloze", "blimp", *WHOLE.va
 GLUE_ROWS = "10000"  # to learn from, at most: all of CoLA, MRPC, STS-B and RTE, a sixth of SST-2, a tenth of QNLI
 
 
-def compare_verdict(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_verdict(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains the parts and kinds (headless, vanilla, switched) that `only` names, or all."""
     kinds = {kind for part in PARTS.values() for kind in part.kinds}
     if unknown := [name for name in only if name not in kinds and name not in PARTS]:
@@ -276,20 +276,20 @@ def compare_verdict(laboratory: Laboratory, only: Sequence[str]) -> None:
         part = PARTS[name]
         asked = [kind for kind in part.kinds if kind in only] if kinds.intersection(only) else part.kinds
         if asked:
-            _compare(laboratory, name, part, asked)
+            _compare(runner, name, part, asked)
 
 
-def _compare(laboratory: Laboratory, name: str, part: Part, kinds: Sequence[str]) -> None:
+def _compare(runner: ExperimentRunner, name: str, part: Part, kinds: Sequence[str]) -> None:
     """Files of a comparison of some kinds are named by them, so that commands with others can run beside."""
     title = "-".join([f"verdict-{name}", *(kinds if len(kinds) < len(part.kinds) else [])])
-    races = [Race(laboratory, name, part, seed, title) for seed in part.budgets]
-    points = [row for race in races for row in race.points(kinds)]
-    laboratory.record(title, points)
+    comparisons = [Comparison(runner, name, part, seed, title) for seed in part.budgets]
+    points = [row for comparison in comparisons for row in comparison.points(kinds)]
+    runner.record(title, points)
     ends = [row for row in points if row["end"]]
     values = [value for value in VALUES if all(value in row for row in ends)]
-    laboratory.record(f"{title}-ends", over_seeds(ends, ("budget", "run", "tokens"), values))
-    if part.encoder and laboratory.tasks_data is not None:
+    runner.record(f"{title}-ends", over_seeds(ends, ("budget", "run", "tokens"), values))
+    if part.encoder and runner.tasks_data is not None:
         longest = (0, max(part.budgets[0]))  # of the first seed
-        runs = [races[0].folder(row["curve"]) for row in ends if (row["seed"], row["budget"]) == longest]
-        results = [one for run in runs for one in fine_tuned(laboratory, run, laboratory.tasks_data, GLUE_ROWS)]
-        laboratory.record(f"{title}-glue", table_of(results))
+        runs = [comparisons[0].folder(row["curve"]) for row in ends if (row["seed"], row["budget"]) == longest]
+        results = [one for run in runs for one in fine_tuned(runner, run, runner.tasks_data, GLUE_ROWS)]
+        runner.record(f"{title}-glue", table_of(results))

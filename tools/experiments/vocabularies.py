@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from experiments.laboratory import Laboratory, course, run_name, settings_of
 from experiments.measures import Chart, Row, lines, speed
+from experiments.runner import ExperimentRunner, course, run_name, settings_of
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
@@ -48,7 +48,7 @@ class Text:
     held_out: dict[str, Path]
 
 
-def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Held-out bits per byte of each size (or those of `only`: numbers), headless; records of --text name their
     language (`lang`).
 
@@ -57,32 +57,30 @@ def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> N
     at the step at which it had read what the smallest has read at the end. For the smaller sizes vanilla runs beside
     it, for as many steps as fit in the time of the headless run.
     """
-    source = _split(laboratory)
+    source = _split(runner)
     sizes = [size for size in SIZES if not only or str(size) in only]
-    texts = {size: _text(laboratory, source, size) for size in sizes}
-    first = _text(laboratory, source, SIZES[0]).train.num_tokens
-    scored = [row for size in sizes for row in _scored(laboratory, size, texts[size], first)]
+    texts = {size: _text(runner, source, size) for size in sizes}
+    first = _text(runner, source, SIZES[0]).train.num_tokens
+    scored = [row for size in sizes for row in _scored(runner, size, texts[size], first)]
     chart = Chart("Bits per byte", "vocabulary", lines(scored, "at equal", "vocabulary", "bits per byte"), True)
     without = [{name: value for name, value in row.items() if name not in LANGUAGES} for row in scored]
-    laboratory.record("large_vocabularies", without, chart)
+    runner.record("large_vocabularies", without, chart)
     known = next(iter(texts.values())).held_out
-    laboratory.record("large_vocabularies-languages", [_by_language(one, scored, texts) for one in known])
-    vanilla = [
-        row for size in VANILLA_SIZES if size in texts for row in _against_vanilla(laboratory, size, texts[size])
-    ]
-    laboratory.record("large_vocabularies-vanilla", vanilla)
+    runner.record("large_vocabularies-languages", [_by_language(one, scored, texts) for one in known])
+    vanilla = [row for size in VANILLA_SIZES if size in texts for row in _against_vanilla(runner, size, texts[size])]
+    runner.record("large_vocabularies-vanilla", vanilla)
 
 
-def _split(laboratory: Laboratory) -> Path:
+def _split(runner: ExperimentRunner) -> Path:
     """A folder with `train.jsonl` and the held-out documents of each language, `LANGUAGE.jsonl`; made once."""
-    folder = laboratory.folder.parent / "languages"
+    folder = runner.folder.parent / "languages"
     if (folder / "train.jsonl").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     train = bytearray()
     for language in LANGUAGES:
         held_out = bytearray()
-        chunks = read_chunks(find_inputs([laboratory.given_text()]), Selection(keep=(("lang", language),)))
+        chunks = read_chunks(find_inputs([runner.given_text()]), Selection(keep=(("lang", language),)))
         for number, text in enumerate((one for chunk in chunks for one in chunk.parse().strict()), start=1):
             part = held_out if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES else train
             part += json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
@@ -92,12 +90,12 @@ def _split(laboratory: Laboratory) -> Path:
     return folder
 
 
-def _text(laboratory: Laboratory, source: Path, size: int) -> Text:
+def _text(runner: ExperimentRunner, source: Path, size: int) -> Text:
     """The text in so many ids; made where it is missing."""
-    folder = laboratory.folder.parent / f"multilingual-{size}"
+    folder = runner.folder.parent / f"multilingual-{size}"
     tokenizer, train = folder / "tokenizer.json", source / "train.jsonl"
     kind = ["--type", "multilingual", "--vocab-size", size]
-    laboratory.make(tokenizer, "train_tokenizer.py", "--input", train, *kind)
+    runner.make(tokenizer, "train_tokenizer.py", "--input", train, *kind)
     for file in sorted(source.glob("*.jsonl")):
         if not (folder / f"{file.stem}.idx").exists():
             preprocess([file], tokenizer, folder / file.stem)
@@ -107,29 +105,29 @@ def _text(laboratory: Laboratory, source: Path, size: int) -> Text:
     return Text(settings, tokenizer, IndexedDataset(folder / "train"), held_out)
 
 
-def _scored(laboratory: Laboratory, size: int, text: Text, first: int) -> Iterator[Row]:
+def _scored(runner: ExperimentRunner, size: int, text: Text, first: int) -> Iterator[Row]:
     """A row where the run has read what the first has read at the end, and one for its own end; `first`: tokens of the
     whole text in the first vocabulary."""
     step = min(STEPS, round(STEPS * text.train.num_tokens / first))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
-    run = laboratory.train(
+    run = runner.train(
         "small-headless", name, *text.settings, *SETTINGS, *course(STEPS, checkpoint_every=step, keep_checkpoints=2)
     )
     last = run.training[-1]
     for at, equal in ((step, "text"), (STEPS, "time")):
-        bits = _bits_per_byte(laboratory, name, at, "pmi", text)
+        bits = _bits_per_byte(runner, name, at, "pmi", text)
         megabytes = float(last["tokens"] / last["step"] * at * info.text_bytes / info.tokens / 1e6)
         row: Row = {"at equal": equal, "vocabulary": size, "steps": at, "MB of text": megabytes}
         yield row | {"bits per byte": mean(bits.values()), "ms a step": _milliseconds(run), **bits}
 
 
-def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]:
+def _against_vanilla(runner: ExperimentRunner, size: int, text: Text) -> list[Row]:
     """Vanilla for as long as the headless run of STEPS took, headless for as many steps, and headless for as long."""
 
     def train(objective: str, name: str, steps: int, *more: str) -> RunMetrics:
         given = [*text.settings, *SETTINGS, f"objective.name={objective}", *course(steps), *more]
-        return laboratory.train("small-headless", name, *given)
+        return runner.train("small-headless", name, *given)
 
     took = {
         objective: _milliseconds(train(objective, f"pair-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1"))
@@ -145,18 +143,18 @@ def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]
     )
     rows: list[Row] = []
     for objective, number, name, head in compared:
-        bits = mean(_bits_per_byte(laboratory, name, number, head, text).values())
+        bits = mean(_bits_per_byte(runner, name, number, head, text).values())
         row = {"vocabulary": size, "objective": objective, "steps": number, "bits per byte": bits}
         row |= {"ms a step": took[objective], "minutes": number * took[objective] / 60_000}
         rows.append(row | {"times headless": took[objective] / took["headless"]})
     return rows
 
 
-def _bits_per_byte(laboratory: Laboratory, name: str, step: int, head: HeadName, text: Text) -> dict[str, float]:
+def _bits_per_byte(runner: ExperimentRunner, name: str, step: int, head: HeadName, text: Text) -> dict[str, float]:
     """By language; computed once."""
-    path = laboratory.folder / name / f"held-out-{step}.json"
+    path = runner.folder / name / f"held-out-{step}.json"
     if not path.exists():
-        checkpoint = laboratory.folder / name / f"checkpoints/step-{step:08d}"
+        checkpoint = runner.folder / name / f"checkpoints/step-{step:08d}"
         results = evaluate_on_each(checkpoint, head, list(text.held_out.values()))
         found = {language: one.bits_per_byte for language, one in zip(text.held_out, results, strict=True)}
         write_atomically(path, json.dumps(found).encode())
@@ -183,14 +181,14 @@ def _by_language(language: str, scored: Sequence[Row], texts: dict[int, Text]) -
     return row
 
 
-def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
+def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Tokens and minutes until a decoder's bits per byte are back, by each way (or those of `only`) in each new one.
 
     A headless decoder learns --text in 8,192 ids. Then it gets those of a larger vocabulary of the same text, and those
     of --tokenizer where one is given (a multilingual one, say); the rows of new tokens begin as the means of their
     pieces. All of the held-out text is read each time, so that bits per byte are of the same bytes in every vocabulary.
     """
-    runs = replace(laboratory, folder=laboratory.folder / "runs", held_out=HELD_OUT)
+    runs = replace(runner, folder=runner.folder / "runs", held_out=HELD_OUT)
     base = runs.train("small-headless", "base", *runs.data(), *course(FIRST_STEPS, evaluate_samples=1_000_000))
     goal = base.validation[-1]["bits_per_byte"]
     texts = {f"{LARGER:,} ids": runs.data(LARGER)}
@@ -206,15 +204,15 @@ def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
         along = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
         before = {"before": [(record["tokens"], goal) for record in along]}
         charts.append(Chart(name, "tokens", lines(along, "way", "tokens", "bits_per_byte") | before))
-    laboratory.record("revocabulary", rows, *charts)
+    runner.record("revocabulary", rows, *charts)
 
 
-def _moved(laboratory: Laboratory, name: str, text: Sequence[str]) -> list[str]:
+def _moved(runner: ExperimentRunner, name: str, text: Sequence[str]) -> list[str]:
     """Settings that begin with the base in the vocabulary of `text`; converted where that was not done."""
     tokenizer = next(one.partition("=")[2] for one in text if one.startswith("data.tokenizer="))
-    moved = laboratory.folder / run_name(f"moved-{name}")
-    base = laboratory.folder / "base"
-    laboratory.make(moved, "convert.py", "revocabulary", "--model", base, "--tokenizer", tokenizer)
+    moved = runner.folder / run_name(f"moved-{name}")
+    base = runner.folder / "base"
+    runner.make(moved, "convert.py", "revocabulary", "--model", base, "--tokenizer", tokenizer)
     ids = load_tokenizer(Path(tokenizer)).vocab_size
     return settings_of({"model.vocab_size": ids, "init.from_checkpoint": moved})
 

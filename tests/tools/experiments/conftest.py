@@ -1,4 +1,4 @@
-"""The laboratory in which experiments run here."""
+"""The runner in which experiments run here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.laboratory import ROOT, Laboratory
-from support.laboratory import TINY, run_logged
+from experiments.runner import ROOT, ExperimentRunner
+from support.runner import TINY, run_logged
 
 
 @pytest.fixture(scope="session")
@@ -23,21 +23,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.laboratory.run_python", run_logged)
-        laboratory = laboratory_in(folder)
-        laboratory.data()
-        laboratory.data(encoder=True)
+        patch.setattr("experiments.runner.run_python", run_logged)
+        runner = runner_in(folder)
+        runner.data()
+        runner.data(encoder=True)
     return folder
 
 
 @pytest.fixture
-def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path) -> Laboratory:
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path) -> ExperimentRunner:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
+    monkeypatch.setattr("experiments.runner.run_python", run_logged)
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    return laboratory_in(tmp_path)
+    return runner_in(tmp_path)
 
 
-def laboratory_in(folder: Path) -> Laboratory:
+def runner_in(folder: Path) -> ExperimentRunner:
     (folder / "lab").mkdir(exist_ok=True)
-    return Laboratory(folder / "lab", folder / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
+    return ExperimentRunner(folder / "lab", folder / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)

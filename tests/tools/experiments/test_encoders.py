@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from experiments.encoders import compare_encoders, compare_glue, compare_multilingual
-from experiments.laboratory import GRIDS, Laboratory
+from experiments.runner import GRIDS, ExperimentRunner
 from megahead.data.indexed import IndexedDataset
 from megahead.report.read import read_runs
-from support.laboratory import TINY, results
+from support.runner import TINY, results
 
 
 @pytest.mark.long
-def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_encoders_with_clean_and_with_wrong_labels(runner: ExperimentRunner, tmp_path: Path) -> None:
     texts = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
     for part in ("train", "dev"):
         (tmp_path / "glue/RTE").mkdir(parents=True, exist_ok=True)
@@ -27,16 +27,16 @@ def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_p
         (tmp_path / "superglue/CB").mkdir(parents=True, exist_ok=True)
         pairs = [{"premise": f"a {w}", "hypothesis": w, "label": label} for w in ("man", "sea") for label in LABELS]
         (tmp_path / f"superglue/CB/{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    laboratory = replace(laboratory, settings=[*TINY, "batch.micro_size=16"], tasks_data=tmp_path)
-    compare_encoders(laboratory, [])
-    scored = {row["task"]: row for row in results(laboratory, "encoders-balanced")}
+    runner = replace(runner, settings=[*TINY, "batch.micro_size=16"], tasks_data=tmp_path)
+    compare_encoders(runner, [])
+    scored = {row["task"]: row for row in results(runner, "encoders-balanced")}
     assert {"glue/rte", "superglue/cb", "training"} <= {*scored}
     assert list(scored["glue/rte"])[-6:] == [*RUNS, "random weights"]
-    rows = json.loads((laboratory.folder / "encoders.json").read_text())["results"]
+    rows = json.loads((runner.folder / "encoders.json").read_text())["results"]
     assert [row["run"] for row in rows] == [*RUNS]
-    configs = {run.name: run.config for run in read_runs([laboratory.folder / name for name in RUNS])}
+    configs = {run.name: run.config for run in read_runs([runner.folder / name for name in RUNS])}
     assert {name for name, config in configs.items() if config["masking"]["noise_share"] == 0.1} == {*RUNS[3:]}
-    data = laboratory.folder.parent / "wordpiece-320"
+    data = runner.folder.parent / "wordpiece-320"
     clean, wrong = (IndexedDataset(data / name) for name in ("text", "text-wrong"))
     same = [np.mean(clean[i] == wrong[i]) for i in range(len(clean))]
     assert 0.87 < np.mean(same) < 0.93
@@ -47,9 +47,9 @@ RUNS = [*GRIDS["encoders"]["axes"]["run"]]
 LABELS = ("entailment", "neutral", "contradiction")
 
 
-def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = laboratory.data(encoder=True)
-    made = laboratory.folder.parent / "wordpiece-320"
+def test_languages_and_xnli(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = runner.data(encoder=True)
+    made = runner.folder.parent / "wordpiece-320"
     folder = tmp_path / "languages"
     folder.mkdir()
     for name, source in {"de": "text", "en": "text", "validation": "text-validation"}.items():
@@ -64,18 +64,18 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(GRIDS["multilingual"], "settings", ["training.steps=2", "training.evaluate_every=1"])
     given = [part for part in settings if not part.startswith(("data.train=", "data.validation="))]
     sizes = [part for part in TINY if "training.steps" not in part]
-    several = replace(laboratory, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)
+    several = replace(runner, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)
     compare_multilingual(several, [])
-    assert [row["run"] for row in results(laboratory, "multilingual")] == ["headless", "vanilla"]
-    config = read_runs([laboratory.folder / "headless"])[0].config
+    assert [row["run"] for row in results(runner, "multilingual")] == ["headless", "vanilla"]
+    config = read_runs([runner.folder / "headless"])[0].config
     assert [Path(part["prefix"]).name for part in config["data"]["train"]] == ["de", "en"]
-    rows = results(laboratory, "xnli")
+    rows = results(runner, "xnli")
     assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
     assert all(float(row[column]) > 0 for row in rows for column in ("English only", "target language", "de", "en"))
 
 
 def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pairs = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
     (tmp_path / "glue/RTE").mkdir(parents=True)
@@ -87,17 +87,17 @@ def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
     settings = [part for part in TINY if "steps" not in part]
     settings += ["model.num_heads=2", "batch.micro_size=16", "training.log_seconds=0"]
     names = ["plain", "frequency", "causal-50", "electra-headless", "electra-vanilla"]
-    compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), ["plain"])
-    compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), names)
-    rows_of = {row["run"]: row for row in results(laboratory, "glue-runs")}
+    compare_glue(replace(runner, settings=settings, tasks_data=tmp_path), ["plain"])
+    compare_glue(replace(runner, settings=settings, tasks_data=tmp_path), names)
+    rows_of = {row["run"]: row for row in results(runner, "glue-runs")}
     assert [*rows_of] == names
     for name, row in rows_of.items():
         a_step = row["PFLOP"] / (row["tokens"] / 256)
         assert row["PFLOP"] == pytest.approx(rows_of["plain"]["PFLOP"], abs=a_step), name
         assert (row["kept"] is not None) == name.startswith("electra")
     assert rows_of["electra-headless"]["tokens"] < rows_of["plain"]["tokens"]
-    kinds = [run.config["objective"] for run in read_runs([laboratory.folder / name for name in names])]
+    kinds = [run.config["objective"] for run in read_runs([runner.folder / name for name in names])]
     assert [kind["name"] for kind in kinds] == [*["headless"] * 4, "vanilla"]
     assert [bool(kind["replaced_tokens"]) for kind in kinds] == [*[False] * 3, True, True]
-    (scored,) = [row for row in results(laboratory, "glue") if row["task"] == "glue/rte"]
+    (scored,) = [row for row in results(runner, "glue") if row["task"] == "glue/rte"]
     assert {*names} < {*scored}

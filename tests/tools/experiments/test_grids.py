@@ -9,64 +9,64 @@ import pytest
 
 from experiments.figures import compare_latency
 from experiments.grids import compare_negatives, compare_precision, compare_shapes, compare_vocabularies
-from experiments.laboratory import GRIDS, Laboratory
+from experiments.runner import GRIDS, ExperimentRunner
 from megahead.report.read import read_metrics
-from support.laboratory import TINY, results
+from support.runner import TINY, results
 
 
-def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare_negatives(laboratory, ["batch-16-group-1"])
-    (row,) = json.loads((laboratory.folder / "negatives.json").read_text())["results"]
+def test_groups_in_batches_and_pairs_of_vocabularies(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_negatives(runner, ["batch-16-group-1"])
+    (row,) = json.loads((runner.folder / "negatives.json").read_text())["results"]
     assert (row["batch"], row["group"]) == (16, 1)
     assert 1 < row["candidates"] <= 16
     monkeypatch.setitem(GRIDS["vocabularies"]["axes"], "vocabulary", {"values": [300]})
-    compare_vocabularies(laboratory, [])
-    headless, vanilla = json.loads((laboratory.folder / "vocabularies.json").read_text())["results"]
+    compare_vocabularies(runner, [])
+    headless, vanilla = json.loads((runner.folder / "vocabularies.json").read_text())["results"]
     assert (headless["objective"], vanilla["objective"]) == ("headless", "vanilla")
     assert headless["vocabulary"] == vanilla["vocabulary"] == 300
     assert headless["headless is faster"] == headless["tokens/s"] / vanilla["tokens/s"]
     assert 0 < headless["bits per byte"] < 20
 
 
-def test_steps_are_timed_once_for_each_batch(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_once_for_each_batch(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.figures.SHAPES", (("bert-tiny", 16),))
     monkeypatch.setattr("experiments.figures.TOKENS", {"bert-tiny": (8, 16, 32)})
-    compare_latency(laboratory, [])
-    rows = results(laboratory, "latency")
+    compare_latency(runner, [])
+    rows = results(runner, "latency")
     assert [(row["batch"], row["objective"]) for row in rows] == [
         (batch, objective) for batch in (1, 2) for objective in ("headless", "vanilla")
     ]
     assert all(row["times headless"] == row["ms"] / rows[k // 2 * 2]["ms"] for k, row in enumerate(rows))
     assert all(20 < row["peak MB"] < 2_000 for row in rows)  # 30,522 x 128 weights, gradients and moments: 62 MB
-    compare_latency(laboratory, [])
-    assert results(laboratory, "latency") == rows
+    compare_latency(runner, [])
+    assert results(runner, "latency") == rows
 
 
-def test_precisions_are_held_against_seeds(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precisions_are_held_against_seeds(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GRIDS["precision"], "vocabulary", 320)
     shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=1"]
-    compare_precision(replace(laboratory, settings=[*TINY, *shape]), [])
-    rows = results(laboratory, "precision")
+    compare_precision(replace(runner, settings=[*TINY, *shape]), [])
+    rows = results(runner, "precision")
     assert [(row["precision"], row["seed"], row["step"]) for row in rows] == [
         (precision, seed, step) for seed in (0, 1) for precision in ("fp32", "bf16") for step in (1, 2)
     ]
-    apart = {row["differ in"]: row for row in results(laboratory, "precision-apart")}
+    apart = {row["differ in"]: row for row in results(runner, "precision-apart")}
     assert apart.keys() == {"precision", "seed", "precision and seed"}
     assert 0 < apart["precision"]["mean apart"] < apart["seed"]["mean apart"]
-    assert [row["seeds"] for row in results(laboratory, "precision-ends")] == [2, 2]
+    assert [row["seeds"] for row in results(runner, "precision-ends")] == [2, 2]
 
 
 @pytest.mark.slow
 def test_shapes_are_swept_and_the_best_rate_gets_the_other_seeds(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(GRIDS["shapes"], "vocabulary", 320)
     monkeypatch.setitem(GRIDS["shapes"]["axes"]["rate"], "values", [1e-3, 1e-2])
     shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=1"]
-    compare_shapes(replace(laboratory, settings=[*TINY, *shape]), ["pythia", "llama"])
-    rows = {(row["shape"], row["rate"]): row for row in results(laboratory, "shapes")}
+    compare_shapes(replace(runner, settings=[*TINY, *shape]), ["pythia", "llama"])
+    rows = {(row["shape"], row["rate"]): row for row in results(runner, "shapes")}
     assert rows.keys() == {(shape, rate) for shape in ("pythia", "llama") for rate in (1e-3, 1e-2)}
     for shape in ("pythia", "llama"):
-        first = {rate: read_metrics(laboratory.folder / f"{shape}-{rate:g}-0").validation[-1] for rate in (1e-3, 1e-2)}
+        first = {rate: read_metrics(runner.folder / f"{shape}-{rate:g}-0").validation[-1] for rate in (1e-3, 1e-2)}
         best = min(first, key=lambda rate: first[rate]["perplexity"])
         assert [rows[shape, rate]["seeds"] for rate in (1e-3, 1e-2)] == [1 + (rate == best) for rate in (1e-3, 1e-2)]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.laboratory import GRIDS, Laboratory
 from experiments.neighbours import compare_neighbours
+from experiments.runner import GRIDS, ExperimentRunner
 from megahead.report.read import read_runs
-from support.laboratory import TINY, results
 from support.long import long
+from support.runner import TINY, results
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from support.long import long
     ],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
 ) -> None:
     monkeypatch.setitem(GRIDS["neighbours"][kind], "steps", 4)
     sizes = {"VOCABULARY": 320, "SEEDS": (0,), "WARMUP": 1, "COST_STEPS": 2}
@@ -36,19 +36,19 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
     costs = {"plain": 3.0, variant: 2.0}
     name_of = re.compile(rf"{kind}-(.*)-beside-.*")
-    monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    monkeypatch.setattr("experiments.runner._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
     layers = 4 if kind == "four-layers" else 2
     shape = [f"model.num_layers={layers}", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
-    compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
-    rows = results(laboratory, "neighbours")
+    compare_neighbours(replace(runner, settings=[*settings, *shape]), [variant])
+    rows = results(runner, "neighbours")
     assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
         (kind, "plain", "tokens", 4 * 256),
         (kind, variant, "tokens", 4 * 256),
         (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
     ]
     assert [row["cost"] for row in rows] == [1, 2 / 3, 2 / 3]
-    config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
+    config = read_runs([runner.folder / f"{kind}-{variant}-0"])[0].config
     asked = {
         "meap-30": ("masked_inputs", "mask_token", 320),
         "frequency": ("masking", "strategy", "frequency"),

@@ -1,4 +1,4 @@
-"""The climb to a recipe: to the top of a hill that is known, and with real runs, in tiny."""
+"""The search to a recipe: to the top of a hill that is known, and with real runs, in tiny."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from math import inf, log2
 
 import pytest
 
-from experiments.laboratory import Laboratory
 from experiments.measures import Row
-from experiments.recipe import KINDS, SIDES, Climb, Recipe, compare_recipe, settings_of
+from experiments.recipe import KINDS, SIDES, CoordinateSearch, Recipe, compare_recipe, settings_of
+from experiments.runner import ExperimentRunner
 from megahead.config.loading import load_config
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.errors import FieldError, UserError
-from support.laboratory import TINY, results
+from support.runner import TINY, results
 
 DECODER = KINDS["decoder"]
 SMALL = {"model.num_layers", "model.hidden_size", "training.evaluate_samples"}
 TOP: Recipe = {"optimizer.learning_rate": 0.002, "model.init_embedding_std": 0.01, "optimizer.betas": "[0.9,0.95]"}
 
 
-def _tiny(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> Laboratory:
+def _tiny(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> ExperimentRunner:
     """Runs of a second, one setting of two values, and a first step found."""
     for name, value in {"SEEDS": (0,), "ENDS": (0, 1), "LONGER": 2}.items():
         monkeypatch.setattr(f"experiments.recipe.{name}", value)
@@ -29,17 +29,17 @@ def _tiny(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, si
     found, values = {side: {"optimizer.weight_decay": 0.3}}, {"optimizer.learning_rate": (2e-3, 2e-2)}
     monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], **small, found=found, values=values))
     tiny = [one for one in TINY if one.split("=")[0] in SMALL]
-    return replace(laboratory, settings=[*tiny, "model.num_heads=2", "batch.micro_size=8"])
+    return replace(runner, settings=[*tiny, "model.num_heads=2", "batch.micro_size=8"])
 
 
 def _hill(monkeypatch: pytest.MonkeyPatch, height: object) -> None:
     """Instead of runs: what `height` says of a recipe, for all seeds alike."""
 
-    def trained(climb: Climb, recipe: Recipe, seed: int, data_rows: int) -> Row:
+    def trained(search: CoordinateSearch, recipe: Recipe, seed: int, data_rows: int) -> Row:
         assert callable(height)
-        return {"side": climb.side, "seed": seed, **recipe, "tokens": data_rows, "perplexity": height(recipe)}
+        return {"side": search.side, "seed": seed, **recipe, "tokens": data_rows, "perplexity": height(recipe)}
 
-    monkeypatch.setattr(Climb, "_trained", trained)
+    monkeypatch.setattr(CoordinateSearch, "_trained", trained)
 
 
 def _slope(recipe: Recipe) -> float:
@@ -49,58 +49,58 @@ def _slope(recipe: Recipe) -> float:
 
 
 def test_all_sides_are_given_all_values_and_end_at_the_top(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _hill(monkeypatch, _slope)
     monkeypatch.setattr("experiments.recipe.ROUNDS", 1)
     monkeypatch.setattr("experiments.recipe.SEEDS", (0,))
-    compare_recipe(laboratory, ["decoder"])
-    rows = results(laboratory, "recipe-decoder")
+    compare_recipe(runner, ["decoder"])
+    rows = results(runner, "recipe-decoder")
     for side in SIDES:
         own = [row for row in rows if row["side"] == side]
         assert len(own) == len({tuple(row.items()) for row in own})  # each recipe and seed once
         for setting, values in DECODER.values.items():
             given = set(values) if side == "headless" or not setting.startswith("objective.") else {None}
             assert {row.get(setting) for row in own} == given - {32} if "group" in setting else given
-    found = {row["side"]: row for row in results(laboratory, "recipe-decoder-held") if row["recipe"] == "found"}
+    found = {row["side"]: row for row in results(runner, "recipe-decoder-held") if row["recipe"] == "found"}
     assert {side: row["perplexity"] for side, row in found.items()} == dict.fromkeys(SIDES, 100)
 
 
 @pytest.mark.parametrize("gained", [0.4, 0.6])
 def test_a_gain_of_less_than_half_a_percent_is_none(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, gained: float
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, gained: float
 ) -> None:
     _hill(monkeypatch, lambda recipe: 100 - gained * (recipe["optimizer.learning_rate"] == 0.032))
-    climb = Climb(laboratory, "decoder", "tied")
-    before = climb.recipe
-    climb.try_values("optimizer.learning_rate")
-    assert (climb.recipe == before) == (gained < 0.5)
+    search = CoordinateSearch(runner, "decoder", "tied")
+    before = search.recipe
+    search.try_values("optimizer.learning_rate")
+    assert (search.recipe == before) == (gained < 0.5)
 
 
-def test_a_run_that_went_astray_is_no_gain(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_went_astray_is_no_gain(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     _hill(monkeypatch, lambda recipe: float("nan") if recipe["optimizer.learning_rate"] < 0.004 else _slope(recipe))
-    climb = Climb(laboratory, "decoder", "headless")
-    climb.try_values("optimizer.learning_rate")
-    assert climb.recipe["optimizer.learning_rate"] == 0.004
-    assert inf in climb.known.values()
+    search = CoordinateSearch(runner, "decoder", "headless")
+    search.try_values("optimizer.learning_rate")
+    assert search.recipe["optimizer.learning_rate"] == 0.004
+    assert inf in search.known.values()
 
 
-def test_a_group_is_never_larger_than_the_batch(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_never_larger_than_the_batch(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much it would gain; and no batch is left out for a group's sake."""
     _hill(monkeypatch, lambda recipe: 1000 / recipe["objective.group_samples"])
-    climb = Climb(laboratory, "decoder", "headless")
-    climb.try_values("batch.global_size")
-    climb.try_values("objective.group_samples")
-    tried = [dict(recipe) for recipe in climb.known]
+    search = CoordinateSearch(runner, "decoder", "headless")
+    search.try_values("batch.global_size")
+    search.try_values("objective.group_samples")
+    tried = [dict(recipe) for recipe in search.known]
     pairs = {(recipe["batch.global_size"], recipe["objective.group_samples"]) for recipe in tried}
     assert pairs == {(8, 8), (16, 16), (32, 16), (16, 8), (16, 4)}
 
 
 def test_a_run_that_diverged_is_infinitely_bad_and_one_that_failed_is_told(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(climb: Climb, recipe: Recipe, seed: int, data_rows: int) -> Row:
-        log = climb.laboratory.folder / climb._name(recipe, seed, data_rows) / "metrics.jsonl"
+    def stopped(search: CoordinateSearch, recipe: Recipe, seed: int, data_rows: int) -> Row:
+        log = search.runner.folder / search._name(recipe, seed, data_rows) / "metrics.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
         where = {"step": 3, "tokens": 3, "seconds": 3}
         fault, later = where | {"fault": {"action": "stop"}}, [] if astray else [where | {"session": {}}]
@@ -108,24 +108,24 @@ def test_a_run_that_diverged_is_infinitely_bad_and_one_that_failed_is_told(
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         raise UserError("training must come to its end")
 
-    monkeypatch.setattr(Climb, "_trained", stopped)
+    monkeypatch.setattr(CoordinateSearch, "_trained", stopped)
     astray = True
-    climb = Climb(laboratory, "decoder", "headless")
-    assert climb.perplexity(climb.recipe) == inf
+    search = CoordinateSearch(runner, "decoder", "headless")
+    assert search.perplexity(search.recipe) == inf
     astray = False
     with pytest.raises(UserError, match="must come to its end"):
-        Climb(laboratory, "decoder", "headless").perplexity(climb.recipe)
+        CoordinateSearch(runner, "decoder", "headless").perplexity(search.recipe)
 
 
 @pytest.mark.long
-def test_the_recipe_found_is_held_against_the_first(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = _tiny(laboratory, monkeypatch, "decoder", "headless")
+def test_the_recipe_found_is_held_against_the_first(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = _tiny(runner, monkeypatch, "decoder", "headless")
     compare_recipe(tiny, ["decoder", "headless"])
-    climbed = results(laboratory, "recipe-decoder-headless")
+    climbed = results(runner, "recipe-decoder-headless")
     assert [row["optimizer.learning_rate"] for row in climbed] == ["0.002", "0.02"]
     assert climbed[0]["perplexity"] > climbed[1]["perplexity"]
     assert all(row["cpu_seconds"] >= 0 and row["tokens"] == 160 * 16 for row in climbed)
-    held = {(row["recipe"], row["tokens"]): row for row in results(laboratory, "recipe-decoder-headless-held")}
+    held = {(row["recipe"], row["tokens"]): row for row in results(runner, "recipe-decoder-headless-held")}
     assert held.keys() == {(which, tokens) for which in ("first", "found") for tokens in (2560, 5120)}
     assert held["found", 2560]["seeds"] == 2
     assert held["found", 2560]["perplexity"] < held["first", 2560]["perplexity"]
@@ -133,22 +133,22 @@ def test_the_recipe_found_is_held_against_the_first(laboratory: Laboratory, monk
     def trained_again(*_: object) -> int:
         raise AssertionError("a run that has ended is reused")
 
-    monkeypatch.setattr("experiments.laboratory.run_python", trained_again)
+    monkeypatch.setattr("experiments.runner.run_python", trained_again)
     compare_recipe(tiny, ["decoder", "headless"])
-    assert results(laboratory, "recipe-decoder-headless") == climbed
+    assert results(runner, "recipe-decoder-headless") == climbed
 
 
-def test_a_tied_encoder_climbs_by_its_own_config(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    climb = Climb(_tiny(laboratory, monkeypatch, "encoder", "tied"), "encoder", "tied")
-    assert climb.perplexity(climb.recipe) < inf
-    config = load_config(next(laboratory.folder.glob("encoder-tied-*/config.yaml")))
+def test_a_tied_encoder_climbs_by_its_own_config(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = CoordinateSearch(_tiny(runner, monkeypatch, "encoder", "tied"), "encoder", "tied")
+    assert search.perplexity(search.recipe) < inf
+    config = load_config(next(runner.folder.glob("encoder-tied-*/config.yaml")))
     assert (config.model.family, config.masking is not None) == ("modernbert", True)
     assert (config.objective.name, config.objective.tied) == ("vanilla", True)
 
 
-def test_an_unknown_name_is_refused(laboratory: Laboratory) -> None:
+def test_an_unknown_name_is_refused(runner: ExperimentRunner) -> None:
     with pytest.raises(FieldError, match="decoder, encoder, headless, vanilla, tied"):
-        compare_recipe(laboratory, ["electra"])
+        compare_recipe(runner, ["electra"])
 
 
 @pytest.mark.parametrize(

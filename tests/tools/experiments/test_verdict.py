@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.laboratory import Laboratory
 from experiments.recipe import KINDS
+from experiments.runner import ExperimentRunner
 from experiments.verdict import GLUE_ROWS, Courses, Part, compare_verdict
 from megahead.config.loading import load_config
 from megahead.errors import FieldError
 from megahead.report.read import read_metrics
 from support.blimp import write_blimp
-from support.laboratory import results
+from support.runner import results
 
 TINY = [
     *("model.num_layers=1", "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4"),
@@ -38,7 +38,7 @@ def tasks_in(folder: Path) -> Path:
 
 @pytest.mark.long
 def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cloze = tmp_path / "passages.jsonl"
     write_passages(cloze)
@@ -48,12 +48,12 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
     monkeypatch.setattr("experiments.verdict.PROBE_STEPS", 1)
     monkeypatch.setattr("experiments.verdict._cloze", lambda _: cloze)
-    monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
-    tiny_laboratory = replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
-    compare_verdict(tiny_laboratory, ["headless", "switched"])
-    assert len(results(laboratory, "verdict-tiny-headless-switched-ends")) == 5
-    compare_verdict(tiny_laboratory, [])
-    ends = {(row["run"], row["budget"]): row for row in results(laboratory, "verdict-tiny-ends")}
+    monkeypatch.setattr("experiments.runner._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    tiny_runner = replace(runner, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
+    compare_verdict(tiny_runner, ["headless", "switched"])
+    assert len(results(runner, "verdict-tiny-headless-switched-ends")) == 5
+    compare_verdict(tiny_runner, [])
+    ends = {(row["run"], row["budget"]): row for row in results(runner, "verdict-tiny-ends")}
     switched = "vanilla for the last 20%"
     names = [(run, budget) for run in ("headless", "vanilla", "headless, equal tokens") for budget in (5, 10)]
     assert [*ends] == [*names, (switched, 10)]
@@ -65,19 +65,19 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     assert all(row["hours"] > 0 for row in ends.values())
     assert all(0 <= row["lambada"] <= 1 for row in ends.values())  # not its perplexity
     assert {row["all of blimp"] for row in ends.values()} <= {0, 0.5, 1}
-    points = results(laboratory, "verdict-tiny")
+    points = results(runner, "verdict-tiny")
     assert all("all of cloze ±" in row for row in points if row["end"])
     assert all(("lambada" in row) == row["end"] for row in points)
     times = {(row["run"], row["budget"]): row["time"] for row in points if row["end"]}
     assert times == {(run, budget): budget / 2 if "equal" in run else budget for run, budget in ends}
     assert [row["step"] for row in points if (row["run"], row["budget"]) == ("headless", 5)] == [10]
-    branch, trunk = (read_metrics(laboratory.folder / f"tiny-0-headless-{budget}") for budget in (5, 10))
+    branch, trunk = (read_metrics(runner.folder / f"tiny-0-headless-{budget}") for budget in (5, 10))
     assert branch.training[0]["step"] == 8 + 1
     assert trunk.training[0]["step"] == 1
 
 
 def test_a_part_that_is_headless_alone_times_no_vanilla_steps(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cloze = tmp_path / "passages.jsonl"
     write_passages(cloze)
@@ -85,14 +85,14 @@ def test_a_part_that_is_headless_alone_times_no_vanilla_steps(
     tiny = Part(shape, {0: (5,)}, {}, kinds=("headless",), unit=1, vocabulary=320)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
     monkeypatch.setattr("experiments.verdict._cloze", lambda _: cloze)
-    compare_verdict(replace(laboratory, settings=TINY), [])
-    assert [row["run"] for row in results(laboratory, "verdict-tiny-ends")] == ["headless"]
-    assert not [*laboratory.folder.glob("tiny-probe-*")]
+    compare_verdict(replace(runner, settings=TINY), [])
+    assert [row["run"] for row in results(runner, "verdict-tiny-ends")] == ["headless"]
+    assert not [*runner.folder.glob("tiny-probe-*")]
 
 
 @pytest.mark.long
 def test_encoders_are_scored_by_blimp_and_fine_tuned(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shape = ("model.hidden_size=16", "model.num_heads=2", "model.intermediate_size=16")
     kinds = ("headless", "vanilla")
@@ -100,40 +100,40 @@ def test_encoders_are_scored_by_blimp_and_fine_tuned(
     tiny = Part(shape, {0: (5, 10)}, {}, kinds, 2, "modernbert-15m-headless", True, 320, longer)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
     monkeypatch.setattr("experiments.verdict.PROBE_STEPS", 1)
-    monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    monkeypatch.setattr("experiments.runner._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tuned: list[tuple[str, str]] = []
     monkeypatch.setattr("experiments.verdict.table_of", lambda results: results)
     monkeypatch.setattr("experiments.verdict.fine_tuned", lambda _, name, __, rows: tuned.append((name, rows)) or [])
-    compare_verdict(replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks")), [])
-    ends = {(row["run"], row["budget"]): row for row in results(laboratory, "verdict-tiny-ends")}
+    compare_verdict(replace(runner, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks")), [])
+    ends = {(row["run"], row["budget"]): row for row in results(runner, "verdict-tiny-ends")}
     assert [*ends] == [(run, budget) for run in (*kinds, "headless, equal tokens") for budget in (5, 10)]
     for value in ("perplexity", "accuracy", "blimp", "all of blimp", "hours"):
         assert all(row[value] >= 0 for row in ends.values()), value
     assert all("bits per byte" not in row and "cloze" not in row for row in ends.values())
     assert tuned == [(f"tiny-0-{name}-10", GLUE_ROWS) for name in (*kinds, "headless-equal-tokens")]
-    vanilla = load_config(laboratory.folder / "tiny-0-vanilla-10/config.yaml").objective
+    vanilla = load_config(runner.folder / "tiny-0-vanilla-10/config.yaml").objective
     assert (vanilla.name, vanilla.tied) == ("vanilla", True)
     rates = [
-        load_config(laboratory.folder / f"tiny-0-{kind}-10/config.yaml").optimizer.table.learning_rate_ratio
+        load_config(runner.folder / f"tiny-0-{kind}-10/config.yaml").optimizer.table.learning_rate_ratio
         for kind in kinds
     ]
     assert rates == [0.125, KINDS["encoder"].found["vanilla"]["optimizer.table.learning_rate_ratio"]]
 
 
 def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[tuple[str, list[str]]] = []
     monkeypatch.setattr("experiments.verdict._compare", lambda _, name, __, kinds: compared.append((name, [*kinds])))
     for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
-        compare_verdict(laboratory, only)
+        compare_verdict(runner, only)
     vanilla = [(part, ["vanilla"]) for part in ("narrow", "wide", "wide-level", "long", "level", "encoder")]
     wide = [("wide", ["headless", "vanilla"]), ("wide", ["vanilla"])]
     assert compared == [*vanilla, *wide, ("narrow", ["headless", "switched"])]
     with pytest.raises(
         FieldError, match=r"must name some of narrow, wide, wide-level, long, level, encoder, .*, but is narow"
     ):
-        compare_verdict(laboratory, ["narow"])
+        compare_verdict(runner, ["narow"])
 
 
 PART = Part(

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from experiments.bottleneck import compare_bottleneck, write_language
-from experiments.laboratory import GRIDS, Laboratory, run_name
+from experiments.runner import GRIDS, ExperimentRunner, run_name
 from experiments.vocabularies import compare_large_vocabularies, compare_revocabulary
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.report.read import read_metrics
-from support.laboratory import TINY, results
+from support.runner import TINY, results
 from support.vocabularies import vocabulary
 
 
 def test_large_vocabularies_are_scored_by_language(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sizes = {"SIZES": (300, 420), "STEPS": 4, "VANILLA_SIZES": (300,), "SHORT_STEPS": 2, "HELD_OUT_BYTES": 2_000}
     for name, value in sizes.items():
@@ -30,20 +30,20 @@ def test_large_vocabularies_are_scored_by_language(
     given = [text | {"lang": languages[place % 2]} for place, text in enumerate(texts)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in given))
     settings = [part for part in TINY if not part.startswith(("training.", "data."))] + ["batch.micro_size=8"]
-    compare_large_vocabularies(replace(laboratory, settings=[*settings, "data.sequence_length=16"]), [])
-    rows = results(laboratory, "large_vocabularies")
+    compare_large_vocabularies(replace(runner, settings=[*settings, "data.sequence_length=16"]), [])
+    rows = results(runner, "large_vocabularies")
     assert [(row["vocabulary"], row["at equal"]) for row in rows] == [
         (size, equal) for size in (300, 420) for equal in ("text", "time")
     ]
     assert [row["steps"] for row in rows[:2]] == [4, 4]
     assert rows[2]["steps"] < rows[3]["steps"] == 4
     assert rows[2]["MB of text"] == pytest.approx(rows[0]["MB of text"], rel=0.2)
-    by_language = results(laboratory, "large_vocabularies-languages")
+    by_language = results(runner, "large_vocabularies-languages")
     assert [row["language"] for row in by_language] == ["de", "sw"]
     mean = sum(row["420, equal time"] for row in by_language) / 2
     assert mean == pytest.approx(rows[3]["bits per byte"])
     assert all(1 < row["420: tokens a word"] < row["300: tokens a word"] for row in by_language)
-    vanilla, equal_text, equal_time = results(laboratory, "large_vocabularies-vanilla")
+    vanilla, equal_text, equal_time = results(runner, "large_vocabularies-vanilla")
     assert [row["objective"] for row in (vanilla, equal_text, equal_time)] == ["vanilla", "headless", "headless"]
     assert vanilla["steps"] == equal_text["steps"] == max(1, round(4 / vanilla["times headless"]))
     assert (equal_time["steps"], equal_time["bits per byte"]) == (4, rows[1]["bits per byte"])
@@ -55,26 +55,26 @@ def test_large_vocabularies_are_scored_by_language(
 
 @pytest.mark.slow
 def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in {"LARGER": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVERY": 1, "HELD_OUT": 20}.items():
         monkeypatch.setattr(f"experiments.vocabularies.{name}", value)
     other = vocabulary(tmp_path, "sentencepiece", 420).tokenizer.path
     settings = [part for part in TINY if "training.steps" not in part]
-    compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), [])
-    rows = results(laboratory, "revocabulary")
+    compare_revocabulary(replace(runner, tokenizer=other, settings=settings), [])
+    rows = results(runner, "revocabulary")
     assert [(row["vocabulary"], row["way"]) for row in rows] == [
         (name, way) for name in ("400 ids", "sentencepiece-420") for way in GRIDS["revocabulary"]["axes"]["way"]
     ]
     assert all(0 < row["at the end"] < 20 for row in rows)
-    goal = read_metrics(laboratory.folder / "runs/base").validation[-1]["bits_per_byte"]
+    goal = read_metrics(runner.folder / "runs/base").validation[-1]["bits_per_byte"]
     for row in rows:
-        run = read_metrics(laboratory.folder / "runs" / run_name(f"{row['vocabulary']}-{row['way']}"))
+        run = read_metrics(runner.folder / "runs" / run_name(f"{row['vocabulary']}-{row['way']}"))
         back = [record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal]
         assert row["tokens until back"] == (back[0] if back else None)
-    assert (laboratory.folder / "revocabulary.png").stat().st_size > 5_000
-    compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), ["headless-table"])
-    assert [row["way"] for row in results(laboratory, "revocabulary")] == ["headless-table"] * 2
+    assert (runner.folder / "revocabulary.png").stat().st_size > 5_000
+    compare_revocabulary(replace(runner, tokenizer=other, settings=settings), ["headless-table"])
+    assert [row["way"] for row in results(runner, "revocabulary")] == ["headless-table"] * 2
 
 
 def test_large_sizes_name_runs_too() -> None:
@@ -82,16 +82,16 @@ def test_large_sizes_name_runs_too() -> None:
     assert load_config("configs/small-headless.yaml", [f"name={name}"]).name == "32768-ids-headless-table"
 
 
-def test_who_learns_a_language_of_facts(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_learns_a_language_of_facts(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": 4, "HELD_OUT": 3}.items():
         monkeypatch.setattr(f"experiments.bottleneck.{name}", value)
     for name, values in {"ids": [64], "rate": [1e-3, 1.6e-2]}.items():
         monkeypatch.setitem(GRIDS["bottleneck"]["axes"][name], "values", values)
     small = ["schedule.warmup_steps=1", "model.num_layers=1", "model.hidden_size=16"]
     small += ["batch.global_size=4", "batch.micro_size=4"]
-    compare_bottleneck(replace(laboratory, text=None, settings=small), [])
-    tried = results(laboratory, "bottleneck-rates")
-    best = results(laboratory, "bottleneck")
+    compare_bottleneck(replace(runner, text=None, settings=small), [])
+    tried = results(runner, "bottleneck-rates")
+    best = results(runner, "bottleneck")
     assert [(row["objective"], row["rate"]) for row in tried] == [
         (objective, rate) for objective in GRIDS["bottleneck"]["axes"]["objective"] for rate in (1e-3, 1.6e-2)
     ]

@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Laboratory:
+class ExperimentRunner:
     """Trains named runs on `text` in `folder`; the overrides `settings` have the last word in all of them."""
 
     folder: Path

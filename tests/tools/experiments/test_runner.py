@@ -1,4 +1,4 @@
-"""The experiments' laboratory: runs of the normal command, made once, reused, recorded, compared and drawn."""
+"""The experiments' runner: runs of the normal command, made once, reused, recorded, compared and drawn."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ import yaml
 from steps.once import one_at_a_time
 
 from experiments.grids import compare_negatives, compare_variants
-from experiments.laboratory import Laboratory, _finished, run_python
 from experiments.measures import Chart, candidates, cost, draw_charts, lines, over_seeds, percent, speed, spent
+from experiments.runner import ExperimentRunner, _finished, run_python
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 from support.forked import fork_pythons
-from support.laboratory import TINY, run_logged
+from support.runner import TINY, run_logged
 
 
-def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laboratory: Laboratory) -> None:
-    compare_variants(laboratory, ["paper, group 4"])
-    record = json.loads((laboratory.folder / "variants.json").read_text())
+def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(runner: ExperimentRunner) -> None:
+    compare_variants(runner, ["paper, group 4"])
+    record = json.loads((runner.folder / "variants.json").read_text())
     (row,) = record["results"]
-    run, head = (laboratory.folder / name for name in ("paper-group-4", "paper-group-4-head"))
+    run, head = (runner.folder / name for name in ("paper-group-4", "paper-group-4-head"))
     assert row["run"] == "paper, group 4"
     assert row["own head: perplexity"] == read_metrics(run).validation[-1]["perplexity"]
     assert row["trained head: perplexity"] == read_metrics(head).validation[-1]["perplexity"]
     assert record["settings"] == TINY
     assert record["runs"]["paper-group-4"]["tokens"] == 2 * 16 * 16
     assert record["runs"]["paper-group-4-head"]["config"]["objective"]["name"] == "vanilla"
-    assert "| paper, group 4 |" in (laboratory.folder / "variants.md").read_text()
+    assert "| paper, group 4 |" in (runner.folder / "variants.md").read_text()
 
     logs = [(folder / "log.txt").read_text() for folder in (run, head)]
-    compare_variants(laboratory, ["paper, group 4"])
+    compare_variants(runner, ["paper, group 4"])
     assert [(folder / "log.txt").read_text() for folder in (run, head)] == logs  # neither was started again
-    assert json.loads((laboratory.folder / "variants.json").read_text())["results"] == [row]
+    assert json.loads((runner.folder / "variants.json").read_text())["results"] == [row]
 
 
 def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: Path) -> None:
@@ -63,49 +63,49 @@ def _noted(output: Path, order: list[str]) -> None:
         order.append("second")
 
 
-def test_what_was_made_is_made_again_once_its_arguments_change(laboratory: Laboratory) -> None:
-    made = laboratory.folder.parent / "bpe-320/text.idx"
-    laboratory.data()
+def test_what_was_made_is_made_again_once_its_arguments_change(runner: ExperimentRunner) -> None:
+    made = runner.folder.parent / "bpe-320/text.idx"
+    runner.data()
     before = made.stat().st_mtime_ns
-    laboratory.data()
+    runner.data()
     assert made.stat().st_mtime_ns == before  # reused, as in the folder that it was copied from
-    fewer = replace(laboratory, held_out=10)
+    fewer = replace(runner, held_out=10)
     fewer.data()
     assert made.stat().st_mtime_ns != before
     assert len(IndexedDataset(made.parent / "text-validation")) == 40
 
 
-def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
+def test_an_experiment_says_that_it_needs_a_text(runner: ExperimentRunner) -> None:
     with pytest.raises(UserError, match="`--text` must name what this experiment reads, but is missing"):
-        compare_negatives(replace(laboratory, text=None), [])
+        compare_negatives(replace(runner, text=None), [])
 
 
 def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(command: Sequence[str], log: TextIO, _: int) -> int:
         return run_logged([part.replace("training.steps=2", "training.steps=1") for part in command], log)
 
-    monkeypatch.setattr("experiments.laboratory.run_python", stopped)
+    monkeypatch.setattr("experiments.runner.run_python", stopped)
     with pytest.raises(UserError, match="training early must reach its last step, but was stopped; call again"):
-        laboratory.train("small-headless", "early", *laboratory.data())
-    monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
-    assert laboratory.train("small-headless", "early", *laboratory.data()).training[-1]["step"] == 2
+        runner.train("small-headless", "early", *runner.data())
+    monkeypatch.setattr("experiments.runner.run_python", run_logged)
+    assert runner.train("small-headless", "early", *runner.data()).training[-1]["step"] == 2
 
 
-def test_runs_train_on_as_many_ranks_as_asked(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = laboratory.train("small-headless", "alone", *(data := laboratory.data()))
-    monkeypatch.setattr("experiments.laboratory.run_python", run_python)
+def test_runs_train_on_as_many_ranks_as_asked(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = runner.train("small-headless", "alone", *(data := runner.data()))
+    monkeypatch.setattr("experiments.runner.run_python", run_python)
     fork_pythons(monkeypatch)
-    both = replace(laboratory, ranks=2).train("small-headless", "both", *data)
+    both = replace(runner, ranks=2).train("small-headless", "both", *data)
     (began,) = (event["session"]["mesh"] for event in both.events if "session" in event)
     assert began["data"] == 2
     assert both.training[-1]["loss"] == pytest.approx(alone.training[-1]["loss"], rel=1e-4)
 
 
-def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
+def test_a_run_that_fails_is_told_with_the_end_of_its_log(runner: ExperimentRunner) -> None:
     with pytest.raises(UserError, match=r"(?s)training broken must come to its end, but failed.*data\.tokenizer"):
-        laboratory.train("small-headless", "broken")
+        runner.train("small-headless", "broken")
 
 
 def test_a_folder_holds_a_result_when_its_settings_are_there_and_it_ended_by_itself(
@@ -141,21 +141,21 @@ def logged(name: str, beside: float, alone: float, until: int) -> RunMetrics:
     return RunMetrics(name, lines, ())
 
 
-def test_costs_are_of_the_time_in_which_both_run(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_of_the_time_in_which_both_run(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cheap_ends = 50 + 11 * 3
     runs = {"cheap": logged("cheap", 3, 3, 999), "dear": logged("dear", 9, 6, cheap_ends)}
-    monkeypatch.setattr(Laboratory, "train", lambda _, config, name, *given: runs[name])
-    assert laboratory.relative_cost("small-headless", {"dear": [], "cheap": []}) == 3
-    assert laboratory.relative_cost("small-headless", {"cheap": [], "dear": []}) == 1 / 3
+    monkeypatch.setattr(ExperimentRunner, "train", lambda _, config, name, *given: runs[name])
+    assert runner.relative_cost("small-headless", {"dear": [], "cheap": []}) == 3
+    assert runner.relative_cost("small-headless", {"cheap": [], "dear": []}) == 1 / 3
 
 
-def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_which_one_was_stopped_begins_anew(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"ours": 3.0, "theirs": 2.0}
-    monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: costs[run.name])
+    monkeypatch.setattr("experiments.runner._cost", lambda run, _: costs[run.name])
     was_there: dict[str, bool] = {}
 
-    def train(quiet: Laboratory, config: str, name: str, *given: str) -> RunMetrics:
+    def train(quiet: ExperimentRunner, config: str, name: str, *given: str) -> RunMetrics:
         run = RunFolder(quiet.folder / name)
         was_there[name] = run.path.exists()
         end(run, "finished")
@@ -165,11 +165,11 @@ def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, mon
         run.path.mkdir(parents=True, exist_ok=True)
         run.ending.write_text(json.dumps({"ending": ending}))
 
-    monkeypatch.setattr(Laboratory, "train", train)
-    end(RunFolder(laboratory.folder / "ours"), "stopped")
-    end(RunFolder(laboratory.folder / "theirs"), "finished")
+    monkeypatch.setattr(ExperimentRunner, "train", train)
+    end(RunFolder(runner.folder / "ours"), "stopped")
+    end(RunFolder(runner.folder / "theirs"), "finished")
     for there in (False, True):
-        assert laboratory.relative_cost("small-headless", {"ours": [], "theirs": []}) == 1.5
+        assert runner.relative_cost("small-headless", {"ours": [], "theirs": []}) == 1.5
         assert was_there == {"ours": there, "theirs": there}
 
 

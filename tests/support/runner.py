@@ -1,4 +1,4 @@
-"""A laboratory whose runs take a second."""
+"""A runner whose runs take a second."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TextIO
 
-from experiments.laboratory import Laboratory
 from experiments.measures import Row
+from experiments.runner import ExperimentRunner
 from support.forked import run_script
 
 TINY = [
@@ -28,6 +28,6 @@ def run_logged(command: Sequence[str], log: TextIO, ranks: int = 1) -> int:
     return done.returncode
 
 
-def results(laboratory: Laboratory, name: str) -> list[Row]:
-    record: dict[str, list[Row]] = json.loads((laboratory.folder / f"{name}.json").read_text())
+def results(runner: ExperimentRunner, name: str) -> list[Row]:
+    record: dict[str, list[Row]] = json.loads((runner.folder / f"{name}.json").read_text())
     return record["results"]
