@@ -11,10 +11,13 @@ deepspeed --num_accelerators 2 launch/pretrain.py --config ...
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
@@ -92,7 +95,9 @@ def described(config: RunConfig, world_size: int) -> str:
 
 
 def report_once(sentence: str) -> None:
-    """Prints the error, on only one of the ranks that have it."""
+    """Prints the error, on only one of the ranks that have it; torchrun repeats it as the last thing that it says."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
         print_error(sentence)  # alone, without waiting for torch
         return

@@ -41,9 +41,14 @@ def test_each_rank_tells_a_mistake_of_its_own(tmp_path: Path) -> None:
     assert outputs(tmp_path) == [f"error: rank {rank} must be right, but is wrong.\n" for rank in range(2)]
 
 
-def test_under_torchrun_a_wrong_setting_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_wrong_setting_is_told_once_and_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fork_pythons(monkeypatch)
     launcher = (TORCHRUN, "--nproc_per_node", 2, "--master_port", free_port())
     done = run_script(*launcher, SCRIPT, "--config", config_file(tmp_path), "--set", "model.hiden_size=3")
     assert done.returncode != 0
-    assert done.stderr.count("did you mean `model.hidden_size`?") == 1
+    ours, _, summary = done.stderr.partition("ChildFailedError")
+    sentence = "did you mean `model.hidden_size`?"
+    assert ours.count(sentence) == 1
+    assert sentence in summary.strip().splitlines()[-2], "torchrun's summary of the failure has it last"
