@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     plan = RunPlan.of(config, arguments.world_size)
-    console = terminal(width=100)
+    console = terminal(soft_wrap=True)
     for line in parameter_lines(config):
         console.print(line)
     console.print(memory_table(plan, arguments.memory))
@@ -74,17 +74,17 @@ def stages(config: RunConfig) -> list[int]:
 
 
 def memory_table(plan: RunPlan, budget: float) -> Table:
-    """GiB per rank by part, one line for each stage."""
+    """GiB per rank, a column for each stage and a line for each part."""
     mesh = f"{plan.config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"
-    title = f"GiB a rank on {mesh}, {plan.config.engine.precision}"
-    table = Table(title=title)
-    for name in ["ZeRO", *PARTS, "total", f"fits {budget:g}"]:
-        table.add_column(name, justify="right")
-    for stage in stages(plan.config):
-        memory = rank_memory(plan, stage)
-        numbers = [f"{getattr(memory, part) / GIB:.2f}" for part in PARTS]
-        fits = "yes" if memory.total <= budget * GIB else "no"
-        table.add_row(str(stage), *numbers, f"{memory.total / GIB:.2f}", fits)
+    memory = {stage: rank_memory(plan, stage) for stage in stages(plan.config)}
+    table = Table(title=f"GiB a rank on {mesh}, {plan.config.engine.precision}")
+    table.add_column("")
+    for stage in memory:
+        table.add_column(f"ZeRO {stage}", justify="right")
+    for part in [*PARTS, "total"]:
+        table.add_row(part, *(f"{getattr(needed, part) / GIB:.2f}" for needed in memory.values()))
+    fits = ("yes" if needed.total <= budget * GIB else "no" for needed in memory.values())
+    table.add_row(f"fits {budget:g}", *fits)
     return table
 
 

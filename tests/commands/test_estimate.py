@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.commands.estimate import parameter_lines, time_taken
+from megahead.commands.estimate import PARTS, memory_table, parameter_lines, time_taken
 from megahead.config.loading import load_config
-from megahead.config.plan import phases_of
+from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.estimate import candidate_rows, run_flops
+from megahead.terminal import terminal
 
 ENCODER = "configs/modernbert-15m-causal-first.yaml"
 
@@ -41,3 +42,11 @@ def test_a_run_takes_as_long_as_its_phases() -> None:
     assert first > then
     hours = (0.25 * first + 0.75 * then) * 2000 * config.tokens_per_step() / 1e11 / 3600
     assert time_taken(config, 1e11).endswith(f"{hours:,.3g} hours.")
+
+
+def test_the_table_of_memory_is_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = RunPlan.of(load_config("pythia-70m-headless", ["parallel.tensor=2"]), 256)
+    terminal(width=80).print(memory_table(plan, 80))
+    printed = capsys.readouterr().out
+    assert all(f" {part} " in printed for part in [*PARTS, "total", "fits 80", *(f"ZeRO {k}" for k in range(4))])
+    assert max(map(len, printed.splitlines())) < 80
