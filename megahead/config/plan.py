@@ -180,6 +180,7 @@ REFUSED: Mapping[str, str] = {
     "compile": "`engine.compile` decides",
     **dict.fromkeys(("pipeline", "moe", "tensor_parallel", "expert_parallel"), _PARALLEL),
     **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _PARALLEL),
+    "sequence_parallel_size": _PARALLEL,
     **dict.fromkeys(("checkpoint", "datastates_ckpt"), _SAVES),
     **dict.fromkeys(("data_efficiency", "dataloader_drop_last"), "the run's own `data` and `batch` decide"),
     **dict.fromkeys(("autotuning", "vocabulary_size"), "nothing reads it here; `megahead estimate` plans a run"),

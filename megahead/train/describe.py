@@ -8,7 +8,7 @@ from megahead.config.model import ModelConfig
 from megahead.config.plan import RunPlan, names_of, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
-from megahead.estimate import RankMemory, rank_memory, run_parameters
+from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
 from megahead.wording import GIB, counted, gib
 
 
@@ -51,6 +51,32 @@ def describe_assumed(plan: RunPlan) -> tuple[str, str]:
     if plan.config.engine.device == "cpu":
         return "on", f"{plan.ranks} x cpu"
     return "on", f"{plan.ranks} x cuda, assumed (engine.device: cpu plans for processors)"
+
+
+HOST_MILLISECONDS_A_LAYER = {False: 4.2, True: 2.8}
+"""What launching one micro-batch's kernels costs the host of a GPU, by `engine.compile`: computed from the number of
+operators and the time that a server's processor takes for one."""
+
+USUAL_UTILIZATION = 0.5
+"""Share of its peak that a device reaches once it need not wait for the host."""
+
+
+def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[str, str]]:
+    """The line where a micro-batch is so small that launching it takes longer than computing it, on a device of which
+    the peak in operations a second is known."""
+    if device_peak is None:
+        return []
+    config, micro_size = plan.config, plan.config.batch.micro_size
+    operations = run_flops(config, candidate_rows(config)).total * micro_size * config.data.sequence_length
+    computing = 1000 * operations / (USUAL_UTILIZATION * device_peak)
+    launching = HOST_MILLISECONDS_A_LAYER[bool(config.engine.compile)] * config.model.num_layers
+    if computing >= launching:
+        return []
+    fix = "a larger batch.micro_size"
+    if config.objective.name == "headless":
+        fix += f" with objective.group_samples={plan.group_samples()} keeps the candidates and"
+    told = f"a micro-batch takes the device about {computing:.1f} ms, launching it the host about {launching:.0f}"
+    return [("note", f"{told}: {fix} fills the device")]
 
 
 def describe_phases(config: RunConfig) -> list[tuple[str, str]]:

@@ -39,7 +39,7 @@ from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import owners_of, shard_embedding_
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
-from megahead.train.describe import describe_phases, describe_run
+from megahead.train.describe import describe_launches, describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
 from megahead.train.log import require_wandb
@@ -398,6 +398,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{tasks}"),
         *describe_precision(plan, session.device),
+        *describe_launches(plan, Utilization.on(session.device, plan).device_peak),
     ]
 
 

@@ -131,6 +131,7 @@ def keys_of(model: type[BaseModel], *parents: str) -> set[tuple[str, ...]]:
 
 
 def keys_that_deepspeed_reads(_group: Group) -> set[tuple[str, ...]]:
+    import deepspeed
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime import config, precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -138,6 +139,7 @@ def keys_that_deepspeed_reads(_group: Group) -> set[tuple[str, ...]]:
 
     plain = {name: Asked({}, name) for name in ("aio", "torch_autocast")}
     whole = Asked({"train_batch_size": 1, **plain})
+    deepspeed.init_distributed("gloo")  # then it reads of ranks, too
     config.DeepSpeedConfig(whole)
     sections: dict[tuple[str, ...], type[BaseModel]] = {
         ("zero_optimization",): DeepSpeedZeroConfig,

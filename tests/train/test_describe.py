@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
+from megahead.estimate import peak_flops
 from megahead.train import run
-from megahead.train.describe import describe_assumed, describe_run
+from megahead.train.describe import describe_assumed, describe_launches, describe_run
 from megahead.train.run import describe_precision, pretrain
 from support.small_run import small_config, write_text
 
@@ -107,3 +109,19 @@ def test_a_run_in_slow_bf16_says_so_first(
     write_text(tmp_path)
     pretrain(small_config(tmp_path, {"engine.precision": "bf16", "schedule.warmup_steps": 0, "training.steps": 1}))
     assert "warning     this processor does not multiply bf16" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["batch.micro_size=8"], "about 5.4 ms, launching it the host about 17: "),
+        ([], ""),
+    ],
+)
+def test_micro_batches_too_small_for_the_device_are_told_with_the_way_out(settings: list[str], told: str) -> None:
+    plan = RunPlan.of(load_config("pythia-70m-headless", settings), 1)
+    assert describe_launches(plan, None) == []
+    said = "".join(line for _, line in describe_launches(plan, peak_flops("NVIDIA H100", "bf16")))
+    assert told in said
+    assert bool(said) == bool(told)
+    assert not said or said.endswith("with objective.group_samples=8 keeps the candidates and fills the device")
