@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +15,15 @@ import pytest
 
 gc.disable()  # until all is imported and collected, of which little is garbage
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def local_rank_is_forgotten() -> Iterator[None]:
+    """DeepSpeed reads LOCAL_RANK, so a run leaves it in its process; what a later test starts must not see it."""
+    before = os.environ.get("LOCAL_RANK")
+    yield
+    if before is None:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from megahead.commands.estimate import PARTS, memory_table, parameter_lines, tim
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
+from megahead.errors import ConfigError
 from megahead.estimate import candidate_rows, run_flops
 from megahead.terminal import terminal
 
@@ -42,10 +43,13 @@ def test_a_run_takes_as_long_as_its_phases() -> None:
     assert first > then
     hours = (0.25 * first + 0.75 * then) * 2000 * config.tokens_per_step() / 1e11 / 3600
     assert time_taken(config, 1e11).endswith(f"{hours:,.3g} hours.")
+    for speed in (0, -1):
+        with pytest.raises(ConfigError, match="--peak x --utilization` must be above 0"):
+            time_taken(config, speed)
 
 
 def test_the_table_of_memory_is_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = RunPlan.of(load_config("pythia-70m-headless", ["parallel.tensor=2"]), 256)
+    plan = RunPlan.of(load_config("pythia-70m-headless", ["parallel.tensor=2"]), 64)
     terminal(width=80).print(memory_table(plan, 80))
     printed = capsys.readouterr().out
     assert all(f" {part} " in printed for part in [*PARTS, "total", "fits 80", *(f"ZeRO {k}" for k in range(4))])

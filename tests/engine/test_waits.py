@@ -15,6 +15,7 @@ from megahead.config.plan import deepspeed_config
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
 from megahead.train.run import pretrain
+from support.on_ranks import on_ranks
 from support.small_engine import small_batches, small_engine
 from support.small_run import small_config, write_text
 
@@ -44,9 +45,9 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_counted(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+def step_counted(group: Group, stage: int, precision: str) -> tuple[int, int, int]:
     """Of one step: waits for the whole device, the host's reads in micro-batches, and those in the update."""
-    engine = small_engine(Group(), stage, precision, accumulation=MICRO_BATCHES)
+    engine = small_engine(group, stage, precision, accumulation=MICRO_BATCHES)
     waits: list[int] = []
 
     def micro_steps(step: int) -> None:
@@ -58,25 +59,21 @@ def step_counted(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) ->
         engine.step(0.01)
     from deepspeed.accelerator import get_accelerator
 
-    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
+    type(get_accelerator()).synchronize = lambda *_: waits.append(1)  # the rank's process ends with this
     in_micro_batches, in_update = HostReads(), HostReads()
     with in_micro_batches:
         micro_steps(WARM_UP)
     with in_update:
         engine.step(0.01)
-    counted = len(waits), in_micro_batches.count, in_update.count
-    engine.close()
-    return counted
+    return len(waits), in_micro_batches.count, in_update.count
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_host_runs_ahead_through_all_micro_batches(
-    stage: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_runs_ahead_through_all_micro_batches(stage: int, precision: str) -> None:
     """The update needs the norm of all gradients. DeepSpeed reads it at stages 1 to 3, checks what it clips by and for
     overflow, and once the norm is there, what is read after it was computed long before."""
-    device, micro_batches, update = step_counted(stage, precision, monkeypatch)
+    ((device, micro_batches, update),) = on_ranks(1, step_counted, stage, precision)
     assert (device, micro_batches) == (0, 0)
     assert 1 <= update <= (1 if stage == 0 else 5)
 

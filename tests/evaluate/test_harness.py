@@ -157,6 +157,8 @@ def test_a_batch_shrinks_with_length_and_memory_and_never_vanishes(folder: Path)
     assert 1 < longer < long < 32
     assert fitting_batch_size(model, 9000, gigabyte // 8) == fitting_batch_size(model, 2048, gigabyte // 8)
     assert fitting_batch_size(model, 2000, 1) == 1
+    model.config.hidden_size *= 64
+    assert fitting_batch_size(model, 1000, gigabyte // 8) < long
 
 
 def test_nothing_of_git_or_of_long_texts_reaches_the_terminal(

@@ -114,6 +114,8 @@ def test_settings_of_older_writers_are_understood(tmp_path: Path) -> None:
     assert model.rotary_scaling is not None
     assert (model.rotary_base, model.rotary_scaling.kind, model.rotary_scaling.factor) == (777.0, "linear", 4.0)
     assert (model.key_heads(), model.head_size(), config.data.end_token) == (2, 8, 5)
+    (theirs / "config.json").write_text(json.dumps({**content, "eos_token_id": None}))
+    assert open_checkpoint(from_hf(theirs, tmp_path / "endless")).config["data"]["end_token"] == 0
 
 
 def test_shards_are_read_by_their_index_and_what_lies_beside_them_is_not(tmp_path: Path) -> None:

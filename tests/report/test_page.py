@@ -141,6 +141,13 @@ def test_a_run_in_phases_says_when_it_goes_over(tmp_path: Path) -> None:
     assert "headless, on next tokens for the first 50%, vanilla for the last 20% of the steps" in page
 
 
+@pytest.mark.parametrize(("family", "told"), [({"family": "llama"}, "llama"), ({}, "model")])
+def test_a_run_is_described_by_its_family_and_shape(tmp_path: Path, family: dict[str, str], told: str) -> None:
+    folder = write_run(tmp_path / "run", training(1))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": family | {"num_layers": 2, "hidden_size": 32}}))
+    assert f"{told}, 2 layers x 32" in page_of(folder)[0]
+
+
 def test_settings_of_another_kind_are_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", training(1))
     model = {"vocab_size": "many", "size": ["14m"], "num_layers": "two"}
