@@ -22,12 +22,16 @@ TOKENS_SHOWN = 128
 
 def main() -> None:
     arguments = parse()
-    tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
+    given = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
     with Bar("Reading") as bar:
         inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
-    console = terminal()
+    dataset, console = inspection.dataset, terminal()
+    beside = dataset.tokenizer_path()
+    tokenizer = load_tokenizer(beside) if given is None and beside is not None else given
+    known = None if dataset.info is None else dataset.info.end_token
+    end_token = (known or 0) if arguments.end_token is None else arguments.end_token
     table = Table("", arguments.prefix, show_header=True)
-    for name, value in inspection.facts(arguments.end_token):
+    for name, value in inspection.facts(end_token):
         table.add_row(name, value)
     console.print(table)
     console.print(lengths(inspection))
@@ -35,17 +39,19 @@ def main() -> None:
     spread = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
     for i in sorted(set(arguments.sequence or spread)):
         show(console, inspection, i, tokenizer)
-    for warning in inspection.warnings(arguments.end_token, tokenizer):
+    for warning in inspection.warnings(end_token, tokenizer):
         console.print(f"warning: {warning}", style="bold yellow", soft_wrap=True)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="path of the .bin and .idx files, without ending")
-    parser.add_argument("--tokenizer", metavar="T", help="tokenizer.json or .model, to show text")
+    tokenizer = "tokenizer.json or .model, to show text (default: the dataset's)"
+    parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
     parser.add_argument("--sequence", type=int, nargs="+", metavar="I", help="which sequences to show")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="sequences to show, evenly spread")
-    parser.add_argument("--end-token", type=int, default=0, metavar="ID", help="id that closes documents (default: 0)")
+    end = "id that closes documents (default: the dataset's, else 0)"
+    parser.add_argument("--end-token", type=int, metavar="ID", help=end)
     parser.add_argument("--quick", action="store_true", help="do not read the tokens to compare checksums")
     return parser.parse_args()
 

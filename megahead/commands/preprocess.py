@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     drop = "drop documents that match at least one condition"
     add("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
     add("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
-    add("--end-token", help=f"closes each document (default: {END_TOKEN}, else a .model's own)")
+    add("--end-token", help=f"closes each document (default: {END_TOKEN}, else the tokenizer's own)")
     inside = "where a text spells the end token, which splits its document (default: report)"
     add("--end-inside", choices=("report", "fail"), default="report", help=inside)
     held_out = "every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead"

@@ -41,7 +41,8 @@ class DataConfig(Settings):
     """Prefix of the held-out dataset; without it nothing is evaluated during training."""
 
     tokenizer: str | None = None
-    """The `tokenizer.json` or SentencePiece `.model` of the text; copied into the run folder and exports."""
+    """The `tokenizer.json` or SentencePiece `.model` of the text; by default the dataset's. Copied into the run folder
+    and exports."""
 
     id_weights: str | None = None
     """A `.npy` file with a positive weight per id, for masking by `weights`."""
@@ -61,7 +62,7 @@ class DataConfig(Settings):
     """Most documents in a row under `best_fit`; no limit by default."""
 
     end_token: int = Field(default=0, ge=0)
-    """Id that ends each document; checked against the text where the run depends on it."""
+    """Id that ends each document; by default the dataset's. Checked against the text."""
 
     isolate_documents: bool = True
     """Documents of a row do not attend to each other, and positions restart at each. A document begins after

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.base import find_config, may_be_shipped, not_a_setting, require, shipped_configs
+from megahead.config.facts import with_facts
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig, without_unused
 from megahead.errors import ConfigError, ConfigErrors, UserError
@@ -56,12 +57,13 @@ def load_config(path: str | Path, overrides: str | Sequence[str] = ()) -> RunCon
 def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """A checked RunConfig from plain nested dicts, as in YAML, and overrides."""
+    """A checked RunConfig from plain nested dicts, as in YAML, and overrides. What the training datasets say of
+    themselves is taken from them where it is left out (`facts.py`)."""
     settings = _renamed(deepcopy(dict(tree)))
     for override in overrides:
         _apply(settings, override)
         settings = _renamed(settings)
-    return _checked(settings, source + (" with --set" if overrides else ""))
+    return _checked(with_facts(settings), source + (" with --set" if overrides else ""))
 
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:

@@ -175,7 +175,7 @@ class ModelConfig(Settings):
     """llama: whether MLP projections have a bias."""
 
     vocab_size: int = Field(gt=1, lt=2**31)
-    """Token ids of the tokenizer (V)."""
+    """Token ids of the tokenizer (V); by default those of data.train, which must exist then."""
 
     vocab_multiple: int = Field(default=1024, gt=0)
     """The embedding is padded to a multiple of this many rows; padding rows are never candidates."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from megahead.config.facts import FORMAT
 from megahead.errors import DataError
 from megahead.files import write_atomically
 from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, split_url
@@ -93,8 +94,6 @@ class IndexLayout:
 
 # `PREFIX.json`: counts, origin and checksums of a dataset, which can be read without reading its tokens.
 
-FORMAT = "megahead-dataset/1"
-
 
 @dataclass(frozen=True)
 class FileFingerprint:
@@ -163,6 +162,12 @@ class DatasetInfo:
 
     vocabulary_sha256: str | None = None
     """`TokenizerIdentity.vocabulary`."""
+
+    tokenizer_file: str | None = None
+    """Name of the tokenizer's file beside the dataset, which other datasets of its folder may share."""
+
+    end_token: int | None = None
+    """Id that closes each document."""
 
     def identity(self) -> TokenizerIdentity | None:
         """Of the tokenizer, if it is known."""
@@ -325,6 +330,12 @@ class IndexedDataset:
     def cut_by(self) -> TokenizerIdentity | None:
         """The tokenizer that made it, if `PREFIX.json` says."""
         return None if self.info is None else self.info.identity()
+
+    def tokenizer_path(self) -> Path | None:
+        """The tokenizer's file beside it, if there is one."""
+        name = None if self.info is None else self.info.tokenizer_file
+        path = None if name is None else self.info_path.with_name(name)
+        return path if path is not None and path.is_file() else None
 
     def expect_ids_below(self, vocab_size: int) -> None:
         """From now on, reading an id that is not below `vocab_size` is a DataError."""

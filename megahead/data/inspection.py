@@ -195,7 +195,11 @@ def merge_datasets(
     tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
     vocab_size = max(map(_vocabulary, datasets))
     tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
-    with IndexedDatasetWriter(output, vocab_size=vocab_size, tokenizer=tokenizer) as writer:
+    file = next((path for each in datasets if tokenizer and (path := each.tokenizer_path())), None)
+    end = next((each.info.end_token for each in datasets if each.info and each.info.end_token is not None), None)
+    with IndexedDatasetWriter(
+        output, vocab_size=vocab_size, tokenizer=tokenizer, tokenizer_file=file, end_token=end
+    ) as writer:
         for dataset in datasets:
             check_back_to_back(dataset)
             for tokens, lengths, documents in _blocks(dataset):
@@ -215,6 +219,7 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
     kinds: dict[str, list[object]] = {
         "token types": [dataset.dtype.name for dataset in datasets],
         "vocabulary sizes": [dataset.info and dataset.info.vocab_size for dataset in datasets],
+        "end tokens": [dataset.info and dataset.info.end_token for dataset in datasets],
         "kinds of rows": ["of documents" if dataset.num_documents else "preshuffled" for dataset in datasets],
     }
     for what, values in kinds.items():

@@ -320,7 +320,15 @@ def write_dataset(
     identity = loaded.identity()
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(each, vocab_size=loaded.vocab_size, tokenizer=identity))
+            stack.enter_context(
+                IndexedDatasetWriter(
+                    each,
+                    vocab_size=loaded.vocab_size,
+                    tokenizer=identity,
+                    tokenizer_file=loaded.path,
+                    end_token=end,
+                )
+            )
             for each in recipe.outputs(output)
         ]
         for encoded in pool.encode(chunks, encoder):
@@ -346,16 +354,17 @@ def write_dataset(
 
 
 def closing_id(tokenizer: Tokenizer, end_token: str | None) -> int:
-    """The id of `end_token`; without it of END_TOKEN, or of the end that a SentencePiece model itself names.
+    """The id of `end_token`; without it of the tokenizer's own: END_TOKEN, what a SentencePiece model names, or one of
+    ROLES.
 
     FieldError where the tokenizer has no such token.
     """
-    spelled = END_TOKEN if end_token is None else end_token
+    known = [name for name in (END_TOKEN, *ROLES["end"]) if tokenizer.find(name) is not None]
+    if end_token is None and END_TOKEN not in known and "end" in tokenizer.roles:
+        return tokenizer.roles["end"]
+    spelled = next(iter(known), END_TOKEN) if end_token is None else end_token
     found = tokenizer.find(spelled)
-    if found is None and end_token is None:
-        found = tokenizer.roles.get("end")
     if found is None:
-        known = [name for name in ROLES["end"] if tokenizer.find(name) is not None]
         hint = f"name {' or '.join(known)}" if known else "name the token that shall close documents"
         raise FieldError("--end-token", f"be a token of the tokenizer `{tokenizer.path}`", got=spelled, hint=hint)
     return found

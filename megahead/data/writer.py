@@ -21,12 +21,34 @@ from megahead.data.indexed import (
     dataset_paths,
     token_dtype,
 )
+from megahead.data.sentencepiece_model import is_sentencepiece
 from megahead.errors import ArgumentError, DataError
-from megahead.files import AtomicFile
+from megahead.files import AtomicFile, write_atomically
 from megahead.remote_files import is_remote
 
 FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+
+
+class KeptTokenizer:
+    """A tokenizer's file in a folder of datasets: itself if it lies there, else a copy named by its content, so that
+    there is one for all datasets of the folder that it cut."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        lies_there = source.parent.resolve() == folder.resolve()
+        self._content = None if lies_there else source.read_bytes()
+        ending = ".model" if is_sentencepiece(source) else ".json"
+        self.name = source.name if self._content is None else f"tokenizer-{_short(self._content)}{ending}"
+        self._path = folder / self.name
+
+    def write(self) -> None:
+        """Writes the copy, unless it is there."""
+        if self._content is not None and not self._path.exists():
+            write_atomically(self._path, self._content)
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 class IndexedDatasetWriter:
@@ -38,9 +60,16 @@ class IndexedDatasetWriter:
     """
 
     def __init__(
-        self, prefix: str | Path, *, vocab_size: int, tokenizer: str | TokenizerIdentity | None = None
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int,
+        tokenizer: str | TokenizerIdentity | None = None,
+        tokenizer_file: Path | None = None,
+        end_token: int | None = None,
     ) -> None:
-        """`tokenizer`: what cut the text, or at least the name of its file."""
+        """`tokenizer`: what cut the text, or at least the name of its file. `tokenizer_file`: that file, of which a
+        copy is kept beside the dataset. `end_token`: what closes each document."""
         if is_remote(str(prefix)):
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
@@ -50,6 +79,8 @@ class IndexedDatasetWriter:
         self.vocab_size = vocab_size
         self._cut_by = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
+        self.end_token = end_token
+        self._kept = None if tokenizer_file is None else KeptTokenizer(tokenizer_file, Path(prefix).parent)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
@@ -132,6 +163,8 @@ class IndexedDatasetWriter:
             idx=FileFingerprint(idx_bytes, idx_digest),
             tokenizer_sha256=None if self._cut_by is None else self._cut_by.sha256,
             vocabulary_sha256=None if self._cut_by is None else self._cut_by.vocabulary,
+            tokenizer_file=None if self._kept is None else self._kept.name,
+            end_token=self.end_token,
         )
         self._info.write(info.dump())
         for staged in (self._bin, self._info, self._idx):
@@ -145,6 +178,8 @@ class IndexedDatasetWriter:
         with self._staged:
             if kind is None:
                 self.finish()
+                if self._kept is not None:
+                    self._kept.write()
                 self._idx.path.unlink(missing_ok=True)  # an old index must never stand beside new tokens
                 self._bin.publish()
                 self._info.publish()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.reading import Checkpoint
+from megahead.config.base import require
 from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.plan import Phase, phase_that_saved, same_objective
@@ -128,7 +129,7 @@ def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
-    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's."""
+    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's, or its end token another."""
     dataset = IndexedDataset(prefix)
     if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -136,6 +137,9 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             f"be at least that of {field} ({dataset.info.vocab_size:,})",
             got=f"{config.model.vocab_size:,}",
         )
+    end, given = dataset.info and dataset.info.end_token, config.data.end_token
+    rule = f"be the id that closes documents of {field} ({end})"
+    require(end in (None, given), "data.end_token", rule, got=given, hint="leave it out, or cut the text again")
     dataset.expect_ids_below(config.model.vocab_size)
     return dataset
 

@@ -208,7 +208,6 @@ def test_own_text_from_its_first_to_its_last_command(tmp_path: Path) -> None:
     text = JOURNEY.read_text()
     (config,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.yaml").write_text(tiny(config))
-    load_config(tmp_path / "mine.yaml")
     for command in commands(JOURNEY, text):
         if command.text.startswith("tensorboard"):
             continue
@@ -224,7 +223,6 @@ def test_own_text_from_its_first_to_its_last_command(tmp_path: Path) -> None:
 STORY = [("saw", "rat"), ("sat on", "mat"), ("met", "bird")]
 TINY = {
     "vocab-size 16384": "vocab-size 300",
-    "vocab_size: 16384": "vocab_size: 300",
     "size: pythia-70m": "num_layers: 1, hidden_size: 32, num_heads: 2",
     "sequence_length: 512": "sequence_length: 16",
     "global_size: 64, micro_size: 8": "global_size: 8, micro_size: 2",
