@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from support.commands import ROOT
 from support.forked import run_script
