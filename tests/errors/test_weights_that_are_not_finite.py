@@ -19,7 +19,7 @@ from megahead.hf.revocabulary import revocabulary
 from megahead.integrations.transformers import Headless
 from megahead.objectives.pretraining import weight_shapes
 from megahead.train.start import starting_weights
-from support.headless_models import made
+from support.headless_models import build
 from support.saved import save_checkpoint
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_refused(tmp_path: Path
 
 
 def test_a_model_of_transformers_with_weights_that_are_not_finite_is_refused(tmp_path: Path) -> None:
-    model = made("llama")
+    model = build("llama")
     headless = Headless(model)
     model.get_input_embeddings().weight.data[3, 0] = torch.nan
     sentence = r"`model` must hold finite numbers only, but 1 of embed_tokens.weight is NaN"
