@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -45,6 +45,7 @@ from megahead.checkpoints.store import (
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import is_full, publish_folder, write_atomically
+from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 
 # A folder of checkpoints as a place.
@@ -220,6 +221,36 @@ def write_together(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return disk.root / name
+
+
+class Source(Protocol):
+    """Another storage, from which all ranks together bring the newest sound checkpoint to disk."""
+
+    def choose(self) -> Iterator[None]:
+        """A generator. Returns the name that the next best checkpoint has on the disk, None if there is none, and its
+        bytes, 0 where it is there already: what rank 0 returns counts. DamagedError if it cannot be used."""
+
+    def write(self, partial: Path) -> Iterator[None]:
+        """Writes this rank's share of the files of the checkpoint that was chosen last; yields often."""
+
+    def seal(self, partial: Path, written: list[Any]) -> None:
+        """Writes its manifest."""
+
+
+def bring_first(
+    source: Source, disk: Disk, group: Group, rules: KeepRules | None = None
+) -> tuple[str | None, list[str]]:
+    """Brings the first sound checkpoint of a source to a disk: its name there, None if there is none, and a sentence
+    for each damaged one before it. Collective; CheckpointError where the disk cannot take it."""
+    problems = list[str]()
+    while True:
+        try:
+            name, needed = run_long_on_all_ranks(group, source.choose())[0]
+            if needed:
+                write_together(disk, name, needed, source.write, source.seal, group, rules)
+            return name, problems
+        except DamagedError as error:
+            problems.append(str(error))
 
 
 def describe_failure(error: Exception, partial: Path, needed: int) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megahead.checkpoints.disk import Disk, is_complete, write_together
-from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_long_on_all_ranks, run_on_first_rank
+from megahead.checkpoints.disk import Disk, Source, bring_first, is_complete
+from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_on_first_rank
 from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
 from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, lineage_in, newer_in, patience_with
 from megahead.checkpoints.store import Latest, is_name, new_name, step_of
@@ -25,19 +26,7 @@ from megahead.run_folder import RunFolder
 # Which checkpoint of a store a session goes on from, and that all ranks have it.
 
 
-@dataclass(frozen=True)
-class Terms:
-    """On what terms a checkpoint is fetched."""
-
-    accept: Callable[[Checkpoint], None] = lambda _: None
-    """May refuse it before."""
-
-    files: Callable[[], dict[Path, bytes]] = dict
-    """Small files that come along, where it becomes a run's own. They are read before it, since all of it would have
-    come in vain, and written when it is here; once it has its name it would not be fetched again."""
-
-
-_ALONE, _ANY = Group(), Terms()
+_ALONE = Group()
 
 
 def fetch_newer(
@@ -55,8 +44,10 @@ def fetch_newer(
         remote = Remote.of(url, patience_with(group))
         return remote, newer_in(remote, folder, than)
 
-    terms = Terms(accept, lambda: small_files(url, group, folder.metrics, folder.identity))
-    name, damage = _fetch_first(newer, disk, group, terms)
+    def files() -> dict[Path, bytes]:
+        return small_files(url, group, folder.metrics, folder.identity)
+
+    name, damage = bring_first(_Fetch(newer, disk, group, accept, files), disk, group)
     if name is None:
         return Resumed("mirror", None, damage) if damage else None
     run_on_first_rank(group, lambda: disk.point_to(Latest(name, disk.manifest(name).parents)))
@@ -72,18 +63,25 @@ def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
     return {path: content for path, content in found.items() if content is not None}
 
 
-def fetch_named(url: str, into: RunFolder, group: Group = _ALONE, terms: Terms = _ANY) -> Path:
+def fetch_named(
+    url: str,
+    into: RunFolder,
+    group: Group = _ALONE,
+    accept: Callable[[Checkpoint], None] = lambda _: None,
+    files: Callable[[], dict[Path, bytes]] = dict,
+) -> Path:
     """Fetches the checkpoint that a URL means (see `find_remote`; the newest sound one of a run, but for those that the
     run in `into` went back from) into `into`, and returns its folder; one that is there already is not fetched again.
-    Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. Collective;
-    CheckpointError where none can be had."""
+    Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. `accept` may
+    refuse one before it is fetched; `files` come along. Collective; CheckpointError where none can be had."""
 
     def named() -> tuple[Remote, list[str]]:
         remote, names = find_remote(url, patience_with(group))
         passed = lineage_in(into).orphaned if len(names) > 1 else ()
         return remote, [name for name in names if name not in passed]
 
-    name, damage = _fetch_first(named, Disk(into.checkpoints), group, terms)
+    disk = Disk(into.checkpoints)
+    name, damage = bring_first(_Fetch(named, disk, group, accept, files), disk, group)
     if name is None:
         raise CheckpointError(
             f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
@@ -91,37 +89,29 @@ def fetch_named(url: str, into: RunFolder, group: Group = _ALONE, terms: Terms =
         )
     for each in damage if group.rank == 0 else ():
         print(f"passed over: {each}", file=sys.stderr, flush=True)
-    return into.checkpoints / name
-
-
-def _fetch_first(
-    find: Callable[[], tuple[Remote, list[str]]], disk: Disk, group: Group, terms: Terms
-) -> tuple[str | None, list[str]]:
-    """The name on the disk of the first sound one of those that rank 0 finds and fetches, and a sentence for each
-    before it. It looks again after each of these: a session that still sends may have removed it for a newer one."""
-    fetch, problems, first = _Fetch(find, disk, terms), list[str](), group.rank == 0
-    while True:
-        try:
-            here, needed = run_long_on_all_ranks(group, fetch.choose() if first else iter(()))[0]
-            if needed:
-                write_together(disk, here, needed, fetch.write if first else lambda _: iter(()), fetch.seal, group)
-            return here, problems
-        except DamagedError as error:
-            problems.append(str(error))
+    return disk.root / name
 
 
 @dataclass
-class _Fetch:
-    """Rank 0's part in it."""
+class _Fetch(Source):
+    """The checkpoints in a store that `find` finds, best first, which rank 0 fetches.
+
+    It looks again after each damaged one: a session that still sends may have removed it for a newer one. `accept` may
+    refuse one before it is fetched. `files` are small ones that come along, where it becomes a run's own: they are read
+    before it, since all of it would have come in vain, and written when it is here; once it has its name it would not
+    be fetched again.
+    """
 
     find: Callable[[], tuple[Remote, list[str]]]
     disk: Disk
-    terms: Terms
+    group: Group
+    accept: Callable[[Checkpoint], None]
+    files: Callable[[], dict[Path, bytes]]
     tried: list[str] = field(default_factory=list)
 
     def choose(self) -> Generator[None, None, tuple[str | None, int]]:
-        """The next one's name on the disk, None if there is none, and the bytes to be fetched: 0 where the same one is
-        there undamaged. DamagedError without a sound manifest."""
+        if self.group.rank != 0:
+            return None, 0
         self.remote, names = self.find()
         yield
         name = next((name for name in names if name not in self.tried), None)
@@ -132,10 +122,10 @@ class _Fetch:
             self.text, self.manifest = self.remote.manifest_with_text(name)
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
-        self.terms.accept(Checkpoint(self.disk.root / name, self.manifest))
-        self.files, here = self.terms.files(), self._name_here(name)
+        self.accept(Checkpoint(self.disk.root / name, self.manifest))
+        self.contents, here = self.files(), self._name_here(name)
         if is_complete(self.disk.root / here) and (yield from _is_sound(self.disk.root / here, self.manifest)):
-            _write_all(self.files)
+            _write_all(self.contents)
             return here, 0
         return here, self.manifest.total_bytes
 
@@ -150,16 +140,16 @@ class _Fetch:
         return name if is_name(name) and not is_complete(self.disk.root / name) else new_name(self.manifest.step)
 
     def write(self, partial: Path) -> Iterator[None]:
-        """Fetches all files; DamagedError where the store has not all of them."""
+        if self.group.rank != 0:
+            return iter(())
         name = self.tried[-1]
         received = _fetch_files(self.remote, name, partial, self.manifest)
         return with_progress(received, join_url(self.remote.url, self.remote.place(name)), self.manifest.total_bytes)
 
-    def seal(self, partial: Path, _: object) -> None:
-        """Writes the manifest as it is in the store, and what comes along."""
+    def seal(self, partial: Path, written: list[Any]) -> None:
         (partial / MANIFEST).write_bytes(self.text)
         fsync(partial / MANIFEST)
-        _write_all(self.files)
+        _write_all(self.contents)
 
 
 def _write_all(contents: Mapping[Path, bytes]) -> None:

@@ -8,20 +8,21 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
 from megahead.background import begin
-from megahead.checkpoints.disk import Disk, find_checkpoint, write_together
+from megahead.checkpoints.disk import Disk, Source, bring_first, find_checkpoint
 from megahead.checkpoints.format import (
     FileEntry,
     Header,
@@ -31,12 +32,13 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
+from megahead.checkpoints.reading import Resumed, open_together
 from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, pass_on
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import fsync, read_if_there, sha256_of
+from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 from megahead.wording import counted, gib
 
@@ -158,48 +160,77 @@ class NodeMemory:
 # What is left of a session's replicas on the nodes that are there, every byte verified.
 
 
-@dataclass
-class Found:
-    """What one rank found on its node, and verified. Ranks of one node verify a share each."""
+class Found(Source):
+    """The replicas newer than step `than`. Each rank writes some of the files on its node. Made by all ranks at once.
 
-    manifests: dict[str, Manifest] = field(default_factory=dict)
-    """By the replica's name."""
+    Ranks of one node verify a share each of its files; what others put on disk counts as on the first rank's node.
+    """
 
-    sound: dict[str, dict[str, Path]] = field(default_factory=dict)
-    """Of each replica: files, by name."""
-
-    problems: list[str] = field(default_factory=list)
-    """A sentence for each that is not."""
-
-    @staticmethod
-    def of(mark: str, than: int, run: RunFolder, group: Group) -> Found:
-        """What is newer than step `than`; what others put on disk counts as on the first rank's node. Collective."""
-        found, memory, shared = Found(), NodeMemory.of(run), NodeMemory.shared(run)
+    def __init__(self, mark: str, than: int, run: RunFolder, group: Group) -> None:
+        self._rank = group.rank
+        self._manifests: dict[str, Manifest] = {}
+        self._sound: dict[str, dict[str, Path]] = {}
+        self.problems: list[str] = []
+        """A sentence for each that is damaged, on any node."""
+        memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
         folders = memory.replicas(mark) + (shared.replicas(mark) if here[0] == 0 else [])
-        files = [file for folder in folders if step_of(folder) > than for file in found._listed(folder)]
-        run_long_on_all_ranks(group, found._verify(files[here.index(group.rank) :: len(here)]))
-        return found
+        files = [file for folder in folders if step_of(folder) > than for file in self._listed(folder)]
+        run_long_on_all_ranks(group, self._verify(files[here.index(group.rank) :: len(here)]))
+        self.problems = list(dict.fromkeys(each for rank in group.all_gather_objects(self.problems) for each in rank))
+        offers = group.all_gather_objects({copy: set(files) for copy, files in self._sound.items()})
+        self._writers: dict[str, dict[str, int]] = {}
+        for copy in highest_first({copy for offer in offers for copy in offer}):
+            holders = [rank for rank, offer in enumerate(offers) if copy in offer]
+            self._writers[copy] = {name: rank for rank in reversed(holders) for name in offers[rank][copy]}
+            sent = self._manifests[copy] if group.rank == holders[0] else None
+            (self._manifests[copy],) = filter(None, group.all_gather_objects(sent))
+        self._left = iter(self._writers)
 
     def _listed(self, folder: Path) -> list[Path]:
         """The files of a replica that this node has."""
         try:
-            self.manifests[folder.name] = Manifest.read(folder)
+            self._manifests[folder.name] = Manifest.read(folder)
         except CheckpointError as error:
             self.problems.append(str(error))
             return []
-        return [folder / name for name in self.manifests[folder.name].files if (folder / name).exists()]
+        return [folder / name for name in self._manifests[folder.name].files if (folder / name).exists()]
 
     def _verify(self, files: Iterable[Path]) -> Iterator[None]:
         for path in files:
             copy, name = path.parent.name, path.name
             try:
-                yield from check_files(path.parent, {name: self.manifests[copy].files[name]})
+                yield from check_files(path.parent, {name: self._manifests[copy].files[name]})
             except CheckpointError as error:
                 self.problems.append(str(error))
             else:
-                self.sound.setdefault(copy, {})[name] = path
+                self._sound.setdefault(copy, {})[name] = path
+
+    def choose(self) -> Generator[None, None, tuple[str | None, int]]:
+        yield
+        self._chosen = next(self._left, "")
+        if not self._chosen:
+            return None, 0
+        manifest = self._manifests[self._chosen]
+        lost = [name for name in manifest.files if name not in self._writers[self._chosen]]
+        if lost:
+            raise DamagedError(
+                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no "
+                "node that is here."
+            )
+        return self._chosen, manifest.total_bytes
+
+    def write(self, partial: Path) -> Iterator[None]:
+        for name, path in self._sound.get(self._chosen, {}).items():
+            if self._writers[self._chosen][name] == self._rank:
+                shutil.copyfile(path, partial / name)
+                (partial / name).chmod(partial.stat().st_mode & 0o666)
+                fsync(partial / name)
+                yield from check_files(partial, {name: self._manifests[self._chosen].files[name]})
+
+    def seal(self, partial: Path, written: list[Any]) -> None:
+        self._manifests[self._chosen].write(partial)
 
 
 # How ranks get replicas from nodes whose ranks do not train: these put them into the run's folder, which all share.
@@ -394,44 +425,13 @@ def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rul
     if mark is None:
         return None
     wait_for_others(folder, mark, launch, group.timeout_seconds / 2)
-    found = Found.of(mark, than, folder, group)
-    offers = group.all_gather_objects({copy: set(files) for copy, files in found.sound.items()})
-    problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
-    for copy in highest_first({copy for rank in offers for copy in rank}):
-        holders = [rank for rank, offer in enumerate(offers) if copy in offer]
-        sent = found.manifests[copy] if group.rank == holders[0] else None
-        (manifest,) = filter(None, group.all_gather_objects(sent))
-        writers = {name: rank for rank in reversed(holders) for name in offers[rank][copy]}
-        lost = [name for name in manifest.files if name not in writers]
-        if lost:
-            problems.append(
-                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no "
-                "node that is here."
-            )
-            continue
-        mine = [path for name, path in found.sound.get(copy, {}).items() if writers[name] == group.rank]
-        checkpoint = _save(copy, manifest, mine, Disk(folder.checkpoints), group, rules)
-        newer_by, seconds = manifest.step - max(than, 0), time.monotonic() - began
-        newer = f"step {manifest.step:,}, {counted(newer_by, 'step')} newer than the disk's"
-        sentence = f"{newer}: saved as {checkpoint.folder.name} in {seconds:.1f} s"
-        details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
-        return Resumed("memory", checkpoint, problems, sentence, details)
-    return Resumed("memory", None, problems) if problems else None
-
-
-def _save(
-    name: str, manifest: Manifest, mine: Iterable[Path], disk: Disk, group: Group, rules: KeepRules
-) -> Checkpoint:
-    """The replica as a checkpoint, of which this rank writes the files `mine`."""
-
-    def write(partial: Path) -> Iterator[None]:
-        for path in mine:
-            shutil.copyfile(path, partial / path.name)
-            (partial / path.name).chmod(partial.stat().st_mode & 0o666)
-            fsync(partial / path.name)
-            yield from check_files(partial, {path.name: manifest.files[path.name]})
-
-    def seal(partial: Path, _: object) -> None:
-        manifest.write(partial)
-
-    return open_together(write_together(disk, name, manifest.total_bytes, write, seal, group, rules), group)
+    found, disk = Found(mark, than, folder, group), Disk(folder.checkpoints)
+    name, lost = bring_first(found, disk, group, rules)
+    problems = [*found.problems, *lost]
+    if name is None:
+        return Resumed("memory", None, problems) if problems else None
+    checkpoint = open_together(disk.root / name, group)
+    newer_by, seconds = checkpoint.step - max(than, 0), time.monotonic() - began
+    newer = f"step {checkpoint.step:,}, {counted(newer_by, 'step')} newer than the disk's"
+    details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
+    return Resumed("memory", checkpoint, problems, f"{newer}: saved as {name} in {seconds:.1f} s", details)

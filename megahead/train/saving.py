@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import Terms, fetch_named, small_files
+from megahead.checkpoints.fetch import fetch_named, small_files
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import Replicas
 from megahead.checkpoints.reading import Checkpoint
@@ -214,13 +214,13 @@ def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gr
         return resume
     url, folder, accept = config.training.remote_checkpoints, config.folder(), accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):
-        return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
+        return str(fetch_named(resume, RunFolder(folder.fetched), world_group, accept))
 
     def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
         return small_files(url, world_group, *log, folder.identity)
 
-    return str(fetch_named(resume, folder, world_group, Terms(accept, files)))
+    return str(fetch_named(resume, folder, world_group, accept, files))
 
 
 def accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
