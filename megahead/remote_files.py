@@ -164,13 +164,6 @@ def has_folders(url: str) -> bool:
     return url.partition("://")[0].lower() not in _WITHOUT_FOLDERS
 
 
-def is_disk(files: Any) -> bool:
-    """Whether an fsspec file system is local, with atomic renames."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    return isinstance(files, LocalFileSystem)
-
-
 def _install(scheme: str) -> str:
     """The install command. gcsfs must have fsspec's version, which `datasets` limits."""
     import fsspec
@@ -259,7 +252,9 @@ class Store:
     def _put_whole(self, path: str, content: bytes) -> None:
         """Local files are replaced atomically: a full disk leaves the previous content. `files.atomic_path` would raise
         WriteError instead of the store's errors."""
-        if not is_disk(self._files):
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self._files, LocalFileSystem):
             self._files.pipe_file(path, content)
             return
         folder, _, name = path.rpartition("/")

@@ -31,17 +31,7 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_first_rank,
 )
-from megahead.checkpoints.store import (
-    KeepRules,
-    Latest,
-    Storage,
-    history,
-    is_name,
-    new_name,
-    orphans,
-    retain,
-    step_of,
-)
+from megahead.checkpoints.store import KeepRules, Latest, Storage, history, is_name, new_name, orphans, retain, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import is_full, publish_folder, write_atomically

@@ -113,7 +113,14 @@ class Manifest(BaseModel):
     def parse(text: bytes, path: str) -> Manifest:
         """The manifest in the content of a file; CheckpointError, which names `path`, if it is damaged or of another
         format."""
-        content = _parse_json(text, path)
+        try:
+            content = json.loads(text.decode("utf-8"))
+        except ValueError:
+            raise CheckpointError(
+                f"`{path}` must be JSON, but is not; it was damaged, use another checkpoint."
+            ) from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"`{path}` must hold a JSON object, but holds a {type(content).__name__} instead.")
         version = content.get("format")
         if version != FORMAT:
             raise CheckpointError(
@@ -148,16 +155,6 @@ class Header:
     def manifest(self, tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> Manifest:
         """The whole manifest."""
         return Manifest(**{**vars(self), "tensors": tensors, "files": files})
-
-
-def _parse_json(text: bytes, path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text.decode("utf-8"))
-    except ValueError:
-        raise CheckpointError(f"`{path}` must be JSON, but is not; it was damaged, use another checkpoint.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"`{path}` must hold a JSON object, but holds a {type(content).__name__} instead.")
-    return content
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -64,10 +64,6 @@ class Peers:
         """Those whose peer it is."""
         return [other for other in range(len(self.nodes)) if self.of(other) == rank]
 
-    def count(self) -> int:
-        """Of nodes."""
-        return len(set(self.nodes))
-
     def on(self, node: str) -> list[int]:
         """The ranks there."""
         return [rank for rank, place in enumerate(self.nodes) if place == node]
@@ -250,20 +246,16 @@ def drain(folder: RunFolder, launch: Launch) -> None:
     shared = NodeMemory.shared(folder)
     with suppress(OSError):
         for copy in NodeMemory.of(folder).replicas(mark):
-            if newest is None or step_of(copy) > step_of(newest):
-                mine = shared.slot(mark, launch.rank)
-                _put(copy, mine.with_name(f"{mine.name}-of-{copy.parent.name}"))
+            slot = shared.slot(mark, launch.rank).with_name(f"rank-{launch.rank:05d}-of-{copy.parent.name}")
+            is_newer = newest is None or step_of(copy) > step_of(newest)
+            if is_newer and not (slot / copy.name).exists():
+                begun = Disk(slot).partial(copy.name)
+                shutil.rmtree(begun, ignore_errors=True)
+                shutil.copytree(copy, begun)
+                begun.rename(slot / copy.name)
         done = _done(shared, mark, launch, launch.rank)
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
-
-
-def _put(copy: Path, slot: Path) -> None:
-    partial = slot / f".{copy.name}.partial"
-    if not (slot / copy.name).exists():
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(copy, partial)
-        partial.rename(slot / copy.name)
 
 
 def wait_for_others(folder: RunFolder, mark: str, launch: Launch, most_seconds: float) -> None:
@@ -318,8 +310,9 @@ class Replicas:
         votes = torch.tensor([not over, error is not None], dtype=torch.int32)
         busy, failed = self._world_group.all_reduce_max_(votes).tolist()
         if failed:
-            sentences = self._world_group.all_gather_objects(None if error is None else _first_line(error))
-            raise CheckpointError(next(filter(None, sentences)))
+            said = None if error is None else str(error) or type(error).__name__
+            first = next(filter(None, self._world_group.all_gather_objects(said)))
+            raise CheckpointError(first.partition("\n")[0])  # without the stacks that torch appends
         if not busy and pending is not None:
             complete = pending.result()
             for name in Disk(self._slot).names():
@@ -349,23 +342,20 @@ class Replicas:
 
     def _keep(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> str | None:
         """Its name, or None if it was not to be kept any more."""
+        group, folder = self._group, Disk(self._slot).partial(header.name)
         try:
-            self._write(header, snapshot, check, ends)
+            run_on_all_ranks(group, lambda: self._prepare(folder, snapshot, check))
+            entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
+            files = dict(zip(snapshot.file_names, entries, strict=True))
+            alike = group.broadcast_object(header)
+            self._exchange(folder, files, ends)
+            alike.manifest(snapshot.entries, files).write(folder)
+            if not ends.is_set():
+                folder.rename(self._slot / header.name)
         except Exception:
             if not ends.is_set():
                 raise
         return None if ends.is_set() else header.name
-
-    def _write(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> None:
-        group, folder = self._group, Disk(self._slot).partial(header.name)
-        run_on_all_ranks(group, lambda: self._prepare(folder, snapshot, check))
-        entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
-        files = dict(zip(snapshot.file_names, entries, strict=True))
-        alike = group.broadcast_object(header)
-        self._exchange(folder, files, ends)
-        alike.manifest(snapshot.entries, files).write(folder)
-        if not ends.is_set():
-            folder.rename(self._slot / header.name)
 
     def _prepare(self, folder: Path, snapshot: Snapshot, check: Callable[[], None]) -> None:
         check()
@@ -403,11 +393,6 @@ def _place_for(path: Path, size: int) -> Tensor:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    """Without the stacks that torch appends."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 # What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.

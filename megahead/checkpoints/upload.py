@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError
@@ -156,9 +157,8 @@ class Uploads:
         """Whether it is there then; else that is reported."""
         began, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
-        def attempt() -> None:
+        def act() -> None:
             try:
-                self._begin()
                 sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
             except Exception:
                 if not _is_gone(folder):
@@ -166,45 +166,41 @@ class Uploads:
             else:
                 self._events.put(Event({"step": step, "seconds": round(time.monotonic() - began, 3), "bytes": sent}))
 
-        reason = self._failure_of(attempt)
-        if reason is not None:
-            sentence = f"step {step:,} is not in the mirror, only in {folder}: {reason}"
-            self._events.put(Event({"step": step, "failed": reason}, sentence))
-        return reason is None
+        return self._attempt(act, {"step": step}, f"step {step:,} is not in the mirror, only in {folder}")
 
     def _send_files(self, sent: Upload | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
         with self._change:
             self._files = False  # those that change from now on are offered once more
 
-        def attempt() -> None:
-            self._begin()
+        def act() -> None:
             if sent is not None:
                 remove_superseded(self._remote, sent.folder.name, self._rules)
             self._put(self._folder.metrics, self._folder.ending)
 
-        reason = self._failure_of(attempt)
-        if reason is not None:
-            self._events.put(Event({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
+        self._attempt(act, {}, "the run's log is not in the mirror")
 
-    def _failure_of(self, attempt: Callable[[], None]) -> str | None:
-        """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""
-        reason = None
+    def _attempt(self, act: Callable[[], None], facts: dict[str, Any], failure: str) -> bool:
+        """Whether one of several attempts succeeded; else the `failure` is reported. A newer checkpoint ends them: it
+        takes this one's place."""
+        reason = ""
         for pause in PAUSES:
             with self._change:
                 is_passed_over = self._change.wait_for(lambda: self._waiting is not None, pause)
-            if is_passed_over and reason is not None:
+            if is_passed_over and reason:
                 break
             try:
-                attempt()
+                self._begin()
+                act()
             except TakenOverError as error:
-                self._taken = error
-                return str(error)
+                self._taken, reason = error, str(error)
+                break
             except Exception as error:
                 reason = str(error) if isinstance(error, UserError) else repr(error)
             else:
-                return None
-        return reason
+                return True
+        self._events.put(Event({**facts, "failed": reason}, f"{failure}: {reason}"))
+        return False
 
     def _begin(self) -> None:
         """Also whenever something is sent later: another session may have begun since, or somebody emptied the

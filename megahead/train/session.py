@@ -147,7 +147,7 @@ class Session:
         """The banner's line."""
         if self.copies is None:
             return []
-        nodes = self.copies.peers.count()
+        nodes = len(set(self.copies.peers.nodes))
         alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
         every = counted(self.plan.config.training.replicate_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
