@@ -295,7 +295,7 @@ class Replicas:
 
     def __init__(self, memory: NodeMemory, mark: str, world_group: Group) -> None:
         memory.remove()
-        self._memory, self._mark, self._slot = memory, mark, memory.slot(mark, world_group.rank)
+        self._memory, self._mark, self._disk = memory, mark, Disk(memory.slot(mark, world_group.rank))
         self._world_group, self._group = world_group, world_group.side_channel()
         self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None
@@ -315,9 +315,9 @@ class Replicas:
             raise CheckpointError(first.partition("\n")[0])  # without the stacks that torch appends
         if not busy and pending is not None:
             complete = pending.result()
-            for name in Disk(self._slot).names():
+            for name in self._disk.names():
                 if complete is not None and name != complete:
-                    shutil.rmtree(self._slot / name)
+                    self._disk.remove(name)
         return not busy
 
     def begin(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
@@ -333,7 +333,7 @@ class Replicas:
         if self._pending is not None:
             with suppress(TimeoutError):
                 self._pending.exception(timeout)
-        shutil.rmtree(self._slot, ignore_errors=True)
+        shutil.rmtree(self._disk.root, ignore_errors=True)
 
     def close(self, timeout: float = FORGET_SECONDS) -> None:
         """Leaves nothing of this session in this node's memory."""
@@ -342,7 +342,7 @@ class Replicas:
 
     def _keep(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> str | None:
         """Its name, or None if it was not to be kept any more."""
-        group, folder = self._group, Disk(self._slot).partial(header.name)
+        group, folder = self._group, self._disk.partial(header.name)
         try:
             run_on_all_ranks(group, lambda: self._prepare(folder, snapshot, check))
             entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
@@ -351,7 +351,7 @@ class Replicas:
             self._exchange(folder, files, ends)
             alike.manifest(snapshot.entries, files).write(folder)
             if not ends.is_set():
-                folder.rename(self._slot / header.name)
+                self._disk.publish(header.name)
         except Exception:
             if not ends.is_set():
                 raise
@@ -361,7 +361,7 @@ class Replicas:
         check()
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
-        first = not Disk(self._slot).names()
+        first = not self._disk.names()
         here = self.peers.on(self.peers.nodes[self._group.rank])
         kept = [*here, *(other for rank in here for other in self.peers.served_by(rank))]
         self._memory.require_room((2 if first else 1) * sum(snapshot.bytes_of[rank] for rank in kept))

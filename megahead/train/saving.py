@@ -71,8 +71,8 @@ class Lease:
 
 class Checkpointer:
     """Puts the state of the complete run into its places: the run's folder, the memory of nodes every
-    `training.replicate_every` steps, and the remote store after each save. Every method but `replica_due` and `events`
-    is collective.
+    `training.replicate_every` steps, and the remote store after each save. Every method but `due` and `events` is
+    collective.
 
     In the background, training waits only while weights are copied; a second save waits for the first. If a background
     save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica waits
