@@ -21,13 +21,13 @@ from megahead import cwt_loss
 from megahead.distributed.group import Group
 from megahead.errors import FieldError
 from megahead.integrations.transformers import Headless
-from support.headless_models import ENCODERS, IDS, MODELS, made, our_batch, rows_of, trained
+from support.headless_models import ENCODERS, IDS, MODELS, build, our_batch, rows_of, trained
 from support.on_ranks import on_ranks
 
 
 def stepped_by_hand(name: str, micro: int) -> dict[str, Tensor]:
     """Weights after the same steps, each the mean over the targets of four rows, candidates from `micro` of them."""
-    model, rows = made(name), rows_of(name, rows=8)
+    model, rows = build(name), rows_of(name, rows=8)
     body = model.base_model.train()
     for step in (0, 4):
         targets = our_batch(name, {key: value[step : step + 4] for key, value in rows.items()}).target_ids_N.numel()
@@ -54,7 +54,7 @@ def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_accumulates_by_the_targets_of_the_whole_step(tmp_path: Path, name: str) -> None:
-    headless = Headless(made(name))
+    headless = Headless(build(name))
     trained(tmp_path, headless, name)
     assert_same(headless.state_dict(), stepped_by_hand(name, 1))
 
@@ -62,7 +62,7 @@ def test_trainer_accumulates_by_the_targets_of_the_whole_step(tmp_path: Path, na
 @pytest.mark.parametrize("asked", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
 def test_blocks_are_recomputed_where_trainer_is_asked_for_it(tmp_path: Path, asked: str) -> None:
     """By the name that this version of transformers calls, or the one that others do."""
-    headless, calls = Headless(made("llama")), []
+    headless, calls = Headless(build("llama")), []
     getattr(headless, asked)()
     headless.body.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     trained(tmp_path, headless, "llama")
@@ -73,7 +73,7 @@ def test_blocks_are_recomputed_where_trainer_is_asked_for_it(tmp_path: Path, ask
 def rank_trains(group: Group, folder: Path, share: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
     ranks = {"RANK": group.rank, "LOCAL_RANK": group.rank, "WORLD_SIZE": group.size, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in ranks.items()})  # from it accelerate knows of them
-    headless = Headless(made("llama"), share_candidates=share)
+    headless = Headless(build("llama"), share_candidates=share)
     trainer = trained(folder, headless, "llama", gradient_accumulation_steps=2, **settings)
     assert trainer.accelerator.num_processes == group.size
     state: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -106,10 +106,10 @@ def test_deepspeed_under_accelerate_trains_the_same(tmp_path: Path, zero: int) -
 
 
 def test_counts_are_in_the_checkpoints_of_trainer(tmp_path: Path) -> None:
-    headless = Headless(made("llama"))
+    headless = Headless(build("llama"))
     trainer = trained(tmp_path, headless, "llama")
     trainer.save_model(str(tmp_path / "saved"))
-    again = Headless(made("llama"))
+    again = Headless(build("llama"))
     trainer = Trainer(again, TrainingArguments(str(tmp_path / "next"), use_cpu=True, report_to=[]))
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert again.target_counts.sum() > 0
@@ -118,10 +118,10 @@ def test_counts_are_in_the_checkpoints_of_trainer(tmp_path: Path) -> None:
 
 def test_noise_on_inputs_leaves_candidates_without_it(tmp_path: Path) -> None:
     """NEFTune's, of which so little that its steps are those without, were candidates not [U, D] to its hook."""
-    headless = Headless(made("llama"))
+    headless = Headless(build("llama"))
     trained(tmp_path, headless, "llama", neftune_noise_alpha=1e-9)
     assert_same(headless.state_dict(), stepped_by_hand("llama", 1))
-    loud, rows = Headless(made("llama")).train(), rows_of("llama")
+    loud, rows = Headless(build("llama")).train(), rows_of("llama")
     loud.body.get_input_embeddings().neftune_noise_alpha = 100.0
     loud.body.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
     with torch.no_grad():
@@ -134,14 +134,14 @@ def test_noise_on_inputs_leaves_candidates_without_it(tmp_path: Path) -> None:
 def test_what_needs_logits_is_refused_in_a_sentence(tmp_path: Path) -> None:
     sentence = "`labels` must be given, but is missing; there are no logits: leave label_smoothing_factor at 0"
     with pytest.raises(FieldError, match=sentence):
-        trained(tmp_path, Headless(made("llama")), "llama", label_smoothing_factor=0.1)
-    trainer = trained(tmp_path, Headless(made("llama")), "llama")
+        trained(tmp_path, Headless(build("llama")), "llama", label_smoothing_factor=0.1)
+    trainer = trained(tmp_path, Headless(build("llama")), "llama")
     with pytest.raises(FieldError, match=sentence):
         trainer.predict([{"input_ids": row} for row in rows_of("llama")["input_ids"]])
 
 
 def test_a_table_resized_after_wrapping_has_counts_of_its_new_ids(tmp_path: Path) -> None:
-    model = made("llama")
+    model = build("llama")
     headless = Headless(model)
     model.resize_token_embeddings(IDS + 4, mean_resizing=False)
     rows = rows_of("llama")
@@ -156,7 +156,7 @@ def test_a_table_resized_after_wrapping_has_counts_of_its_new_ids(tmp_path: Path
 def test_counts_of_a_resized_table_are_loaded_into_one_that_was_resized_too() -> None:
     states = []
     for seed in (0, 1):
-        model = made("llama")
+        model = build("llama")
         headless = Headless(model)
         model.resize_token_embeddings(IDS + 4, mean_resizing=False)
         if states:
@@ -179,7 +179,7 @@ def test_counts_of_a_resized_table_are_loaded_into_one_that_was_resized_too() ->
     ids=["low rank", "some rows", "whole"],
 )
 def test_the_table_may_have_an_adapter_too(tmp_path: Path, adapted: dict[str, Any]) -> None:
-    model = get_peft_model(Headless(made("llama")), LoraConfig(**adapted))
+    model = get_peft_model(Headless(build("llama")), LoraConfig(**adapted))
     model(**rows_of("llama"))["loss"].backward()
     with pytest.raises(FieldError, match="`model` must be without adapters"):
         model.base_model.model.save(tmp_path / "adapted", "tied")
@@ -187,14 +187,14 @@ def test_the_table_may_have_an_adapter_too(tmp_path: Path, adapted: dict[str, An
 
 
 def test_adapters_of_peft_train_and_are_merged_before_saving(tmp_path: Path) -> None:
-    adapted = get_peft_model(Headless(made("llama")), LoraConfig("CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
-    before = {name: weight.clone() for name, weight in made("llama").base_model.state_dict().items()}
+    adapted = get_peft_model(Headless(build("llama")), LoraConfig("CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    before = {name: weight.clone() for name, weight in build("llama").base_model.state_dict().items()}
     trained(tmp_path, adapted, "llama")
     headless = adapted.base_model.model
     with pytest.raises(FieldError, match=r"`model` must be without adapters, .* call its merge_and_unload\(\) first"):
         headless.save(tmp_path / "adapted", "tied")
     with pytest.raises(FieldError, match="wrap the plain model by Headless, and that by get_peft_model"):
-        Headless(get_peft_model(made("llama"), LoraConfig("CAUSAL_LM", target_modules=["q_proj"])))
+        Headless(get_peft_model(build("llama"), LoraConfig("CAUSAL_LM", target_modules=["q_proj"])))
     adapted.merge_and_unload().save(tmp_path / "merged", "tied")
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.state_dict()
     moved = {name for name, weight in before.items() if not torch.equal(merged[name], weight)}

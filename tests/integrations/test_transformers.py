@@ -37,7 +37,7 @@ from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
-from support.headless_models import ENCODERS, IDS, MODELS, SHAPE, made, our_batch, rows_of, tokenizer, trained
+from support.headless_models import ENCODERS, IDS, MODELS, SHAPE, build, our_batch, rows_of, tokenizer, trained
 
 SMALL = {
     "vocab_size": IDS,
@@ -55,7 +55,7 @@ JOINED = [("query", "key", "value"), ("gate", "up")]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_our_own_pretraining(tmp_path: Path, name: str) -> None:
-    model, rows = made(name), rows_of(name)
+    model, rows = build(name), rows_of(name)
     headless = Headless(model).train()
     headless.body.save_pretrained(tmp_path / "body")
     if name in ENCODERS:
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_our_own_pretraining(tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_saved_head_predicts_what_evaluation_said(tmp_path: Path, name: str) -> None:
-    headless = Headless(made(name))
+    headless = Headless(build(name))
     trainer = trained(tmp_path, headless, name, per_device_eval_batch_size=8)
     told = trainer.evaluate()["eval_loss"]
     headless.save(tmp_path / "out", "pmi", tokenizer(tmp_path))
@@ -150,7 +150,7 @@ def test_a_head_that_would_say_something_else_is_refused(tmp_path: Path, model: 
 
 
 def test_a_batch_without_targets_has_no_share_in_the_held_out_loss() -> None:
-    headless, rows = Headless(made("bert")), rows_of("bert")
+    headless, rows = Headless(build("bert")), rows_of("bert")
     nowhere = {**rows, "labels": torch.full_like(rows["labels"], -100)}
     assert headless.train()(**nowhere)["loss"] == 0
     assert headless.eval()(**nowhere)["loss"].isnan()
@@ -191,7 +191,7 @@ def test_what_is_no_run_of_ours_without_more_goes_out_as_it_is_without_a_head(tm
 
 def test_a_head_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`head` must be one of none, tied, pmi, but is trained instead"):
-        Headless(made("llama")).save(tmp_path / "out", "trained")
+        Headless(build("llama")).save(tmp_path / "out", "trained")
 
 
 def test_each_candidate_gets_a_gradient_that_of_padding_too(tmp_path: Path) -> None:
