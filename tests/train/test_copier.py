@@ -18,12 +18,12 @@ from megahead.checkpoints.format import Snapshot
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
+from megahead.engine.engine import Engine
 from megahead.errors import UserError
 from megahead.report.read import events_of, read_metrics, read_runs
 from megahead.train import loop
 from megahead.train import run as setup
 from megahead.train import saving as copier
-from megahead.train.faults import Health
 from megahead.train.loop import Training
 from megahead.train.progress import Progress
 from megahead.train.run import pretrain
@@ -234,14 +234,13 @@ def steps_with_compared_replicas(group: Group, config: RunConfig, folder: Path) 
     give_memory(folder, group.rank)
     waiting_for_copies()
     compared: list[int] = []
-    due = Health.due
+    replicated = Engine.replicated
 
-    def noted(health: Health, step: int, saves: bool) -> bool:
-        answer = due(health, step, saves)
-        compared.extend([step] if answer else [])
-        return answer
+    def noted(engine: Engine) -> Any:
+        compared.append(engine.optimizer_steps)
+        return replicated(engine)
 
-    Health.due = noted  # type: ignore[method-assign]
+    Engine.replicated = noted  # type: ignore[method-assign]
     pretrain(config, Launch())
     return compared
 
