@@ -68,9 +68,9 @@ def at_least(least: float, **options: float | None) -> None:
             raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=value)
 
 
-def print_error(sentence: str) -> None:
+def print_error(message: str) -> None:
     """Prints what went wrong to stderr."""
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def run_command(

@@ -189,7 +189,7 @@ class Resumed:
     problems: list[str]
     """A sentence for each newer one that cannot be used, or file of one."""
 
-    sentence: str = ""
+    message: str = ""
     """What it was, for the banner."""
 
     details: dict[str, Any] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Resumed:
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
-        found = [] if self.checkpoint is None else [self.sentence]
+        found = [] if self.checkpoint is None else [self.message]
         return [("in memory" if self.place == "memory" else self.place, each) for each in [*self.problems, *found]]
 
     def facts(self) -> dict[str, Any]:

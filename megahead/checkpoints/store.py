@@ -221,7 +221,7 @@ class Event:
     facts: dict[str, Any]
     """For the log."""
 
-    sentence: str | None = None
+    message: str | None = None
     """For the console, if something is wrong."""
 
     record: str = "mirror"

@@ -94,18 +94,18 @@ def described(config: RunConfig, world_size: int) -> str:
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
-def report_once(sentence: str) -> None:
+def report_once(message: str) -> None:
     """Prints the error, on only one of the ranks that have it; torchrun repeats it as the last thing that it says."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
-        print_error(sentence)  # alone, without waiting for torch
+        print_error(message)  # alone, without waiting for torch
         return
     from megahead.distributed.launch import print_error_once, read_launch
 
     try:
         launch = read_launch(os.environ)
     except UserError:
-        print_error(sentence)
+        print_error(message)
     else:
-        print_error_once(launch, sentence)
+        print_error_once(launch, message)

@@ -26,11 +26,11 @@ from megahead.remote_files import local_file
 def main() -> None:
     arguments = parse()
     kind = arguments.type if arguments.extend is None else "extended"
-    made = opened_tokenizer(arguments.extend) if arguments.input is None else trained(arguments)
+    tokenizer = opened_tokenizer(arguments.extend) if arguments.input is None else trained(arguments)
     if arguments.input is None or arguments.encoder:
-        add_encoder_tokens(made)
-    save_tokenizer(made, arguments.output)
-    print(f"{arguments.output}: {kind} with {made.get_vocab_size()} ids")
+        add_encoder_tokens(tokenizer)
+    save_tokenizer(tokenizer, arguments.output)
+    print(f"{arguments.output}: {kind} with {tokenizer.get_vocab_size()} ids")
 
 
 def parse() -> argparse.Namespace:

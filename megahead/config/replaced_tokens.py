@@ -104,12 +104,12 @@ class ReplacedTokensConfig(AuxiliarySettings):
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The loss of a token; the share of tokens that were replaced; of these, the share that was found; of the
         others, the share that was kept. 0 where there is nothing to have a share of."""
-        judged, replaced = sums["judged"], sums["replaced"]
+        classified, replaced = sums["classified"], sums["replaced"]
         return {
-            "loss": sums["loss"] / max(judged, 1),
-            "replaced": replaced / max(judged, 1),
+            "loss": sums["loss"] / max(classified, 1),
+            "replaced": replaced / max(classified, 1),
             "found": sums["found"] / max(replaced, 1),
-            "kept": sums["kept"] / max(judged - replaced, 1),
+            "kept": sums["kept"] / max(classified - replaced, 1),
         }
 
     def logged(self, means: Mapping[str, float]) -> dict[str, float]:

@@ -52,11 +52,11 @@ def tokenizer_json(path: Path) -> Tokenizer:
     DataError for a model whose ids are others on PROBES: of words, with spaces behind them, or with letters folded.
     """
     content = path.read_bytes()
-    made, proto = from_sentencepiece(content), _parsed(content)
+    tokenizer, proto = from_sentencepiece(content), _parsed(content)
     library = sentencepiece.SentencePieceProcessor(model_proto=content)
     probes = [*PROBES, *(f"a{piece}b {piece} c" for piece in _pieces_of(proto, _USER_DEFINED))]
     own: list[list[int]] = library.encode(probes)
-    theirs = [encoding.ids for encoding in made.encode_batch(probes, add_special_tokens=False)]
+    theirs = [encoding.ids for encoding in tokenizer.encode_batch(probes, add_special_tokens=False)]
     pairs = zip(probes, own, theirs, strict=True)
     different = next((probe for probe, *both in pairs if both[0] != both[1] and not _as_likely(proto, *both)), None)
     if different is not None:
@@ -65,7 +65,7 @@ def tokenizer_json(path: Path) -> Tokenizer:
             f"{different[:40]!r}; use a model of `model_type` unigram or bpe, whose `normalization_rule_name` is "
             "identity, nfkc or nmt_nfkc, without `treat_whitespace_as_suffix`."
         )
-    return made
+    return tokenizer
 
 
 def from_sentencepiece(content: bytes) -> Tokenizer:
@@ -74,17 +74,17 @@ def from_sentencepiece(content: bytes) -> Tokenizer:
     spec = proto.trainer_spec
     if spec.model_type == _UNIGRAM:
         pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-        made = Tokenizer(models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
+        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
     else:
-        made = Tokenizer(_bpe(proto))
-    made.normalizer = normalizers.Sequence(list(_normalizers(proto.normalizer_spec)))
-    made.pre_tokenizer = pre_tokenizers.Sequence(list(_pre_tokenizers(proto)))
+        tokenizer = Tokenizer(_bpe(proto))
+    tokenizer.normalizer = normalizers.Sequence(list(_normalizers(proto.normalizer_spec)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(_pre_tokenizers(proto)))
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     parts += [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
-    made.decoder = decoders.Sequence(parts)
+    tokenizer.decoder = decoders.Sequence(parts)
     control = _pieces_of(proto, _CONTROL)
-    made.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
-    return made
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
+    return tokenizer
 
 
 def _parsed(content: bytes) -> Any:

@@ -66,11 +66,11 @@ class TokenSubsets:
     @staticmethod
     def of(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
         """As the settings ask for; held-out rows, which have no `text` by which tokens are important, drop none."""
-        masking, asked = framing.masking, framing.masking.dropping
-        if text is None or asked is None:
+        masking, settings = framing.masking, framing.masking.dropping
+        if text is None or settings is None:
             return TokenSubsets(masking.mask_token, masking.masks_from(model))
-        importance = STRATEGIES[asked.by](masking, replace(text, setting="masking.dropping.by"))
-        dropping = TokenDropping(framing, asked.layers(model), asked.keep_share, importance)
+        importance = STRATEGIES[settings.by](masking, replace(text, setting="masking.dropping.by"))
+        dropping = TokenDropping(framing, settings.layers(model), settings.keep_share, importance)
         return TokenSubsets(masking.mask_token, masking.masks_from(model), dropping)
 
     def select(

@@ -173,15 +173,15 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     return fast if exact else reference
 
 
-def tokenizer_mark(path: str | Path) -> str:
+def tokenizer_fingerprint(path: str | Path) -> str:
     """What a run's checkpoints hold of its tokenizer, equal for files that cut texts alike."""
     return f"vocabulary {Tokenizer(local_file(str(path))).identity().vocabulary}"
 
 
-def has_mark(path: str | Path, mark: str) -> bool:
+def has_fingerprint(path: str | Path, fingerprint: str) -> bool:
     """Whether the tokenizer in `path` has it; earlier versions took the SHA-256 of the file."""
     file = Path(local_file(str(path)))
-    return mark == hashlib.sha256(file.read_bytes()).hexdigest() or mark == tokenizer_mark(file)
+    return fingerprint == hashlib.sha256(file.read_bytes()).hexdigest() or fingerprint == tokenizer_fingerprint(file)
 
 
 def keep_tokenizer(source: Path, run: RunFolder) -> None:

@@ -197,31 +197,31 @@ def _until_someone_listens(launch: Launch, seconds: float) -> None:
             return
 
 
-PATIENCE_SECONDS = 5.0
+REPORT_SECONDS = 5.0
 """How long a rank tries to reach the store before it prints anyway: better twice than never."""
 
 
-def print_error_once(launch: Launch, sentence: str) -> None:
-    """Prints `sentence` unless another rank of `launch` has printed the same. Ranks call it when they fail, connected
+def print_error_once(launch: Launch, message: str) -> None:
+    """Prints `message` unless another rank of `launch` has printed the same. Ranks call it when they fail, connected
     or not, from any thread, and end afterwards."""
     if launch.world_size == 1:
-        return print_error(sentence)
+        return print_error(message)
     try:
-        store, first = with_timeout(PATIENCE_SECONDS, lambda: _claim(launch, sentence))
+        store, first = with_timeout(REPORT_SECONDS, lambda: _claim(launch, message))
     except (RuntimeError, OSError, ValueError):
-        return print_error(sentence)
+        return print_error(message)
     if first:
-        print_error(sentence)
+        print_error(message)
     if launch.rank == 0:  # its process may be the one that serves the store
         with suppress(RuntimeError, TimeoutError):
-            with_timeout(PATIENCE_SECONDS, lambda: _wait_until_all_reported(store, launch.world_size))
+            with_timeout(REPORT_SECONDS, lambda: _wait_until_all_reported(store, launch.world_size))
 
 
-def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
-    """The store, and whether this rank is the first to claim `sentence` there."""
+def _claim(launch: Launch, message: str) -> tuple[Store, bool]:
+    """The store, and whether this rank is the first to claim `message` there."""
     # over a new connection: an existing one may still wait for an answer
-    store = open_store(launch, 0 if dist.is_initialized() else PATIENCE_SECONDS)
-    first = store.add(f"megahead/printed/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
+    store = open_store(launch, 0 if dist.is_initialized() else REPORT_SECONDS)
+    first = store.add(f"megahead/printed/{hashlib.sha256(message.encode()).hexdigest()}", 1) == 1
     store.add("megahead/reported", 1)
     return store, first
 

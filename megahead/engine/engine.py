@@ -68,11 +68,11 @@ def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tens
     Parameters that carry `model_parallel = True` are slices whose squares add up; others are copies.
     """
     slices: list[Tensor] = []
-    copies: list[Tensor] = []
+    replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            (slices if getattr(parameter, "model_parallel", False) else copies).append(parameter.grad)
-    counted = slices + copies if tensor_group.rank == 0 else slices
+            (slices if getattr(parameter, "model_parallel", False) else replicated).append(parameter.grad)
+    counted = slices + replicated if tensor_group.rank == 0 else slices
     squared = get_total_norm(counted).square() if counted else torch.zeros(())
     return tensor_group.all_reduce_(squared).sqrt()
 

@@ -144,15 +144,19 @@ class ValidationSet:
 # The held-out text of a trained model, cut as its run cut it.
 
 
-def open_held_out(config: RunConfig, dataset: str | None = None, mark: str | None = None) -> Samples:
+def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: str | None = None) -> Samples:
     """Rows of the run's validation dataset, or of `dataset`, a prefix. FieldError where neither is named, or where it
-    is known to be cut by another tokenizer than that with the `mark` (`TrainedModel.tokenizer_mark`)."""
+    is known to be cut by another tokenizer than that with the `fingerprint` (`TrainedModel.tokenizer_fingerprint`)."""
     prefix = dataset or config.data.validation
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
     text = IndexedDataset(prefix)
     cut_by = text.cut_by()
-    if cut_by is not None and mark is not None and mark not in (cut_by.sha256, f"vocabulary {cut_by.vocabulary}"):
+    if (
+        cut_by is not None
+        and fingerprint is not None
+        and fingerprint not in (cut_by.sha256, f"vocabulary {cut_by.vocabulary}")
+    ):
         rule = "be cut by the tokenizer that the model was trained with"
         raise FieldError("dataset", rule, got=f"{prefix}, cut by {cut_by}")
     require_end_tokens(config.data, text)
@@ -179,8 +183,8 @@ def evaluate_on_each(
     """The same for several datasets, one language each for example, with the weights read once."""
     model = TrainedModel.open(Path(checkpoint))
     require_head(head, model)
-    mark = model.tokenizer_mark()
-    opened = [open_held_out(model.config, None if prefix is None else str(prefix), mark) for prefix in datasets]
+    fingerprint = model.tokenizer_fingerprint()
+    opened = [open_held_out(model.config, None if prefix is None else str(prefix), fingerprint) for prefix in datasets]
     pretraining = model.load()
     bias_V = model.training_free_bias() if head == "pmi" else None
 

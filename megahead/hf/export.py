@@ -20,7 +20,7 @@ from torch import Tensor
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.checkpoints.store import without_digits
 from megahead.config.objective import HeadName, ObjectiveConfig
-from megahead.data.tokenizer import has_mark, tokenizer_mark
+from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
 from megahead.files import atomic_folder, sha256_of
 from megahead.hf.families import Family
@@ -96,10 +96,10 @@ def export(
 def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
     """By what the tokenizer that was written is known; CheckpointError where the run's file is no longer the one that
     it was trained with."""
-    mark, source, written = model.tokenizer_mark(), model.tokenizer(), folder / "tokenizer.json"
-    if mark is not None and source is not None and not has_mark(source, mark):
+    fingerprint, source, written = model.tokenizer_fingerprint(), model.tokenizer(), folder / "tokenizer.json"
+    if fingerprint is not None and source is not None and not has_fingerprint(source, fingerprint):
         raise CheckpointError(f"`{source}` must be the tokenizer of the run, but is another one; put that back.")
-    return {"tokenizer": tokenizer_mark(written)} if written.is_file() else {}
+    return {"tokenizer": tokenizer_fingerprint(written)} if written.is_file() else {}
 
 
 def fingerprint(model: TrainedModel) -> str:

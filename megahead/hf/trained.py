@@ -152,10 +152,11 @@ class TrainedModel:
         places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
         return next((path for path in places if path.is_file()), None)
 
-    def tokenizer_mark(self) -> str | None:
-        """By which the run's tokenizer is known again (`data.tokenizer.has_mark`); None where it was not noted."""
-        mark: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
-        return mark
+    def tokenizer_fingerprint(self) -> str | None:
+        """By which the run's tokenizer is known again (`data.tokenizer.has_fingerprint`); None where it was not
+        noted."""
+        fingerprint: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
+        return fingerprint
 
     def run_folder(self) -> RunFolder:
         """The folder of the run that was trained."""
@@ -191,15 +192,15 @@ def last_evaluation(model: TrainedModel) -> str | None:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
     except OSError:
         return None
-    sentence = None
+    summary = None
     for line in lines:
         try:
             record = json.loads(line)
             if _is_checkpoints_own(record["step"], record["validation"].get("loss"), model.checkpoint):
-                sentence = _sentence(record["step"], record["validation"], model.config.objective.auxiliary())
+                summary = _summary(record["step"], record["validation"], model.config.objective.auxiliary())
         except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
             continue
-    return sentence
+    return summary
 
 
 def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
@@ -210,7 +211,7 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
     return last is not None and (step, loss) == (last["step"], last["loss"])
 
 
-def _sentence(step: int, found: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
+def _summary(step: int, found: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
     if auxiliary is not None and (means := found.get(auxiliary.metric)):
         whose = auxiliary.whose_targets

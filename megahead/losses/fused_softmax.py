@@ -40,7 +40,7 @@ class RowSums(NamedTuple):
     rivals: Tensor
     """Largest biased score of the other candidates."""
 
-    def beside(self, other: RowSums) -> RowSums:
+    def combine(self, other: RowSums) -> RowSums:
         """Those over the candidates of both, each of which has the target or zeros in its place."""
         lse, rivals = torch.logaddexp(self.lse, other.lse), torch.maximum(self.rivals, other.rivals)
         return RowSums(lse, self.target + other.target, self.biased + other.biased, rivals)

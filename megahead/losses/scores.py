@@ -46,7 +46,7 @@ class Score(ABC):
         return None
 
     @abstractmethod
-    def written_out(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
+    def reference(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         """[N, U]: the scores by their definition, for a fixed temperature; the reference."""
 
 
@@ -60,7 +60,7 @@ class Cosine(Score):
     def rows(self, rows_UD: Tensor) -> Tensor:
         return F.normalize(rows_UD, dim=-1)
 
-    def written_out(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
+    def reference(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         return F.cosine_similarity(outputs_ND[:, None], rows_UD, dim=-1) * self.scale
 
 
@@ -68,7 +68,7 @@ class Cosine(Score):
 class Dot(Score):
     """`h . e / T`."""
 
-    def written_out(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
+    def reference(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         return outputs_ND @ rows_UD.T * self.scale
 
 
@@ -116,7 +116,7 @@ class Harmonic(Score):
         products_nw.log_()
         return slopes_nw
 
-    def written_out(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
+    def reference(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         squares_NU = (outputs_ND[:, None] - rows_UD).square().sum(dim=-1)
         return squares_NU.clamp_min(LEAST_SQUARE).log() * self.scale
 

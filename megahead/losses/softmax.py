@@ -30,7 +30,7 @@ def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Ca
     the temperature); b is `bias_U`, b' is `target_bias_U`, or b if that is None. Holds N x U scores.
     """
     target_N1 = candidates.target_N[:, None]
-    scores_NU = score.written_out(outputs_ND, rows_UD)
+    scores_NU = score.reference(outputs_ND, rows_UD)
     target_scores_N1 = scores_NU.gather(1, target_N1)
     biased_NU = scores_NU if candidates.bias_U is None else scores_NU + candidates.bias_U
     if candidates.target_bias_U is not None:
@@ -212,4 +212,4 @@ def streamed_sums(
             yield softmax_sums(outputs_NE, rows_bE, among, score, Group())
             first += len(rows_bD)
 
-    return EvaluationSums.of(reduce(RowSums.beside, of_blocks()), vocabulary)
+    return EvaluationSums.of(reduce(RowSums.combine, of_blocks()), vocabulary)

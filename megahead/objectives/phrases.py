@@ -34,9 +34,9 @@ class Phrases(Auxiliary):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        asked = config.objective.phrases
-        assert asked is not None
-        self._temperature = asked.temperature or config.model.hidden_size**0.5
+        settings = config.objective.phrases
+        assert settings is not None
+        self._temperature = settings.temperature or config.model.hidden_size**0.5
 
     @classmethod
     def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
@@ -107,7 +107,7 @@ class MaskedPhrases(NamedTuple):
 class SharedPhrases:
     """Rows cut into phrases that other rows of their group have, and what is between them."""
 
-    asked: PhrasesConfig
+    settings: PhrasesConfig
     maskable_BT: Array
 
     numbers_LM: Sequence[Array]
@@ -120,53 +120,53 @@ class SharedPhrases:
     """int64: how many tokens each has."""
 
     @staticmethod
-    def of(rows: FramedRows, asked: PhrasesConfig) -> SharedPhrases:
+    def of(rows: FramedRows, settings: PhrasesConfig) -> SharedPhrases:
         """From left to right, the longest first. The first row begins a group."""
-        numbers_LM = _numbered(rows, asked)
+        numbers_LM = _numbered(rows, settings)
         length_M = np.sum([number_M >= 0 for number_M in numbers_LM], axis=0)
         first, end = [], 0
-        for place in np.flatnonzero(length_M >= asked.shortest).tolist():
+        for place in np.flatnonzero(length_M >= settings.shortest).tolist():
             if place >= end:
                 first.append(place)
                 end = place + int(length_M[place])
         first_S = np.array(first, np.int64)
-        return SharedPhrases(asked, rows.maskable_BT, numbers_LM, first_S, length_M[first_S])
+        return SharedPhrases(settings, rows.maskable_BT, numbers_LM, first_S, length_M[first_S])
 
-    def beside(self, strategy: Strategy) -> Strategy:
+    def with_phrases(self, strategy: Strategy) -> Strategy:
         """A strategy by which the phrases are units, and `strategy` cuts and weighs what is between them."""
         inside_M = np.zeros(self.maskable_BT.size, bool)
-        for offset in range(self.asked.longest):
+        for offset in range(self.settings.longest):
             inside_M[self.first_S[self.length_S > offset] + offset] = True
         inside_BT = inside_M.reshape(self.maskable_BT.shape)
-        return _WithPhrases(strategy, self.maskable_BT, inside_BT, self.first_S, self.length_S, self.asked.share)
+        return _WithPhrases(strategy, self.maskable_BT, inside_BT, self.first_S, self.length_S, self.settings.share)
 
     def masked(self, chosen_BT: Array) -> tuple[MaskedPhrases, ...]:
         """For each group, the phrases whose tokens are chosen (bool), and where they are found unmasked."""
         chosen_M, free_M = chosen_BT.reshape(-1), (self.maskable_BT & ~chosen_BT).reshape(-1)
-        length, asked_P, found_P = chosen_BT.shape[1], *self._pairs(chosen_M)
-        size, groups = self.asked.group_samples * length, []
+        length, query_P, found_P = chosen_BT.shape[1], *self._pairs(chosen_M)
+        size, groups = self.settings.group_samples * length, []
         for begin in range(0, len(chosen_M), size):
-            here_P = asked_P // size == begin // size
-            asked_Q = np.unique(asked_P[here_P])
+            here_P = query_P // size == begin // size
+            query_Q = np.unique(query_P[here_P])
             candidates_K = begin + np.flatnonzero(free_M[begin : begin + size])
-            right_QR = _table(np.searchsorted(asked_Q, asked_P[here_P]), np.searchsorted(candidates_K, found_P[here_P]))
-            asked, candidates, right = (torch.from_numpy(places) for places in (asked_Q, candidates_K, right_QR))
-            groups.append(MaskedPhrases(asked, candidates, right, length))
+            right_QR = _table(np.searchsorted(query_Q, query_P[here_P]), np.searchsorted(candidates_K, found_P[here_P]))
+            ends, candidates, right = (torch.from_numpy(places) for places in (query_Q, candidates_K, right_QR))
+            groups.append(MaskedPhrases(ends, candidates, right, length))
         return tuple(groups)
 
     def _pairs(self, chosen_M: Array) -> tuple[Array, Array]:
         """int64 [P] twice: the first token of a chosen phrase and of the same one in another row, if that token is not
         chosen; and the last ones."""
-        asked, found, length = [], [], self.maskable_BT.shape[1]
+        query, found, length = [], [], self.maskable_BT.shape[1]
         for size, number_M in enumerate(self.numbers_LM, 1):
             first_S = self.first_S[(self.length_S == size) & chosen_M[self.first_S]]
             mine_P, other_P = _equal(first_S, number_M)
             elsewhere_P = mine_P // length != other_P // length
             for end in (0, size - 1):
-                asked.append(mine_P[elsewhere_P] + end)
+                query.append(mine_P[elsewhere_P] + end)
                 found.append(other_P[elsewhere_P] + end)
-        asked_P, found_P = np.concatenate(asked), np.concatenate(found)
-        return asked_P[~chosen_M[found_P]], found_P[~chosen_M[found_P]]
+        query_P, found_P = np.concatenate(query), np.concatenate(found)
+        return query_P[~chosen_M[found_P]], found_P[~chosen_M[found_P]]
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ class PhraseCollator(RowCollator):
     the group."""
 
     inner: MaskingCollator
-    asked: PhrasesConfig
+    settings: PhrasesConfig
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         rows = self.inner.framing.rows(text, document_starts)
-        shared = SharedPhrases.of(rows, self.asked)
-        batch = self.inner.masked(rows, text, sample_indices, shared.beside)
+        shared = SharedPhrases.of(rows, self.settings)
+        batch = self.inner.masked(rows, text, sample_indices, shared.with_phrases)
         chosen_BT = np.zeros(rows.tokens_BT.shape, bool)
         chosen_BT.reshape(-1)[batch.target_index_N.numpy()] = True
         return replace(batch, auxiliary=shared.masked(chosen_BT))
@@ -214,14 +214,14 @@ class _WithPhrases(Strategy):
         return weights_BT
 
 
-def _numbered(rows: FramedRows, asked: PhrasesConfig) -> list[Array]:
+def _numbered(rows: FramedRows, settings: PhrasesConfig) -> list[Array]:
     """int64 [M] for each length, as `SharedPhrases.numbers_LM`: phrases of one token more are found among those that
     begin with a phrase that rows share."""
     count, length = rows.tokens_BT.shape
     token_M = np.where(rows.maskable_BT, rows.tokens_BT, -1).reshape(-1)
     closed_M, base, numbers = rows.ends_BT.reshape(-1), int(token_M.max(initial=0)) + 1, []
-    number_M = np.where(token_M >= 0, np.arange(len(token_M)) // (asked.group_samples * length), -1)
-    for last in range(asked.longest):
+    number_M = np.where(token_M >= 0, np.arange(len(token_M)) // (settings.group_samples * length), -1)
+    for last in range(settings.longest):
         first_P = np.flatnonzero(number_M[: len(token_M) - last] >= 0)
         joined_P = token_M[first_P + last] >= 0  # a row begins with a special token
         joined_P &= ~closed_M[first_P + last - 1] | (last == 0)

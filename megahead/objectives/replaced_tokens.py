@@ -1,7 +1,7 @@
 """Replaced-token detection (ELECTRA: Clark et al. 2020, arXiv 2003.10555): a generator learns masked tokens, tokens
 drawn from it take their places, and the model learns of each token whether it is the text's own.
 
-B rows, T tokens a row, D features, N targets, P tokens that are judged: all but special ones and padding.
+B rows, T tokens a row, D features, N targets, P tokens that are classified: all but special ones and padding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Prepared(NamedTuple):
     draw_N: Tensor
     """float64, in (0, 1): the random number of each target, which decides by what it is replaced."""
 
-    judged_P: Tensor
-    """int64, increasing: which of the B * T tokens are judged."""
+    classified_P: Tensor
+    """int64, increasing: which of the B * T tokens are classified."""
 
 
 class DetectionHead(nn.Module):
@@ -58,27 +58,27 @@ class ReplacedTokens(Auxiliary):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        generator, asked = config.generator(), config.objective.replaced_tokens
+        generator, settings = config.generator(), config.objective.replaced_tokens
         assert generator is not None
-        assert asked is not None
+        assert settings is not None
         self.generator = without_table(build_backbone(generator))
         self.head = DetectionHead(generator)
-        self._draws_all_ids = asked.draws_all_ids()
+        self._draws_all_ids = settings.draws_all_ids()
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Prepared:
-        """A judged token may be masked or not; what is drawn depends on the token's place in its sample."""
+        """A classified token may be masked or not; what is drawn depends on the token's place in its sample."""
         assert config.masking is not None
         index_N = batch.target_index_N
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
-        judged_M = ~np.isin(tokens_M.numpy(), config.masking.never_masked(config.data.end_token))
+        classified_M = ~np.isin(tokens_M.numpy(), config.masking.never_masked(config.data.end_token))
         draw_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
-        return Prepared(torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(judged_M)))
+        return Prepared(torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(classified_M)))
 
     @classmethod
     def counted(cls, batch: Batch) -> int:
-        """The tokens that are judged."""
-        return len(batch.auxiliary.judged_P)
+        """The tokens that are classified."""
+        return len(batch.auxiliary.classified_P)
 
     def sums(self, given: Pass) -> Mapping[str, Tensor]:
         """How well the backbone finds tokens drawn from the generator's predictions of the targets, where they are not
@@ -91,8 +91,8 @@ class ReplacedTokens(Auxiliary):
         hidden_BTD = backbone.encode(flat.view_as(given.inputs_BTD), documents_of(batch))
         replaced_M = batch.input_ids_BT.new_zeros(len(flat), dtype=torch.bool)
         replaced_M[batch.target_index_N] = drawn_ids_N != batch.target_ids_N
-        logits_P = self.head(hidden_BTD.flatten(0, 1).index_select(0, prepared.judged_P))
-        return detection_sums(logits_P, replaced_M[prepared.judged_P])
+        logits_P = self.head(hidden_BTD.flatten(0, 1).index_select(0, prepared.classified_P))
+        return detection_sums(logits_P, replaced_M[prepared.classified_P])
 
 
 def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> dict[str, Tensor]:
@@ -100,10 +100,10 @@ def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> dict[str, Tensor]:
     gradient. All are scalar tensors; for P = 0 the loss is 0, connected to its inputs."""
     logits_P = logits_P.to(torch.promote_types(logits_P.dtype, torch.float32))
     loss = F.binary_cross_entropy_with_logits(logits_P, replaced_P.to(logits_P.dtype), reduction="sum")
-    said_P = logits_P > 0
-    judged = torch.full((), len(said_P), device=said_P.device)  # by the device itself, which nothing waits for
-    found, kept = (said_P & replaced_P).sum(), (~said_P & ~replaced_P).sum()
-    return {"loss": loss, "judged": judged, "replaced": replaced_P.sum(), "found": found, "kept": kept}
+    predicted_P = logits_P > 0
+    count = torch.full((), len(predicted_P), device=predicted_P.device)  # by the device itself, without a wait
+    found, kept = (predicted_P & replaced_P).sum(), (~predicted_P & ~replaced_P).sum()
+    return {"loss": loss, "classified": count, "replaced": replaced_P.sum(), "found": found, "kept": kept}
 
 
 def drawn_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -228,11 +228,11 @@ def events_of(run: Run) -> list[Event]:
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
-        for text, wrong in _sentences(record)
+        for text, wrong in _messages(record)
     ]
 
 
-def _sentences(record: Record) -> Iterator[tuple[str, bool]]:
+def _messages(record: Record) -> Iterator[tuple[str, bool]]:
     """The sentences of a record, and whether each is a problem."""
     match record:
         case {"session": session}:
@@ -260,21 +260,21 @@ def _sentences(record: Record) -> Iterator[tuple[str, bool]]:
 
 
 def _session(session: Record) -> Iterator[tuple[str, bool]]:
-    for sentence in session.get("damaged", ()):
-        yield f"passed over a damaged checkpoint: {sentence}", True
+    for message in session.get("damaged", ()):
+        yield f"passed over a damaged checkpoint: {message}", True
     if session.get("resumed") is not None:
         new_phase = session.get("new_phase", False)
         yield f"{'the next phase went on' if new_phase else 'resumed'} from {session['resumed']}", False
     mirror = session.get("mirror", {})
     if "fetched" in mirror:
         yield "the checkpoint came from the mirror", False
-    for sentence in mirror.get("problems", ()):
-        yield f"passed over a damaged checkpoint of the mirror: {sentence}", True
+    for message in mirror.get("problems", ()):
+        yield f"passed over a damaged checkpoint of the mirror: {message}", True
     memory = session.get("memory", {})
     if "newer_by" in memory:
         yield f"the checkpoint came from memory, {counted(memory['newer_by'], 'step')} newer than the disk's", False
-    for sentence in memory.get("problems", ()):
-        yield f"passed over a copy in memory: {sentence}", True
+    for message in memory.get("problems", ()):
+        yield f"passed over a copy in memory: {message}", True
     if "mesh_before" in session:
         now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
         yield f"went on with {now} instead of {before}", False

@@ -161,7 +161,7 @@ class OwnedRows:
         for places in torch.arange(len(self.last_step_n)).split(_BLOCK):
             yield self.take(places)[WEIGHT]
 
-    def forget_steps(self) -> None:
+    def reset_steps(self) -> None:
         """Weights are as new: everything else is as before the first step."""
         for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.last_step_n):
             values.zero_()
@@ -296,7 +296,7 @@ class RowTable(nn.Module):
     def fill_(self, blocks: Iterable[Tensor]) -> None:
         """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
         fill_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
-        self.owned.forget_steps()
+        self.owned.reset_steps()
         self._now_nD = None
 
     def state(self) -> dict[str, Tensor | RoundRobinShard]:

@@ -25,7 +25,7 @@ from megahead.data.loader import require_end_tokens, without_boundaries
 from megahead.data.samples import Samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
-from megahead.data.tokenizer import Tokenizer, has_mark, tokenizer_mark
+from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_fingerprint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
 from megahead.remote_files import local_file
@@ -75,10 +75,10 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
         if first == (group.rank == 0):
             opened.append(_opened(config))
 
-    run_long_on_all_ranks(group, _fetch_remote(config.data), _sentence)
+    run_long_on_all_ranks(group, _fetch_remote(config.data), _message)
     for first in (True, False):
         try:
-            run_on_all_ranks(group, partial(open_here, first), _sentence)
+            run_on_all_ranks(group, partial(open_here, first), _message)
         except CheckpointError as error:
             raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
     return opened[0]
@@ -144,7 +144,7 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
     return dataset
 
 
-def _sentence(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else repr(error)
 
 
@@ -192,7 +192,7 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
     tokenizer, weights = config.data.tokenizer, config.data.id_weights
     return {
         "data.train": parts,
-        TOKENIZER: None if tokenizer is None else tokenizer_mark(tokenizer),
+        TOKENIZER: None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "data.id_weights": None if weights is None else _sha256(weights),
     }
 
@@ -218,7 +218,7 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     steps = saved.training.steps
     then = saved.flat() | saved.schedule.in_steps(steps) | checkpoint.state_value("texts", dict, absent=fingerprints)
     now = phase.config.flat() | phase.config.schedule.in_steps(steps) | fingerprints
-    if then[TOKENIZER] and config.data.tokenizer and has_mark(config.data.tokenizer, then[TOKENIZER]):
+    if then[TOKENIZER] and config.data.tokenizer and has_fingerprint(config.data.tokenizer, then[TOKENIZER]):
         then[TOKENIZER] = now[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [

@@ -141,7 +141,7 @@ class SlowRank:
     seconds: float
     usual: float
 
-    def sentence(self, step: int) -> str:
+    def message(self, step: int) -> str:
         return (
             f"step {step:,}: rank {self.rank} on {self.host} is slow: its forward passes take {self.seconds:.3g} s a "
             f"step, {self.seconds / self.usual:.1f} times as long as the other ranks', which wait for it"
@@ -181,7 +181,7 @@ class ReplicaMismatch:
     ranks: tuple[int, ...]
     names: tuple[str, ...]
 
-    def sentence(self, step: int, hosts: Sequence[str]) -> str:
+    def message(self, step: int, hosts: Sequence[str]) -> str:
         first, *others = self.names
         where = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
         more = f" and {counted(len(others), 'other weight')}" if others else ""

@@ -337,7 +337,7 @@ class RunLogger:
         kind: str,
         facts: Mapping[str, Any],
         state: TrainingState,
-        sentence: str | None = None,
+        message: str | None = None,
         curves: Mapping[str, float] | None = None,
     ) -> None:
         """Records what happened as `kind`, adds its `curves`, and prints the sentence about it, if there is one."""
@@ -345,8 +345,8 @@ class RunLogger:
             self._log.record(state, {kind: facts})
             if curves is not None:
                 self._boards.add(kind, curves, state.step)
-            if sentence is not None:
-                self.print_line(sentence)
+            if message is not None:
+                self.print_line(message)
 
     def start(self, state: TrainingState) -> None:
         """Before the first step of a phase."""
@@ -372,11 +372,11 @@ class RunLogger:
         assert report.fault is not None
         where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
         step = state.step if report.applied else state.step + 1
-        sentence = describe_fault(report, step, bad, state)
+        message = describe_fault(report, step, bad, state)
         facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
         values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
-        self.event("fault", facts | values, state, f"{sentence}: {_DONE[action]}")
-        return sentence
+        self.event("fault", facts | values, state, f"{message}: {_DONE[action]}")
+        return message
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
         """Records a rollback of `steps` steps to `checkpoint` (None: there was none); the next line leaves them out."""
@@ -395,8 +395,8 @@ class RunLogger:
             found[self._auxiliary.metric] = result.auxiliary
         self._perplexity = result.perplexity
         curves = {name: value for name, value in found.items() if isinstance(value, float)}
-        sentence = held_out_line(result, state, head, self._auxiliary)
-        self.event("validation", found | {"head": head}, state, sentence, curves)
+        message = held_out_line(result, state, head, self._auxiliary)
+        self.event("validation", found | {"head": head}, state, message, curves)
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
         """Writes the results of tasks: value and standard error of each metric."""
@@ -405,8 +405,8 @@ class RunLogger:
             for result in results
         }
         scores = [(result.task, score) for result in results for score in result.scores]
-        sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
-        lines = [f"tasks at step {state.step:,}: {sentence}", *filter(None, (each.cut_note() for each in results))]
+        message = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
+        lines = [f"tasks at step {state.step:,}: {message}", *filter(None, (each.cut_note() for each in results))]
         curves = {f"{task}/{score.metric}": score.value for task, score in scores}
         self.event("tasks", found, state, "\n".join(lines), curves)
 

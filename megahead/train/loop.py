@@ -69,10 +69,10 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     bad = [(rank, run.loader.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
     rows = range(first_sample, first_sample + run.config.batch.global_size)
     state.spikes += report.fault.kind == "spike"
-    sentence = run.logger.fault(report, bad or [(None, rows)], action, state)
+    message = run.logger.fault(report, bad or [(None, rows)], action, state)
     if action == "stop":
         raise UserError(
-            f"steps must be finite and without spikes, but {sentence}, {run.fault_policy.in_a_row} bad in a row; lower "
+            f"steps must be finite and without spikes, but {message}, {run.fault_policy.in_a_row} bad in a row; lower "
             "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
@@ -94,11 +94,11 @@ def replicas_agree(run: Training, *, kept: bool) -> bool:
     policy, odd = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, kept=kept)
     if odd is None:
         return True
-    sentence = odd.sentence(run.state.step, run.health.hosts)
-    run.logger.event("replica", asdict(odd) | {"action": policy}, run.state, sentence)
+    message = odd.message(run.state.step, run.health.hosts)
+    run.logger.event("replica", asdict(odd) | {"action": policy}, run.state, message)
     if policy == "stop" or (policy == "rollback" and not (run.fault_policy.may_roll_back() and _roll_back(run))):
         raise UserError(
-            f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
+            f"replicas of weights must hold the same bits, but at {message}; it is not saved: resume, and test the "
             "memory of that machine."
         )
     return policy == "note"
@@ -124,7 +124,7 @@ def train(run: Training) -> Ending:
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
             for event in run.checkpointer.events():
-                run.logger.event(event.record, event.facts, state, event.sentence)
+                run.logger.event(event.record, event.facts, state, event.message)
             ending = _reason_to_stop(run)
     run.logger.finish(state)
     known = state.evaluated
@@ -164,7 +164,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     handle_fault(run, report, first_sample)
     slow = run.health.stragglers.after_step(report.forward_seconds)
     if slow is not None:
-        run.logger.event("slow", asdict(slow), state, slow.sentence(state.step))
+        run.logger.event("slow", asdict(slow), state, slow.message(state.step))
     return report.applied
 
 

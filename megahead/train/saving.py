@@ -168,8 +168,8 @@ class Checkpointer:
         try:
             if not replicas.may_begin():
                 self._skipped += 1
-                sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
-                return Event({"skipped": self._skipped}, sentence if self._skipped == 1 else None, "copy")
+                message = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
+                return Event({"skipped": self._skipped}, message if self._skipped == 1 else None, "copy")
         except CheckpointError as error:
             self._replicas = None
             replicas.close()

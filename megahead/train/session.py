@@ -191,7 +191,7 @@ class Session:
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
         for event in self._finish_mirror(deadline):
-            self.logger.event(event.record, event.facts, state, event.sentence)
+            self.logger.event(event.record, event.facts, state, event.message)
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
@@ -205,8 +205,8 @@ class Session:
         if self.mirror is not None:
             self.mirror.offer_files()
             self.mirror.close()
-        for sentence in [event.sentence for event in self._finish_mirror(deadline) if event.sentence]:
-            print(sentence, flush=True)
+        for message in [event.message for event in self._finish_mirror(deadline) if event.message]:
+            print(message, flush=True)
 
 
 def _begin(folder: RunFolder, config: RunConfig) -> None:

@@ -63,7 +63,7 @@ class ResumePoint:
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
-        lines = [("damaged", sentence) for sentence in self.damage]
+        lines = [("damaged", message) for message in self.damage]
         lines += [line for found in self.elsewhere for line in found.lines()]
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))

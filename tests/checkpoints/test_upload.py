@@ -87,8 +87,8 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
             finish(sending)
         (event,) = sending.events()
         assert event.facts["step"] == 6
-        assert event.sentence is not None
-        assert event.sentence.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
+        assert event.message is not None
+        assert event.message.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
         if (fault, only) != ("cuts", "checkpoint.json"):
             assert steps_in_mirror(url) == [3]
         assert open_checkpoint(fetch_to(url, run)).step == 3
@@ -130,7 +130,7 @@ def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None
         with faults("cuts", "tensors", times=2):
             sending.offer(save(run, 3))
             finish(sending)
-        assert [event.sentence for event in sending.events()] == [None]
+        assert [event.message for event in sending.events()] == [None]
     assert steps_in_mirror(url) == [3]
 
 
@@ -202,7 +202,7 @@ def test_one_that_is_on_its_way_stays_on_the_disk_though_it_was_saved_again(plac
         assert sending.in_hand == {first.name, second.name}
         Faulty.gate.set()
         finish(sending)
-        assert [event.sentence for event in sending.events()] == [None, None]
+        assert [event.message for event in sending.events()] == [None, None]
     assert steps_in_mirror(url) == [3, 6]
 
 
@@ -289,9 +289,9 @@ def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(p
             sending.offer(save(run, 3))
             finish(sending)
         sent, log = sending.events()
-    assert (sent.facts["step"], sent.sentence) == (3, None)
+    assert (sent.facts["step"], sent.message) == (3, None)
     assert "step" not in log.facts
-    assert str(log.sentence).startswith(f"the run's log is not in the mirror: `{url}` must be reachable, but is not (")
+    assert str(log.message).startswith(f"the run's log is not in the mirror: `{url}` must be reachable, but is not (")
     assert steps_in_mirror(url) == [3]
 
 
@@ -316,7 +316,7 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
             sending.offer(folder)
             finish(sending)
         (event,) = sending.events()
-        assert "Input/output error" in str(event.sentence)
+        assert "Input/output error" in str(event.message)
         monkeypatch.setattr(Remote, "put", dies)
         sending.offer(folder)
         began = time.monotonic()

@@ -160,7 +160,7 @@ def test_outputs_of_all_tokens_are_counted_where_phrases_are_found():
     assert estimate.head == run_flops(plain, 7).head
 
 
-def test_a_generator_and_all_tokens_judged_are_counted():
+def test_a_generator_and_all_tokens_classified_are_counted():
     config = small_config(
         model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
         data={"end_token": 2, "sequence_length": 18},

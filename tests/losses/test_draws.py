@@ -41,7 +41,7 @@ def test_candidates_are_drawn_as_often_as_the_softmax_says(score: Score, own_bia
     if own_bias:
         candidates = replace(candidates, drawn_bias_U=torch.full((U,), 1.5, dtype=torch.float64))
         biases_U = biases_U.index_fill(0, torch.tensor([2]), 1.5)
-    expected_U = (score.written_out(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
+    expected_U = (score.reference(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
     uniform_N = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # no noise
     place_N = Softmax(outputs_ND, rows_UD, candidates, score).draws(uniform_N)
     assert torch.bincount(place_N, minlength=U) / n == pytest.approx(expected_U.numpy(), abs=1e-4)

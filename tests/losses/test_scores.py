@@ -148,7 +148,7 @@ def test_the_training_free_head_of_every_score_is_the_score_and_log_q(kind: str)
         return loss
 
     optimizer.step(closure)
-    head = (score.written_out(outputs, rows) + log_unigram(torch.bincount(targets), 3)).softmax(1)
+    head = (score.reference(outputs, rows) + log_unigram(torch.bincount(targets), 3)).softmax(1)
     empirical = torch.zeros(2, 3).index_put_((contexts, targets), torch.tensor(1.0), accumulate=True)
     torch.testing.assert_close(head, empirical / empirical.sum(1, keepdim=True), atol=5e-3, rtol=2e-2)
 

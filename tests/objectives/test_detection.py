@@ -93,12 +93,14 @@ def test_the_loss_is_the_generators_and_that_of_what_was_replaced(objective: dic
     assert 0 < replaced_M.sum() <= len(batch.target_ids_N)
     hidden_BTD = model.backbone(read_M.view_as(batch.input_ids_BT), documents_of(batch))
     logits_M = detection.head(hidden_BTD.flatten(0, 1))
-    judged_P = batch.auxiliary.judged_P
-    by_hand = F.binary_cross_entropy_with_logits(logits_M[judged_P], replaced_M[judged_P].double(), reduction="sum")
+    classified_P = batch.auxiliary.classified_P
+    by_hand = F.binary_cross_entropy_with_logits(
+        logits_M[classified_P], replaced_M[classified_P].double(), reduction="sum"
+    )
     alone = model._loss_of_targets(*_of_targets(model, micro))
     assert loss.item() == pytest.approx((0.25 * alone + 0.125 * 50 * by_hand).item(), rel=1e-9)
     assert noted["loss"].item() == pytest.approx(by_hand.item(), rel=1e-9)
-    assert (int(noted["judged"]), int(noted["replaced"])) == (len(judged_P), int(replaced_M.sum()))
+    assert (int(noted["classified"]), int(noted["replaced"])) == (len(classified_P), int(replaced_M.sum()))
 
 
 def _of_targets(model: Pretraining, micro: MicroBatch) -> tuple[Any, ...]:

@@ -21,8 +21,8 @@ def test_loss_and_gradient_are_those_of_a_coin_with_the_models_odds() -> None:
     sums["loss"].backward()
     assert logits_P.grad is not None
     assert logits_P.grad.tolist() == pytest.approx((chance_P - replaced_P.double()).tolist())
-    assert {name: int(sums[name]) for name in ("judged", "replaced", "found", "kept")} == {
-        "judged": 5,
+    assert {name: int(sums[name]) for name in ("classified", "replaced", "found", "kept")} == {
+        "classified": 5,
         "replaced": 3,
         "found": 2,
         "kept": 1,
@@ -36,7 +36,7 @@ def test_half_precision_is_judged_in_single() -> None:
 
 
 def test_shares_are_of_the_replaced_and_of_the_others() -> None:
-    settings, names = ReplacedTokensConfig(), ("loss", "judged", "replaced", "found", "kept")
+    settings, names = ReplacedTokensConfig(), ("loss", "classified", "replaced", "found", "kept")
     result = settings.means(dict(zip(names, (10.0, 40.0, 10.0, 7.0, 27.0), strict=True)))
     assert result == {"loss": 0.25, "replaced": 0.25, "found": 0.7, "kept": 0.9}
     assert set(settings.means(dict.fromkeys(names, 0.0)).values()) == {0.0}

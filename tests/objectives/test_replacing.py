@@ -1,4 +1,4 @@
-"""Replaced-token detection: which tokens are judged, and the random numbers that replace masked ones."""
+"""Replaced-token detection: which tokens are classified, and the random numbers that replace masked ones."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def texts(rows: int, length: int = 30) -> np.ndarray:
 def test_every_token_is_judged_but_special_ones_and_padding() -> None:
     rows, plain = replacing(), collator().framing.rows(texts(50))
     batch = rows.batch(texts(50), range(50))
-    judged = np.zeros(plain.tokens_BT.size, bool)
-    judged[batch.auxiliary.judged_P.numpy()] = True
-    assert (judged.reshape(plain.tokens_BT.shape) == plain.maskable_BT).all()
-    assert judged[batch.target_index_N.numpy()].all()
-    assert ReplacedTokens.counted(batch) == judged.sum() < judged.size
+    classified = np.zeros(plain.tokens_BT.size, bool)
+    classified[batch.auxiliary.classified_P.numpy()] = True
+    assert (classified.reshape(plain.tokens_BT.shape) == plain.maskable_BT).all()
+    assert classified[batch.target_index_N.numpy()].all()
+    assert ReplacedTokens.counted(batch) == classified.sum() < classified.size
 
 
 def test_rows_are_masked_as_they_are_without() -> None:

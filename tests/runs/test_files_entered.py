@@ -83,7 +83,7 @@ def test_an_export_enters_few_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "most"),
     [
-        (r"replaced_tokens|ReplacedTokens|[Dd]etection|judged", 6),
+        (r"replaced_tokens|ReplacedTokens|[Dd]etection|classified", 6),
         (r"[Pp]hrase", 6),
         (r"[Dd]ropping", 6),
         (

@@ -90,7 +90,7 @@ def test_a_split_table_is_a_split_embedding(ranks: int) -> None:
 
 def as_new(owned: OwnedRows) -> OwnedRows:
     owned.rows["weight"].copy_(whole_table()[:6])
-    owned.forget_steps()
+    owned.reset_steps()
     return owned
 
 

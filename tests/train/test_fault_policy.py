@@ -1,4 +1,4 @@
-"""The rules by which steps are judged, without a run."""
+"""The rules by which steps are classified, without a run."""
 
 from __future__ import annotations
 

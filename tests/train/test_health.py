@@ -32,7 +32,7 @@ def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
     stragglers, usual, slow = StragglerDetector("abc", 2.0), [1.0, 1.1, 0.9], [1.0, 2.5, 0.9]
     first = SlowRank(1, "b", 2.5, 0.95)
     assert windows(stragglers, usual, slow, slow, usual, slow) == [None, first, None, None, first]
-    assert first.sentence(40) == (
+    assert first.message(40) == (
         "step 40: rank 1 on b is slow: its forward passes take 2.5 s a step, 2.6 times as long as the other ranks', "
         "which wait for it"
     )
@@ -66,7 +66,7 @@ def test_the_odd_one_out_is_named_and_of_two_both() -> None:
     assert replica_mismatch(odd[:2], ["a", "b"]) == ReplicaMismatch((0, 1), ("b",))
     split = torch.tensor([[[5], [8]], [[5], [8]], [[5], [9]]])  # tensor ranks hold other parts
     assert replica_mismatch(split, ["a"]) == ReplicaMismatch((5,), ("a",))
-    sentence = ReplicaMismatch((1,), ("b", "c")).sentence(3, ["x", "y"])
+    sentence = ReplicaMismatch((1,), ("b", "c")).message(3, ["x", "y"])
     assert sentence == "step 3: rank 1 (y) and other replicas differ in b and 1 other weight"
 
 
