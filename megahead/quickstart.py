@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.preprocess import END_TOKEN, closing_id, preprocess, suitable_workers
+from megahead.data.records import Selection
 from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
@@ -131,7 +132,9 @@ def start(
     config, mark = folder / "run.yaml", f"{_MARK}{Path(path).resolve()}"
     if config.exists() and not dry_run:
         _refuse_another_text(config, mark)
-        report(f"{config} is there: the run goes on with it, and --minutes does not count")
+        given = ["--minutes", *(["--tokenizer"] if tokenizer is not None else [])]
+        count = "do not count" if tokenizer is not None else "does not count"
+        report(f"{config} is there: the run goes on with it, and {' and '.join(given)} {count}")
     else:
         text, given = survey(Path(path), folder.absolute()), None if tokenizer is None else Path(tokenizer)
         if given is not None:
@@ -142,7 +145,7 @@ def start(
         for line in text.lines():
             report(line)
         if not dry_run:
-            folder.mkdir(parents=True, exist_ok=True)
+            _require_writable(folder)
         plan = make_plan(text, given, 60 * minutes - RESERVE, report)
         if dry_run:
             return None
@@ -152,7 +155,7 @@ def start(
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
     ending = "stopped"
     with suppress(KeyboardInterrupt):
-        _pretrain(config)
+        pretrain(config)
         ending = json.loads(load_config(config).folder().ending.read_text(encoding="utf-8"))["ending"]
     if ending == "stopped":
         report("the same command goes on from here")
@@ -168,6 +171,17 @@ def _refuse_another_text(config: Path, mark: str) -> None:
     if first.startswith(_MARK) and first != mark:
         rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_MARK) :]}"
         raise FieldError("--folder", rule, got=got, hint="name another folder")
+
+
+def _require_writable(folder: Path) -> None:
+    """Makes the folder; FieldError before anything that takes long where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule, hint = "be a folder that can be written to", "name another folder"
+        raise FieldError("--folder", rule, got=f"{folder} ({error.strerror})", hint=hint) from None
 
 
 def _require_end(tokenizer: Path) -> None:
@@ -239,20 +253,38 @@ def _step_flops(shape: Shape, vocab_size: int) -> float:
 
 
 def _step_seconds(shape: Shape, vocab_size: int) -> float:
-    """The median of a few steps on ids drawn as in text, id i as often as 1 / (i + 2)."""
+    """On ids drawn as in text, id i as often as 1 / (i + 2)."""
     with TemporaryDirectory() as name:
-        folder, weights = Path(name), 1 / np.arange(2, vocab_size + 1)
+        dataset, weights = Path(name) / "text", 1 / np.arange(2, vocab_size + 1)
         drawn = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
-        with IndexedDatasetWriter(folder / "text", vocab_size=vocab_size) as writer:
+        with IndexedDatasetWriter(dataset, vocab_size=vocab_size) as writer:
             for document in drawn.tolist():
                 writer.add_document([*document, 0])
         settings = _settings(shape, vocab_size)
-        settings["data"]["train"], settings["output_dir"] = str(folder / "text"), str(folder / "run")
-        settings["training"] = {"steps": TIMED_STEPS, "log_seconds": 0, "checkpoint_every": TIMED_STEPS}
-        (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-        _pretrain(folder / "run.yaml", quiet=True)
+        settings["data"]["train"] = str(dataset)
+        return step_seconds(settings)
+
+
+def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1) -> float:
+    """The median over a few steps of a run with these settings, which is thrown away."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        trial = {"data": {**settings["data"], "validation": None}, "output_dir": str(folder / "run")}
+        trial["schedule"] = {**settings["schedule"], "warmup_steps": 0}
+        trial["training"] = {"steps": TIMED_STEPS, "log_seconds": 0, "checkpoint_every": TIMED_STEPS}
+        (folder / "run.yaml").write_text(yaml.safe_dump({**settings, **trial}))
+        pretrain(folder / "run.yaml", ranks=ranks, quiet=True)
         seconds = [float(record["step_seconds"]) for record in read_metrics(folder / "run").training]
     return sorted(seconds)[len(seconds) // 2]
+
+
+def make_tokenizer(
+    paths: Sequence[Path], selection: Selection, vocab_size: int, output: Path, *, max_bytes: int = 20_000_000
+) -> None:
+    """A byte-level BPE trained on so many bytes of the text in `paths`; broken records are left out."""
+    with Bar("Reading") as bar:
+        texts = sample_texts(paths, selection=selection, max_bytes=max_bytes, skip_broken=True, progress=bar)
+        save_tokenizer(train_bpe(texts, vocab_size), output)
 
 
 def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> Path:
@@ -260,9 +292,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
     paths, selection = [item.path for item in text.inputs], text.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():
-        with Bar("Reading") as bar:
-            texts = sample_texts(paths, selection=selection, max_bytes=20_000_000, skip_broken=True, progress=bar)
-            save_tokenizer(train_bpe(texts, vocab_size), chosen)
+        make_tokenizer(paths, selection, vocab_size, chosen)
     if not all((folder / f"text{part}.json").exists() for part in ("", "-validation")):
         few = text.few_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
@@ -299,41 +329,63 @@ def _write_config(path: Path, plan: Plan, tokenizer: Path, seconds: float, mark:
     write_atomically(path, f"{mark}\n{content}")
 
 
-def _pretrain(config: Path, *, quiet: bool = False) -> None:
-    """Trains, or goes on, in a process of its own, so that what it took is free afterwards. UserError if it fails;
+def launcher(ranks: int) -> list[str]:
+    """What python is given before a script, or `-m` and a module, to run it on so many ranks of this machine."""
+    return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The ranks share the cores, unless OMP_NUM_THREADS says how many threads each has."""
+    if ranks == 1:
+        return dict(os.environ)
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+
+
+def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 1, quiet: bool = False) -> None:
+    """Trains, or goes on, in processes of its own, so that what it took is free afterwards. UserError if it fails;
     KeyboardInterrupt if Ctrl-C ended it."""
-    command = [sys.executable, "-m", "megahead", "pretrain", "--config", str(config)]
+    command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
+    command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    with subprocess.Popen(command, text=True, **streams) as process:  # type: ignore[call-overload]
-        said = ""
+    said, interrupted = "", False
+    with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
         while process.poll() is None:
-            with suppress(KeyboardInterrupt):  # the run has it too, and saves
+            try:
                 said += process.communicate()[0] or ""
-    if process.returncode in (130, -signal.SIGINT):
+            except KeyboardInterrupt:  # the run has it too, and saves
+                interrupted = True
+    if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):
         raise KeyboardInterrupt
     if process.returncode:
         last = f": {said.strip().splitlines()[-1]}" if said.strip() else ""
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
 
 
-def _finished(config: Path, report: Report) -> Started:
-    """Exports the run, lets it write, and makes its report."""
+def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
+    """What an exported model writes after `prompt`, the same in every call."""
     import torch
 
     from megahead.evaluate.generation import continuation, sampling_options
-    from megahead.hf.export import export
     from megahead.hf.published import load_causal, load_tokenizer_folder
+
+    torch.manual_seed(0)
+    sampling = sampling_options(temperature=0.8, top_k=50, top_p=0.95)
+    return continuation(load_causal(model), load_tokenizer_folder(model), prompt, tokens, sampling)
+
+
+def _finished(config: Path, report: Report) -> Started:
+    """Exports the run, lets it write, and makes its report."""
+    from megahead.hf.export import export
     from megahead.report.page import save_page
 
     run, model = load_config(config).folder(), config.parent / "model"
     export(run.path, model, "pmi")
-    torch.manual_seed(0)
-    sample = continuation(load_causal(model), load_tokenizer_folder(model), "", 80, sampling_options(0.8, 50, 0.95))
-    write_atomically(run.samples, json.dumps({"prompt": "", "text": sample}, ensure_ascii=False) + "\n")
+    text = sample(model)
+    write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = save_page(read_runs([run.path]), config.parent / "report.html")
     perplexity = read_metrics(run.path).validation[-1]["perplexity"]
-    report(f"{'it writes':<12}{' '.join(sample.split())}")
+    report(f"{'it writes':<12}{' '.join(text.split())}")
     report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
     report(f"{'report':<12}{page}")
     report(f"{'model':<12}{model}: megahead generate --model {model} --interactive")
-    return Started(config, run.path, model, page, perplexity, sample)
+    return Started(config, run.path, model, page, perplexity, text)

@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -16,12 +15,13 @@ import pytest
 from rich.console import Console
 from steps.once import Once
 
-from demo_pipeline.pipeline import ROOT, Pipeline, show, times, train
+from demo_pipeline.pipeline import ROOT, Pipeline, show, times
 from demo_pipeline.sizes import FULL, MODELS, QUICK, Size
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_parameters
+from megahead.quickstart import pretrain
 from support.commands import call
 from support.forked import fork_pythons, run_script
 from support.long import long_but
@@ -38,12 +38,6 @@ LITTLE = [
 ]
 
 
-def without_a_launcher(config: str, overrides: Sequence[str], console: Console) -> None:
-    settings = [word for override in overrides for word in ("--set", override)]
-    done = run_script("launch/pretrain.py", "--config", f"configs/{config}.yaml", *settings)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", long_but(["pythia"], MODELS))
 def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
@@ -51,8 +45,11 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
 ) -> None:
     monkeypatch.chdir(ROOT)
     fork_pythons(monkeypatch)
-    trainings = {"demo-headless": train, "demo-head": without_a_launcher}
-    monkeypatch.setattr("demo_pipeline.pipeline.train", lambda config, *rest: trainings[config](config, *rest))
+    ranks_of = {"demo-headless": 2, "demo-head": 1}
+    monkeypatch.setattr(
+        "demo_pipeline.pipeline.pretrain",
+        lambda config, overrides, ranks: pretrain(config, overrides, ranks=ranks_of[config]),
+    )
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
     console = Console(record=True, width=80)
     pipeline = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)

@@ -1,17 +1,10 @@
-"""The demo's stages, each resting on files of the ones before, and what they end with.
-
-Runs are started by DeepSpeed's launcher, as anybody would.
-"""
+"""The demo's stages, each resting on files of the ones before, and what they end with: the parts of `megahead start`,
+with a corpus, a second head and scores beside them."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,69 +20,21 @@ from demo_pipeline.sizes import Size
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName
 from megahead.data.preprocess import preprocess
-from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
+from megahead.data.records import Selection
+from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import Bar
-from megahead.errors import UserError
-from megahead.evaluate.generation import continuation, sampling_options
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
-from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.quickstart import make_tokenizer, pretrain, sample, step_seconds
 from megahead.report.figures import draw_curves, save_figure
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.wording import duration
 
-
-def launcher(ranks: int) -> list[str]:
-    """What python is given before the script's own words, on a free port: the launcher's own may be taken by another
-    demo, say."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    return ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", port]
-
-
-def environment() -> dict[str, str]:
-    """Of the launcher; how its ranks share the cores is the command's own affair."""
-    added = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    return {**os.environ, **added, "PYTHONUNBUFFERED": "1"}
-
-
 ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHER_NOTE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\[(INFO|WARNING)\]")
 RANKS = min(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
-
-
-def train(config: str, overrides: Sequence[str], console: Console) -> None:
-    """Trains `configs/CONFIG.yaml`, resuming what an earlier call began.
-
-    Raises UserError with the last lines it printed when it fails.
-    """
-    command = [sys.executable, *launcher(RANKS), "launch/pretrain.py", "--config", f"configs/{config}.yaml"]
-    command += [word for override in overrides for word in ("--set", override)]
-    lines: list[str] = []
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in map(str.rstrip, process.stdout):
-            if line and not _LAUNCHER_NOTE.match(line):
-                lines.append(line)
-                console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    if process.returncode:
-        raise UserError("training must end by itself, but failed; its last lines:\n" + "\n".join(lines[-15:]))
-
-
-def seconds_per_step(config: str, overrides: Sequence[str], console: Console) -> float:
-    """Measured over a few steps of a run that is thrown away."""
-    trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
-    scratch = load_config(f"configs/{config}.yaml", overrides).folder()
-    train(config, [*overrides, *trial], console)
-    steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch.path).training]
-    shutil.rmtree(scratch)
-    return sorted(steps)[len(steps) // 2]
 
 
 class Text:
@@ -126,11 +71,8 @@ class Text:
         return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
 
     def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
-        with Bar("Reading") as bar:
-            texts = sample_texts([text], max_bytes=self.size.tokenizer_bytes, progress=bar)
-            tokenizer = train_bpe(texts, vocab_size)
-        save_tokenizer(tokenizer, self.tokenizer)
-        return f"byte-level BPE, {tokenizer.get_vocab_size():,} ids"
+        make_tokenizer([text], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
+        return f"byte-level BPE, {load_tokenizer(str(self.tokenizer)).vocab_size:,} ids"
 
     def _index(self) -> str:
         self.data.mkdir(parents=True, exist_ok=True)
@@ -172,7 +114,7 @@ class Pipeline:
 
     def run(self, *, with_vanilla: bool) -> list[dict[str, Any]]:
         """All stages; a row of figures for each model."""
-        headless = load_config("configs/demo-headless.yaml", self.settings("headless"))
+        headless = load_config("demo-headless", self.settings("headless"))
         self.text.make(self.stages, headless.model.vocab_size)
         self._train("headless")
         base = self.folder / "runs/headless"
@@ -188,11 +130,11 @@ class Pipeline:
 
     def _train(self, name: str, extra: Sequence[str] = (), inputs: Sequence[Path] = ()) -> None:
         run, overrides = self.folder / "runs" / name, self.settings(name, *extra)
-        config = load_config(f"configs/demo-{name}.yaml", overrides).model_dump(mode="json")
+        config = load_config(f"demo-{name}", overrides).model_dump(mode="json")
         settings, checkpoints = {"run": config, "ranks": RANKS}, RunFolder(run).checkpoints
 
         def work() -> str:
-            train(f"demo-{name}", overrides, self.console)
+            pretrain(f"demo-{name}", overrides, ranks=RANKS)
             metrics = read_metrics(run)
             tokens, perplexity = metrics.training[-1]["tokens"], metrics.validation[-1]["perplexity"]
             return f"{tokens:,} tokens, held-out perplexity {perplexity:,.0f}"
@@ -203,16 +145,15 @@ class Pipeline:
     def _train_vanilla(self) -> None:
         """As many steps as fit in the time that the headless run took, its schedule fitted to them."""
         seconds = read_metrics(self.folder / "runs/headless").training[-1]["seconds"]
-        found, scratch = self.folder / "stages/vanilla-steps.txt", self.folder / "runs/vanilla-trial"
+        config = load_config("demo-vanilla", self.settings("vanilla"))
 
-        def work() -> str:
-            settings = self.settings("vanilla", f"output_dir={scratch}")
-            step_seconds = seconds_per_step("demo-vanilla", settings, self.console)
-            found.write_text(str(max(20, int(seconds / step_seconds))))
-            return f"{step_seconds:.2f} s a step"
+        def work() -> float:
+            return step_seconds(config.model_dump(mode="json", exclude_unset=True), ranks=RANKS)
 
-        self.stages.run("time vanilla", work, settings={"seconds": seconds}, outputs=[found])
-        steps = int(found.read_text())
+        timed = self.stages.run(
+            "time vanilla", work, settings={"seconds": seconds}, say=lambda found: f"{found:.2f} s a step"
+        )
+        steps = max(20, int(seconds / timed.result))
         self._train("vanilla", [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 8)}"])
 
     def _evaluate(self, name: str, head: HeadName) -> dict[str, Any]:
@@ -256,7 +197,7 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: Once) -> None:
     save_figure(draw_curves([read_metrics(folder / "runs" / name) for name in runs]), folder / "curves.png")
     console.rule("what it says")
     console.print(PROMPT, style="bold", end="")
-    console.print(speak(folder / "models/head-trained"), markup=False)
+    console.print(sample(folder / "models/head-trained", PROMPT, 100), markup=False)
     console.rule("held-out text")
     console.print(to_rich([_narrow(row) for row in rows]))
     tied, pmi, trained = (row["perplexity"] for row in rows[:3])
@@ -279,13 +220,6 @@ def times(stages: Once) -> Table:
     for stage in stages.finished:
         table.add_row(stage.name, "reused" if stage.reused else duration(stage.seconds), escape(stage.result))
     return table
-
-
-def speak(model: Path) -> str:
-    """Some hundred tokens after PROMPT."""
-    torch.manual_seed(0)
-    sampling = sampling_options(temperature=0.7, top_k=40, top_p=0.95)
-    return continuation(load_causal(model), load_tokenizer_folder(model), PROMPT, 100, sampling)
 
 
 def _narrow(row: dict[str, Any]) -> dict[str, object]:

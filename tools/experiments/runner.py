@@ -24,7 +24,6 @@ import yaml
 from rich.console import Console
 from steps.once import Once, one_at_a_time
 
-from demo_pipeline.pipeline import environment, launcher
 from experiments.measures import Chart, Row, cost, draw_charts, lines, measured, spent
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
@@ -36,6 +35,7 @@ from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
 from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults
 from megahead.evaluate.results import ResultsFile, TaskResult
+from megahead.quickstart import environment, launcher
 from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
@@ -280,10 +280,9 @@ def scores_of(result: TaskResult) -> Row:
 
 
 def run_python(command: Sequence[str], output: TextIO, ranks: int = 1) -> int:
-    """Exit code of `python COMMAND ...`, run where the project is, by DeepSpeed's launcher if on more than one rank."""
-    launched, variables = (launcher(ranks), environment()) if ranks > 1 else ([], None)
-    command = [sys.executable, *launched, *command]
-    return subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=output).returncode
+    """Exit code of `python COMMAND ...`, run where the project is."""
+    words = [sys.executable, *launcher(ranks), *command]
+    return subprocess.run(words, cwd=ROOT, env=environment(ranks), stdout=output, stderr=output).returncode
 
 
 def _finished(run: Path, config: RunConfig) -> bool:
