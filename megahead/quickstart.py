@@ -132,9 +132,8 @@ def start(
     config, mark = folder / "run.yaml", f"{_MARK}{Path(path).resolve()}"
     if config.exists() and not dry_run:
         _refuse_another_text(config, mark)
-        given = ["--minutes", *(["--tokenizer"] if tokenizer is not None else [])]
-        count = "do not count" if tokenizer is not None else "does not count"
-        report(f"{config} is there: the run goes on with it, and {' and '.join(given)} {count}")
+        idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
+        report(f"{config} is there: the run goes on with it, and {idle}")
     else:
         text, given = survey(Path(path), folder.absolute()), None if tokenizer is None else Path(tokenizer)
         if given is not None:

@@ -372,10 +372,10 @@ def closing_id(tokenizer: Tokenizer, end_token: str | None) -> int:
 
 def held_out_share(holdout: Fraction | int) -> Fraction:
     """The fraction of documents held out: `holdout` itself below 1, one in `holdout` from 2 on."""
-    share = Fraction(holdout) if holdout < 1 else 1 / Fraction(holdout)
-    if not 0 < share < 1:
+    share = Fraction(holdout)
+    if not (0 < share < 1 or (share >= 2 and share.denominator == 1)):
         raise FieldError("holdout", "be a fraction between 0 and 1, or a number N >= 2 for every N-th", got=holdout)
-    return share
+    return share if share < 1 else 1 / share
 
 
 def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:

@@ -133,10 +133,15 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files and saved datasets in `folder` and the folders in it that can be read, and the files that cannot, as
-    their endings are none of `KINDS`; both in order of name. What is hidden (`.name`) is neither."""
-    readable, others = list[Path](), list[Path]()
-    for name, folders, files in os.walk(folder):
+    their endings are none of `KINDS`; both in order of name. What is hidden (`.name`) is neither. Linked folders are
+    followed, each folder is read once."""
+    readable, others, seen = list[Path](), list[Path](), set[Path]()
+    for name, folders, files in os.walk(folder, followlinks=True):
         here = Path(name)
+        if here.resolve() in seen:
+            folders.clear()
+            continue
+        seen.add(here.resolve())
         if is_saved_dataset(here):
             readable.append(here)
             folders.clear()

@@ -66,7 +66,8 @@ class Survey:
 
 
 def survey(path: Path, without: Path | None = None) -> Survey:
-    """Looks at the beginning of each file in `path`, but for those in `without`; DataError where none has text."""
+    """Looks at the beginning of each file in `path`, but for those in `without`, and whether the rest can be read;
+    DataError where none has text."""
     if not path.exists():
         raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
     inside = path.is_dir() and not is_saved_dataset(path)
@@ -116,11 +117,14 @@ class _Sizes(Selection):
 
 
 def _sizes(item: Input) -> Counter[str]:
-    """Characters under each key in the first chunk of an input, or of its whole text."""
+    """Characters under each key in the first chunk of an input, or of its whole text. DataError for one that breaks off
+    later: lines and texts can be read where they begin, packed files and tables are read to their ends."""
     sizes = _Sizes()
-    for chunk in item.chunks(sizes):
-        parsed = chunk.parse()
-        if isinstance(chunk, TextFile):
-            sizes.characters[WHOLE] += sum(map(len, parsed.strict()))
-        break
+    for number, chunk in enumerate(item.chunks(sizes)):
+        if not number:
+            parsed = chunk.parse()
+            if isinstance(chunk, TextFile):
+                sizes.characters[WHOLE] += sum(map(len, parsed.strict()))
+        if item.path.suffix == ".jsonl":
+            break
     return +sizes.characters

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ BYTES = 256
 WORDS = r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """What no token of a multilingual vocabulary reaches beyond: letters with their marks, three digits, signs, space.
 GPT-2's has no marks, and so cuts each word of Hindi, Bengali, Telugu or Thai at its vowel signs."""
+LONG_WORD = re.compile(r"\w{64}(?=\w)")
+"""Training takes time with the square of a word's length: in text without spaces, say, words are cut for it."""
 MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 
@@ -65,7 +67,7 @@ def _byte_level(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_without_long_words(texts), trainer)
     return tokenizer
 
 
@@ -82,8 +84,14 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
         limit_alphabet=min(1000, vocab_size - len(BERT_TOKENS)),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_without_long_words(texts), trainer)
     return tokenizer
+
+
+def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        cuts = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
+        yield from (text[start:end] for start, end in pairwise(cuts))
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -78,7 +78,7 @@ def test_every_tenth_document_is_held_out(
     assert documents(tmp_path / "out") == expected(tokenizer_path, kept)
 
 
-@pytest.mark.parametrize("holdout", [0, 1, -2, Fraction(-1, 10)])
+@pytest.mark.parametrize("holdout", [0, 1, -2, Fraction(-1, 10), 1.5, Fraction(5, 2)])
 def test_a_holdout_that_is_none_is_refused(json_lines: JsonLines, tmp_path: Path, holdout: Fraction) -> None:
     with pytest.raises(FieldError, match="`holdout` must be a fraction"):
         preprocess([json_lines(TEXTS)], "unused", tmp_path / "out", holdout=holdout)

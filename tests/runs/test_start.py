@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import random
 import signal
 import threading
 import time
@@ -84,7 +86,7 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None
     made.config.write_text(made.config.read_text().replace(f"steps: {steps},", f"steps: {steps + 2},"))
     again = list[str]()
     assert started(again, quick / "texts").run == made.run
-    assert "is there: the run goes on with it" in again[0]
+    assert again[0].endswith("is there: the run goes on with it, and --minutes does not count")
     assert json.loads((made.run / "ending.json").read_text())["step"] == steps + 2
 
 
@@ -105,7 +107,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(quick: Path, monkeypatch: pytest.Mon
     threading.Thread(target=interrupt, daemon=True).start()
     told = list[str]()
     with pytest.raises(KeyboardInterrupt):
-        start(quick / "texts", folder=quick, report=told.append)
+        start(quick / "texts", tokenizer="other.json", folder=quick, report=told.append)
+    assert told[0].endswith("the run goes on with it, and --minutes and --tokenizer do not count")
     assert told[-1] == "the same command goes on from here"
     assert json.loads((quick / "run/ending.json").read_text())["ending"] == "stopped"
 
@@ -181,6 +184,40 @@ def test_what_cannot_be_opened_or_is_another_programs_is_left_out(tmp_path: Path
     assert why["dangling.txt"].startswith("must be a text file, but there is none")
 
 
+def test_files_that_break_off_later_are_named_and_left_out(tmp_path: Path) -> None:
+    rows = "".join(f"{n},{'some words of a row ' * 50}\n" for n in range(6000))
+    (tmp_path / "broken.csv").write_bytes(f"id,text\n{rows}".encode() + b"9,\xff\n")
+    packed = gzip.compress(random.Random(0).randbytes(6_000_000).hex().encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-1000])
+    (tmp_path / "cut.txt.gz").write_bytes(packed[:-1000])
+    (tmp_path / "sound.csv").write_text(f"id,text\n{rows}")
+    found = survey(tmp_path)
+    assert [item.path.name for item in found.inputs] == ["sound.csv"]
+    why = {file.name: reason for file, reason in found.unread.items()}
+    assert why["broken.csv"].startswith("must be a table in UTF-8 text, but is not")
+    assert why["cut.txt.gz"].startswith("must be readable to its end, but is not")
+    assert why["cut.jsonl.gz"] == why["cut.txt.gz"]
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("elsewhere", "texts/own"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text("some text")
+    for link, target in (("linked", "elsewhere"), ("again", "texts/own"), ("own/loop", "texts")):
+        (tmp_path / "texts" / link).symlink_to(tmp_path / target)
+    found = [item.path.relative_to(tmp_path / "texts") for item in survey(tmp_path / "texts").inputs]
+    assert found == [Path("again/a.txt"), Path("linked/a.txt")]
+
+
+def test_text_without_a_space_gets_a_tokenizer_in_little_time(tmp_path: Path) -> None:
+    drawn = random.Random(0).choices([text[:5] for text in "".join(TEXTS).split() if text.isalpha()], k=20_000)
+    began = time.process_time()
+    tokenizer = train_bpe(["".join(drawn)], 1024)
+    assert time.process_time() - began < 5  # some seconds for ten thousand characters, were it one word
+    assert tokenizer.get_vocab_size() == 1024
+    assert tokenizer.decode(tokenizer.encode("".join(drawn)).ids) == "".join(drawn)
+
+
 def test_text_counts_before_other_keys_whatever_their_files_sizes(tmp_path: Path) -> None:
     (tmp_path / "large.jsonl").write_text(json.dumps({"body": "long " * 100}))
     (tmp_path / "small.jsonl").write_text(json.dumps({"body": "no", "text": "yes"}))
@@ -207,8 +244,10 @@ def test_what_cannot_work_is_said_before_anything_is_measured(tmp_path: Path, mo
     monkeypatch.setattr(quickstart, "make_plan", lambda *_: pytest.fail("measured"))
     with pytest.raises(FieldError, match=r"`--tokenizer` must have the token <\|endoftext\|>, which closes documents"):
         start(tmp_path / "a.txt", tokenizer=tmp_path / "no-end.json", folder=tmp_path / "made")
-    with pytest.raises(FileExistsError):
-        start(tmp_path / "a.txt", folder=tmp_path / "a.txt")
+    for folder, why in ((tmp_path / "a.txt", "File exists"), (Path("/proc"), "[A-Z].*")):
+        rule = rf"`--folder` must be a folder that can be written to, but is {folder} \({why}\) instead; name another"
+        with pytest.raises(FieldError, match=rule):
+            start(tmp_path / "a.txt", folder=folder)
 
 
 def test_a_folder_made_of_another_text_and_too_little_text_are_refused(tmp_path: Path) -> None:
