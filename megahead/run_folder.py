@@ -67,6 +67,9 @@ class RunFolder:
     tokenizer_model = _In("tokenizer.model")
     """The copy of a SentencePiece `.model`; older runs have it as `tokenizer.json`."""
 
+    model = _In("model.yaml")
+    """Which model it is, as a config says it; in folders of `convert`, from which the next run starts."""
+
     published = _In("published.zip")
     """What the Hugging Face folder that it began from holds beside weights, see `hf/settings.py`."""
 

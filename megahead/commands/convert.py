@@ -33,7 +33,7 @@ def main() -> None:
         given = arguments.special_ids
         special_ids = given and dict(zip(("mask_token", "cls_token", "sep_token"), given, strict=True))
         output = from_hf(arguments.model, arguments.output, special_ids=special_ids)
-        console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
+        console.print(f"wrote {output}: a checkpoint for init.from_checkpoint, and model.yaml for the config")
     elif arguments.direction == "revocabulary":
         from megahead.hf.revocabulary import revocabulary
 
@@ -70,9 +70,10 @@ def summary(report: ExportReport) -> str:
 def summary_of_rows(report: RevocabularyReport) -> str:
     """What became of a model's rows."""
     return (
-        f"wrote {report.folder}: a checkpoint for init.from_checkpoint, {report.new_ids:,} ids instead of "
-        f"{report.old_ids:,}\n{report.kept:,} rows kept, {report.pieced:,} of tokens in pieces ({report.pieces:.1f} on "
-        f"average), {report.new:,} new"
+        f"wrote {report.folder}: a checkpoint for init.from_checkpoint, and model.yaml for the config; "
+        f"{report.new_ids:,} ids instead of {report.old_ids:,}\n"
+        f"{report.kept:,} rows kept, {report.pieced:,} of tokens in pieces ({report.pieces:.1f} on average), "
+        f"{report.new:,} new"
     )
 
 

@@ -275,6 +275,13 @@ class ModelConfig(Settings):
             require(not (self.mlp_bias and qwen2), "mlp_bias", rule, got="true")
         return self
 
+    def written(self) -> dict[str, Any]:
+        """The settings by which a config says this shape: its family, and all that are not defaults of that."""
+        fields = type(self).model_fields
+        defaults = {name: field.default for name, field in fields.items()} | DEFAULTS[self.family]
+        given = self.model_dump(mode="json", exclude={"size"})
+        return {name: value for name, value in given.items() if name == "family" or value != defaults[name]}
+
     def is_encoder(self) -> bool:
         """Whether it is of a family that reads framed rows and is exported as an encoder."""
         return self.family in ENCODERS

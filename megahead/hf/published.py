@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
@@ -28,12 +29,13 @@ from transformers.utils import logging
 
 from megahead.checkpoints.disk import find_checkpoint, save_untrained
 from megahead.config.loading import config_from_dict
+from megahead.config.masking import FRAMING
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
 from megahead.distributed.tensors import all_finite, block_ranges, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
-from megahead.files import atomic_folder
+from megahead.files import atomic_folder, write_atomically
 from megahead.hf import decoders, encoders
 from megahead.hf.families import Family
 from megahead.hf.settings import KeptSettings
@@ -230,11 +232,23 @@ def from_hf(
     with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
         tensors = _tensors(published, config, target_counts_V)
-        save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
+        save_start(run, tensors, config, tokenizer)
         kept.keep(run)
-        if tokenizer is not None:
-            keep_tokenizer(tokenizer, run)
     return output_dir
+
+
+def save_start(
+    run: RunFolder, tensors: Iterable[tuple[str, Tensor]], config: RunConfig, tokenizer: Path | None
+) -> None:
+    """Writes what a run can start from: a checkpoint of step 0, the tokenizer, and the sections of the next config that
+    say which model it is."""
+    save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
+    sections: dict[str, Any] = {"model": config.model.written()}
+    if config.masking is not None:
+        sections["masking"] = config.masking.model_dump(mode="json", include={*FRAMING})
+    write_atomically(run.model, yaml.safe_dump(sections, sort_keys=False, default_flow_style=None))
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, run)
 
 
 def _config(

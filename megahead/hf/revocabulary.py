@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megahead.checkpoints.disk import find_checkpoint, save_untrained
+from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
-from megahead.data.tokenizer import keep_tokenizer
 from megahead.data.vocabulary_map import ROLES, SpelledVocabulary, Translation, translate
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
-from megahead.hf.published import from_hf
+from megahead.hf.published import from_hf, save_start
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
@@ -124,10 +123,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         old = _old_vocabulary(model, model_dir)
         translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)
-        run = RunFolder(staged)
-        tensors = _tensors(model, config, translation, method)
-        save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
-        keep_tokenizer(tokenizer, run)
+        save_start(RunFolder(staged), _tensors(model, config, translation, method), config, tokenizer)
     kept, pieced, fresh = translation.counts()
     pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)
     return RevocabularyReport(output_dir, len(old.spellings), len(translation.kept_V), kept, pieced, pieces, fresh)

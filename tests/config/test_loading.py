@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from megahead.config.base import shipped_configs
 from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_dict, load_config
+from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, ConfigErrors
@@ -90,6 +91,15 @@ def test_every_setting_is_described_and_frozen() -> None:
 
     visit(RunConfig, "")
     assert len(seen) > 40
+
+
+def test_a_shape_is_written_without_defaults_and_read_back() -> None:
+    for size in NAMED_SIZES:
+        model = ModelConfig(size=size, vocab_size=100, norm_eps=1e-4)
+        written = model.written()
+        assert ModelConfig(**written) == model.model_copy(update={"size": None})
+        assert {"family", "hidden_size", "vocab_size", "norm_eps"} <= {*written}
+        assert not {"size", "init_std", "mlp_bias", "hidden_dropout"} & {*written}
 
 
 def test_every_shipped_config_is_sound() -> None:

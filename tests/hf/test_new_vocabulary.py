@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.loading import config_from_dict
+from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, save_tokenizer
 from megahead.data.vocabulary_map import SpelledVocabulary, translate
@@ -115,6 +117,9 @@ def test_an_encoder_has_its_special_tokens_and_bias_where_the_new_ids_are(tmp_pa
     assert config.masking is not None
     assert (config.masking.cls_token, config.masking.sep_token, config.masking.mask_token) == (cls, sep, mask)
     assert config.masking.special_tokens == [0, 1]
+    written = yaml.safe_load((tmp_path / "out/model.yaml").read_text())
+    assert ModelConfig(**written["model"]) == config.model
+    assert written["masking"] == {"mask_token": mask, "cls_token": cls, "sep_token": sep, "special_tokens": [0, 1]}
     before, after = tensors(run), tensors(tmp_path / "out")
     for name in (EMBEDDING, "weight/mask_head.bias"):
         assert torch.equal(after[name][[cls, sep, mask]], before[name][[2, 3, 4]])
@@ -135,6 +140,7 @@ def test_a_published_model_moves_too_and_can_be_exported(tmp_path: Path) -> None
     assert f"{len(new.text)} ids instead of {len(old.text)}\n{kept} rows kept, {pieced} of tokens in pieces (" in told
     assert told.rstrip().endswith(f"on average), {fresh} new")
     assert (tmp_path / "out/tokenizer.json").read_bytes() == new.tokenizer.path.read_bytes()
+    assert ModelConfig(**yaml.safe_load((tmp_path / "out/model.yaml").read_text())["model"]).vocab_size == len(new.text)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("tmp", "."))]
     export(tmp_path / "out", tmp_path / "back", "trained")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
