@@ -53,6 +53,11 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or made by another run."""
 
 
+def message_of(error: Exception) -> str:
+    """What is printed of it; of one that no user can repair also its type."""
+    return str(error) if isinstance(error, UserError | OSError) else repr(error)
+
+
 def existing(text: str) -> Path:
     """argparse's `type` for a path that must exist; UserError before anything is imported to open it."""
     path = Path(text)

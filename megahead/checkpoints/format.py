@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, message_of
 from megahead.files import fsync, sha256_of
 from megahead.remote_files import DamagedError
 
@@ -294,7 +294,7 @@ MEETING_SECONDS = 5.0
 
 
 def run_on_all_ranks(
-    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str
+    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = message_of
 ) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
@@ -320,13 +320,15 @@ def run_on_all_ranks(
     return [result for of_rank, _ in everywhere for result in of_rank]
 
 
-def run_on_first_rank(group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str) -> T:
+def run_on_first_rank(
+    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = message_of
+) -> T:
     """Runs `action` on rank 0, as `run_on_all_ranks` does; its (small) result on all ranks. Collective."""
     return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
 
 
 def run_long_on_all_ranks(
-    group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = str
+    group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = message_of
 ) -> list[Any]:
     """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes; what generators return,
     in rank order. Collective.

@@ -27,7 +27,7 @@ from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
 from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_fingerprint
 from megahead.distributed.group import Group
-from megahead.errors import CheckpointError, ConfigError, DataError, UserError
+from megahead.errors import CheckpointError, ConfigError, DataError
 from megahead.remote_files import local_file
 from megahead.train.preflight import check_late_files
 
@@ -75,10 +75,10 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
         if first == (group.rank == 0):
             opened.append(_opened(config))
 
-    run_long_on_all_ranks(group, _fetch_remote(config.data), _message)
+    run_long_on_all_ranks(group, _fetch_remote(config.data))
     for first in (True, False):
         try:
-            run_on_all_ranks(group, partial(open_here, first), _message)
+            run_on_all_ranks(group, partial(open_here, first))
         except CheckpointError as error:
             raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
     return opened[0]
@@ -142,10 +142,6 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
     require(end in (None, given), "data.end_token", rule, got=given, hint="leave it out, or cut the text again")
     dataset.expect_ids_below(config.model.vocab_size)
     return dataset
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else repr(error)
 
 
 # What must not change when a run is resumed: settings that change its result, and the data that they name.

@@ -10,13 +10,13 @@ from typing import cast
 
 import torch
 
+from megahead.checkpoints.format import run_on_first_rank
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.data.samples import held_out_samples
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
-from megahead.errors import UserError
 from megahead.evaluate.perplexity import ValidationResult, ValidationSet
 from megahead.evaluate.results import TaskResult
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
@@ -76,16 +76,12 @@ class TaskEvaluation:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
 
         Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Does not restore
-        torch's random state: every step seeds its own. UserError if the export fails.
+        torch's random state: every step seeds its own. CheckpointError if the export fails.
         """
         from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
 
         folder = RunFolder.of(checkpoint).exports / "evaluated"
-        problem = self._world_group.broadcast_object(
-            _export(checkpoint, folder) if self._world_group.rank == 0 else None
-        )
-        if problem is not None:
-            raise UserError(problem)
+        run_on_first_rank(self._world_group, lambda: _export(checkpoint, folder))
         mine = dict(list(self._files.items())[self._world_group.rank :: self._world_group.size])
         shares = self._world_group.all_gather_objects(
             list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else []
@@ -96,14 +92,9 @@ class TaskEvaluation:
         return [found[name] for name in self._files]
 
 
-def _export(checkpoint: Path, folder: Path) -> str | None:
-    """The error's sentence if the export fails, else None."""
+def _export(checkpoint: Path, folder: Path) -> None:
     from megahead.hf.export import export
     from megahead.hf.heads import best_head
     from megahead.hf.trained import TrainedModel
 
-    try:
-        export(checkpoint, folder, best_head(TrainedModel.open(checkpoint)))
-    except UserError as error:
-        return str(error)
-    return None
+    export(checkpoint, folder, best_head(TrainedModel.open(checkpoint)))
