@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy
 import pytest
+from demo import FULL, MODELS, QUICK, Size
 from rich.console import Console
-from steps.once import Once
 
 from demo_pipeline.pipeline import ROOT, Pipeline, show, times
-from demo_pipeline.sizes import FULL, MODELS, QUICK, Size
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_parameters
 from megahead.quickstart import pretrain
+from steps.once import Once
 from support.commands import call
 from support.forked import fork_pythons, run_script
 from support.long import long_but

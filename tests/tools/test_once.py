@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from steps.once import Once
 
+from steps.once import Once
 from support.forked import FORK
 
 

@@ -7,16 +7,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from steps.once import Once
 
 from demo_pipeline.corpus import build_cloze, build_corpus
-from demo_pipeline.sizes import Size
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName
 from megahead.data.preprocess import preprocess
@@ -32,6 +30,10 @@ from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.wording import duration
+from steps.once import Once
+
+if TYPE_CHECKING:
+    from demo import Size
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = min(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)

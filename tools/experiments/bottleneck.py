@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from steps.once import one_at_a_time
 
 from experiments.measures import Row, speed
 from experiments.runner import GRIDS, Cell, ExperimentRunner, course, settings_of
@@ -24,6 +23,7 @@ from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
 from megahead.evaluate.perplexity import evaluate_checkpoint
+from steps.once import one_at_a_time
 
 LAP = 25
 WALK = 5 * LAP - 1  # symbols of a text; its end token makes it a row

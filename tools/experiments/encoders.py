@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from steps.once import one_at_a_time
 
 from experiments.measures import Chart, Row, candidates, lines, percent, speed
 from experiments.neighbours import PLAIN, settings_of_variant
@@ -20,6 +19,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
 from megahead.evaluate.finetuning import FineTuningResult, comparison_table
 from megahead.report.read import RunMetrics
+from steps.once import one_at_a_time
 
 WRONG = 0.1
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TextIO
 
 import yaml
 from rich.console import Console
-from steps.once import Once, one_at_a_time
 
 from experiments.measures import Chart, Row, cost, draw_charts, lines, measured, spent
 from megahead.checkpoints.disk import find_checkpoint
@@ -41,6 +40,7 @@ from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
 from megahead.train.run import resolve_precision
+from steps.once import Once, one_at_a_time
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
-from steps.once import one_at_a_time
-
 from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tuned, table_of
 from experiments.measures import Row, over_seeds, scores, spent
@@ -30,6 +28,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import FieldError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
+from steps.once import one_at_a_time
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from steps.once import Once
 
 from gpu_parts.page import falls_short, page_of
 from gpu_parts.plan import START_UP, Outcome, Part, State
 from megahead.files import write_atomically
 from megahead.version import __version__
 from megahead.wording import duration
+from steps.once import Once
 
 PACKAGES = (
     *("torch", "triton", "deepspeed", "transformers"),

@@ -13,7 +13,6 @@ from typing import TextIO
 import pytest
 import torch
 import yaml
-from steps.once import one_at_a_time
 
 from experiments.grids import compare_negatives, compare_variants
 from experiments.measures import Chart, candidates, cost, draw_charts, lines, over_seeds, percent, speed, spent
@@ -23,6 +22,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
+from steps.once import one_at_a_time
 from support.forked import fork_pythons
 from support.runner import TINY, run_logged
 
