@@ -206,7 +206,7 @@ def write_together(
         run_on_first_rank(group, lambda: disk.prepare(name, needed), describe_error)
         written = run_long_on_all_ranks(group, write(partial), describe_error)
         run_on_first_rank(group, finish, describe_error)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
