@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from megahead.files import write_atomically
 from megahead.wording import duration
@@ -73,14 +73,14 @@ class Once:
             finished = self._reuse(name, key, outputs)
             if finished is None:
                 record.unlink(missing_ok=True)
-                self._print(f"[cyan]▸[/] [bold]{name}[/] {escape(about)}".rstrip())
+                self._print(("▸", "cyan"), name, about)
                 start, result = time.monotonic(), work()
                 finished = Finished(name, time.monotonic() - start, result)
                 content = {"key": key, "outputs": self._files(outputs), "seconds": finished.seconds, "result": result}
                 write_atomically(record, json.dumps(content, indent=1) + "\n")
         self.finished.append(finished)
         note = f"{'reused' if finished.reused else 'done'} ({duration(finished.seconds)}): {say(finished.result)}"
-        self._print(f"[green]✓[/] [bold]{name}[/] {escape(note)}")
+        self._print(("✓", "green"), name, note)
         return finished
 
     def results(self) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class Once:
         for record in self.folder.glob("*.json"):
             record.unlink()
 
-    def _print(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+    def _print(self, sign: tuple[str, str], name: str, note: str) -> None:
+        self.console.print(Text.assemble(sign, " ", (name, "bold"), f" {note}".rstrip()), soft_wrap=True)
 
     def _key(self, settings: Mapping[str, Any] | None, inputs: Sequence[Path]) -> str:
         content = json.dumps([settings or {}, self._files(inputs)], sort_keys=True)
