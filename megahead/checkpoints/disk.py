@@ -82,7 +82,7 @@ class Disk(Storage):
     def prepare(self, name: str, needed: int) -> Path:
         """Makes that folder, for a checkpoint of so many bytes; OSError without room. See `describe_failure`."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.clear_remains()
+        self.remove_partial()
         if shutil.disk_usage(self.root).free < needed:
             raise OSError(errno.ENOSPC, "no room", str(self.root))
         self.partial(name).mkdir()
@@ -93,7 +93,7 @@ class Disk(Storage):
         publish_folder(self.partial(name), self.root / name)
         return self.root / name
 
-    def clear_remains(self) -> None:
+    def remove_partial(self) -> None:
         """Removes what a crash in the middle of an earlier save left behind."""
         for folder in self.root.glob(".step-*.partial"):
             shutil.rmtree(folder)
@@ -214,7 +214,7 @@ def write_together(
 
 
 class Source(Protocol):
-    """Another storage, from which all ranks together bring the newest sound checkpoint to disk."""
+    """Another storage, from which all ranks together copy the newest valid checkpoint to disk."""
 
     def choose(self) -> Iterator[None]:
         """A generator. Returns the name that the next best checkpoint has on the disk, None if there is none, and its
@@ -227,10 +227,10 @@ class Source(Protocol):
         """Writes its manifest."""
 
 
-def bring_first(
+def copy_first(
     source: Source, disk: Disk, group: Group, rules: KeepRules | None = None
 ) -> tuple[str | None, list[str]]:
-    """Brings the first sound checkpoint of a source to a disk: its name there, None if there is none, and a sentence
+    """Copies the first valid checkpoint of a source to a disk: its name there, None if there is none, and a sentence
     for each damaged one before it. Collective; CheckpointError where the disk cannot take it."""
     problems = list[str]()
     while True:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoints.disk import Disk, Source, bring_first, is_complete
+from megahead.checkpoints.disk import Disk, Source, copy_first, is_complete
 from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_on_first_rank
 from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
-from megahead.checkpoints.remote import CHECKPOINTS, Remote, find_remote, lineage_in, newer_in, patience_with
+from megahead.checkpoints.remote import CHECKPOINTS, Remote, ancestry_in, find_remote, newer_in, retry_seconds
 from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -32,7 +32,7 @@ _ALONE = Group()
 def fetch_newer(
     than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
 ) -> Resumed | None:
-    """Fetches the newest sound checkpoint of the history at `url` into `folder`, with the log up to there and what the
+    """Fetches the newest valid checkpoint of the history at `url` into `folder`, with the log up to there and what the
     run is known by, if one is newer than step `than` (see `newer_in`); None if none is. Collective; CheckpointError
     where the store cannot be read.
 
@@ -41,13 +41,13 @@ def fetch_newer(
     began, disk = time.monotonic(), Disk(folder.checkpoints)
 
     def newer() -> tuple[Remote, list[str]]:
-        remote = Remote.of(url, patience_with(group))
+        remote = Remote.of(url, retry_seconds(group))
         return remote, newer_in(remote, folder, than)
 
     def files() -> dict[Path, bytes]:
         return small_files(url, group, folder.metrics, folder.identity)
 
-    name, damage = bring_first(_Fetch(newer, disk, group, accept, files), disk, group)
+    name, damage = copy_first(_Fetch(newer, disk, group, accept, files), disk, group)
     if name is None:
         return Resumed("mirror", None, damage) if damage else None
     run_on_first_rank(group, lambda: disk.point_to(Latest(name, disk.manifest(name).parents)))
@@ -58,7 +58,7 @@ def fetch_newer(
 
 def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
     """What small files of the run at `url` hold, by their names, as far as they are there."""
-    store = Store(url, patience_with(group))
+    store = Store(url, retry_seconds(group))
     found = {path: store.read_if_there(path.name) for path in paths}
     return {path: content for path, content in found.items() if content is not None}
 
@@ -70,21 +70,21 @@ def fetch_named(
     accept: Callable[[Checkpoint], None] = lambda _: None,
     files: Callable[[], dict[Path, bytes]] = dict,
 ) -> Path:
-    """Fetches the checkpoint that a URL means (see `find_remote`; the newest sound one of a run, but for those that the
+    """Fetches the checkpoint that a URL means (see `find_remote`; the newest valid one of a run, but for those that the
     run in `into` went back from) into `into`, and returns its folder; one that is there already is not fetched again.
     Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. `accept` may
     refuse one before it is fetched; `files` come along. Collective; CheckpointError where none can be had."""
 
     def named() -> tuple[Remote, list[str]]:
-        remote, names = find_remote(url, patience_with(group))
-        passed = lineage_in(into).orphaned if len(names) > 1 else ()
+        remote, names = find_remote(url, retry_seconds(group))
+        passed = ancestry_in(into).orphaned if len(names) > 1 else ()
         return remote, [name for name in names if name not in passed]
 
     disk = Disk(into.checkpoints)
-    name, damage = bring_first(_Fetch(named, disk, group, accept, files), disk, group)
+    name, damage = copy_first(_Fetch(named, disk, group, accept, files), disk, group)
     if name is None:
         raise CheckpointError(
-            f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
+            f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is valid"
             f"{': ' if damage else '.'}{' '.join(damage)}"
         )
     for each in damage if group.rank == 0 else ():
@@ -146,7 +146,7 @@ class _Fetch(Source):
             return iter(())
         name = self.tried[-1]
         received = _fetch_files(self.remote, name, partial, self.manifest)
-        return with_progress(received, join_url(self.remote.url, self.remote.place(name)), self.manifest.total_bytes)
+        return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
     def seal(self, partial: Path, written: list[Any]) -> None:
         (partial / MANIFEST).write_bytes(self.text)
@@ -165,7 +165,7 @@ def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
             expected = Expected(entry.bytes, entry.sha256)
-            for received in receive(remote.store, remote.place(name, file), expected, target.write):
+            for received in receive(remote.store, remote.path(name, file), expected, target.write):
                 yield before + received
         fsync(partial / file)
         before += entry.bytes
@@ -178,7 +178,7 @@ def fetch_to_cache(url: str) -> Path:
     """What `fetch_named` does, into a folder of this machine's cache, with the run's tokenizer and log; one process
     after the other."""
     run = RunFolder(folder_for(url))
-    with _in_turn(run):
+    with _locked(run):
         folder = fetch_named(url, run)
         kept = run.tokenizer_json, run.tokenizer_model, run.published, run.metrics
         _write_all(small_files(_run_of(url), _ALONE, *kept))
@@ -191,7 +191,7 @@ def _run_of(url: str) -> str:
 
 
 @contextmanager
-def _in_turn(run: RunFolder) -> Iterator[None]:
+def _locked(run: RunFolder) -> Iterator[None]:
     """Waits for other processes of this machine that fetch into the same folder: each would remove what another has
     half fetched."""
     run.path.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megahead.background import begin
-from megahead.checkpoints.disk import Disk, Source, bring_first, find_checkpoint
+from megahead.checkpoints.disk import Disk, Source, copy_first, find_checkpoint
 from megahead.checkpoints.format import (
     FileEntry,
     Header,
@@ -108,14 +108,14 @@ class NodeMemory:
             return socket.gethostname()
         return f"{boot} {root.st_dev} {root.st_ino}"
 
-    def slot(self, mark: str, rank: int) -> Path:
-        """Where a rank of the session with that mark keeps its replicas."""
-        return self._session(mark) / f"rank-{rank:05d}"
+    def rank_folder(self, session_id: str, rank: int) -> Path:
+        """Where a rank of the session with that session_id keeps its replicas."""
+        return self._session(session_id) / f"rank-{rank:05d}"
 
-    def replicas(self, mark: str) -> list[Path]:
+    def replicas(self, session_id: str) -> list[Path]:
         """The complete folders of all ranks of that session on this node."""
-        slots = sorted(self._session(mark).glob("rank-*")) if self._is_ours() else []
-        return [slot / name for slot in slots for name in highest_first(Disk(slot).names())]
+        rank_folders = sorted(self._session(session_id).glob("rank-*")) if self._is_ours() else []
+        return [rank_folder / name for rank_folder in rank_folders for name in highest_first(Disk(rank_folder).names())]
 
     def make(self) -> None:
         """Makes the folder, which only this user may read; CheckpointError if it is another's."""
@@ -135,15 +135,15 @@ class NodeMemory:
                 "it larger, or leave training.replicate_every out."
             )
 
-    def remove(self, mark: str | None = None) -> None:
-        """All replicas of the run on this node, or those of the session with that mark."""
+    def remove(self, session_id: str | None = None) -> None:
+        """All replicas of the run on this node, or those of the session with that id."""
         if self._is_ours():
-            shutil.rmtree(self.folder if mark is None else self._session(mark), ignore_errors=True)
+            shutil.rmtree(self.folder if session_id is None else self._session(session_id), ignore_errors=True)
             with suppress(OSError):  # others' are there
                 self.folder.rmdir()
 
-    def _session(self, mark: str) -> Path:
-        return self.folder / hashlib.sha256(mark.encode()).hexdigest()[:16]
+    def _session(self, session_id: str) -> Path:
+        return self.folder / hashlib.sha256(session_id.encode()).hexdigest()[:16]
 
     def _is_ours(self) -> bool:
         """Whether it is there, no link, and this user's: anyone may write to ROOT."""
@@ -156,26 +156,26 @@ class NodeMemory:
 # What is left of a session's replicas on the nodes that are there, every byte verified.
 
 
-class Found(Source):
+class ReplicaSource(Source):
     """The replicas newer than step `than`. Each rank writes some of the files on its node. Made by all ranks at once.
 
     Ranks of one node verify a share each of its files; what others put on disk counts as on the first rank's node.
     """
 
-    def __init__(self, mark: str, than: int, run: RunFolder, group: Group) -> None:
+    def __init__(self, session_id: str, than: int, run: RunFolder, group: Group) -> None:
         self._rank = group.rank
         self._manifests: dict[str, Manifest] = {}
-        self._sound: dict[str, dict[str, Path]] = {}
+        self._valid: dict[str, dict[str, Path]] = {}
         self.problems: list[str] = []
         """A sentence for each that is damaged, on any node."""
         memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        folders = memory.replicas(mark) + (shared.replicas(mark) if here[0] == 0 else [])
+        folders = memory.replicas(session_id) + (shared.replicas(session_id) if here[0] == 0 else [])
         files = [file for folder in folders if step_of(folder) > than for file in self._listed(folder)]
         run_long_on_all_ranks(group, self._verify(files[here.index(group.rank) :: len(here)]))
         self.problems = list(dict.fromkeys(each for rank in group.all_gather_objects(self.problems) for each in rank))
-        offers = group.all_gather_objects({copy: set(files) for copy, files in self._sound.items()})
+        offers = group.all_gather_objects({copy: set(files) for copy, files in self._valid.items()})
         self._writers: dict[str, dict[str, int]] = {}
         for copy in highest_first({copy for offer in offers for copy in offer}):
             holders = [rank for rank, offer in enumerate(offers) if copy in offer]
@@ -201,7 +201,7 @@ class Found(Source):
             except CheckpointError as error:
                 self.problems.append(str(error))
             else:
-                self._sound.setdefault(copy, {})[name] = path
+                self._valid.setdefault(copy, {})[name] = path
 
     def choose(self) -> Generator[None, None, tuple[str | None, int]]:
         yield
@@ -218,7 +218,7 @@ class Found(Source):
         return self._chosen, manifest.total_bytes
 
     def write(self, partial: Path) -> Iterator[None]:
-        for name, path in self._sound.get(self._chosen, {}).items():
+        for name, path in self._valid.get(self._chosen, {}).items():
             if self._writers[self._chosen][name] == self._rank:
                 shutil.copyfile(path, partial / name)
                 (partial / name).chmod(partial.stat().st_mode & 0o666)
@@ -232,57 +232,59 @@ class Found(Source):
 # How ranks get replicas from nodes whose ranks do not train: these put them into the run's folder, which all share.
 
 
-PATIENCE_SECONDS = 30.0
+WAIT_SECONDS = 30.0
 """How long those that train wait for the others' replicas."""
 
 
-def drain(folder: RunFolder, launch: Launch) -> None:
+def share_replicas(folder: RunFolder, launch: Launch) -> None:
     """Called by a rank beyond those that train: what is on its node of the last session's replicas, newer than
     the checkpoints on disk, is put into the run's folder, if there is room. Others look for it there."""
-    mark = mark_of(folder)
-    if mark is None:
+    session_id = last_session_id(folder)
+    if session_id is None:
         return
     newest = find_checkpoint(folder.path)
     shared = NodeMemory.shared(folder)
     with suppress(OSError):
-        for copy in NodeMemory.of(folder).replicas(mark):
-            slot = shared.slot(mark, launch.rank).with_name(f"rank-{launch.rank:05d}-of-{copy.parent.name}")
+        for copy in NodeMemory.of(folder).replicas(session_id):
+            rank_folder = shared.rank_folder(session_id, launch.rank).with_name(
+                f"rank-{launch.rank:05d}-of-{copy.parent.name}"
+            )
             is_newer = newest is None or step_of(copy) > step_of(newest)
-            if is_newer and not (slot / copy.name).exists():
-                begun = Disk(slot).partial(copy.name)
+            if is_newer and not (rank_folder / copy.name).exists():
+                begun = Disk(rank_folder).partial(copy.name)
                 shutil.rmtree(begun, ignore_errors=True)
                 shutil.copytree(copy, begun)
-                begun.rename(slot / copy.name)
-        done = _done(shared, mark, launch, launch.rank)
+                begun.rename(rank_folder / copy.name)
+        done = _done(shared, session_id, launch, launch.rank)
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
 
 
-def wait_for_others(folder: RunFolder, mark: str, launch: Launch, most_seconds: float) -> None:
+def wait_for_others(folder: RunFolder, session_id: str, launch: Launch, most_seconds: float) -> None:
     """Waits until all ranks beyond those that train have handed over what they have, but not for long."""
-    deadline = time.monotonic() + min(PATIENCE_SECONDS, most_seconds)
+    deadline = time.monotonic() + min(WAIT_SECONDS, most_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
-        done = _done(NodeMemory.shared(folder), mark, launch, rank)
+        done = _done(NodeMemory.shared(folder), session_id, launch, rank)
         while not done.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
-def mark_of(folder: RunFolder) -> str | None:
+def last_session_id(folder: RunFolder) -> str | None:
     """That of the last session, unless it ended by itself."""
     content = read_if_there(folder.holder)
     return None if content is None else content.decode()
 
 
-def _done(shared: NodeMemory, mark: str, launch: Launch, rank: int) -> Path:
-    """A file that says so, of one meeting of the ranks."""
-    meeting = sha256(f"{launch.address} {launch.port} {launch.attempt}".encode()).hexdigest()[:16]
-    return shared.slot(mark, rank).with_name(f"done-{meeting}-{rank}")
+def _done(shared: NodeMemory, session_id: str, launch: Launch, rank: int) -> Path:
+    """A file that says so, of one rendezvous of the ranks."""
+    rendezvous = sha256(f"{launch.address} {launch.port} {launch.attempt}".encode()).hexdigest()[:16]
+    return shared.rank_folder(session_id, rank).with_name(f"done-{rendezvous}-{rank}")
 
 
 # Keeps a replica of the run's state in memory while training goes on.
 
 
-FORGET_SECONDS = 5.0
+DISCARD_SECONDS = 5.0
 """How long a replica that is not needed any more is waited for."""
 
 
@@ -293,9 +295,13 @@ class Replicas:
     those of earlier sessions, whose state is on disk by then.
     """
 
-    def __init__(self, memory: NodeMemory, mark: str, world_group: Group) -> None:
+    def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:
         memory.remove()
-        self._memory, self._mark, self._disk = memory, mark, Disk(memory.slot(mark, world_group.rank))
+        self._memory, self._session_id, self._disk = (
+            memory,
+            session_id,
+            Disk(memory.rank_folder(session_id, world_group.rank)),
+        )
         self._world_group, self._group = world_group, world_group.side_channel()
         self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None
@@ -326,7 +332,7 @@ class Replicas:
         self._ends = threading.Event()
         self._pending = begin(partial(self._keep, header, snapshot, check, self._ends))
 
-    def forget(self, timeout: float = FORGET_SECONDS) -> None:
+    def discard(self, timeout: float = DISCARD_SECONDS) -> None:
         """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
         waited for `timeout` seconds at most."""
         self._ends.set()
@@ -335,10 +341,10 @@ class Replicas:
                 self._pending.exception(timeout)
         shutil.rmtree(self._disk.root, ignore_errors=True)
 
-    def close(self, timeout: float = FORGET_SECONDS) -> None:
+    def close(self, timeout: float = DISCARD_SECONDS) -> None:
         """Leaves nothing of this session in this node's memory."""
-        self.forget(timeout)
-        self._memory.remove(self._mark)
+        self.discard(timeout)
+        self._memory.remove(self._session_id)
 
     def _keep(self, header: Header, snapshot: Snapshot, check: Callable[[], None], ends: threading.Event) -> str | None:
         """Its name, or None if it was not to be kept any more."""
@@ -376,7 +382,7 @@ class Replicas:
         served = {other: names[other] for other in self.peers.served_by(rank)}
 
         def make_places() -> None:
-            theirs.update({other: _place_for(folder / name, files[name].bytes) for other, name in served.items()})
+            theirs.update({other: _allocate(folder / name, files[name].bytes) for other, name in served.items()})
 
         run_on_all_ranks(self._group, make_places)
         mine = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
@@ -387,7 +393,7 @@ class Replicas:
                 raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")
 
 
-def _place_for(path: Path, size: int) -> Tensor:
+def _allocate(path: Path, size: int) -> Tensor:
     """uint8 [size]: the bytes of a new file. Its room is taken at once, since a write to a place in memory that turns
     out to be missing would end the process."""
     with path.open("xb") as file:
@@ -398,20 +404,21 @@ def _place_for(path: Path, size: int) -> Tensor:
 # What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.
 
 
-def rescue_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules) -> Resumed | None:
+def recover_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules) -> Resumed | None:
     """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
     None if there is none. Collective; CheckpointError where the disk cannot take it.
 
-    Which session was the last one, its mark in the folder says: once another has begun, or it has ended by itself, its
-    replicas are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
+    Which session was the last one, the id in its folder says: once another has begun, or it has ended by
+    itself, its replicas are worthless. Every file is verified where it lies, and each rank writes some of those on its
+    node.
     """
     began = time.monotonic()
-    mark = group.broadcast_object(mark_of(folder) if group.rank == 0 else None)
-    if mark is None:
+    session_id = group.broadcast_object(last_session_id(folder) if group.rank == 0 else None)
+    if session_id is None:
         return None
-    wait_for_others(folder, mark, launch, group.timeout_seconds / 2)
-    found, disk = Found(mark, than, folder, group), Disk(folder.checkpoints)
-    name, lost = bring_first(found, disk, group, rules)
+    wait_for_others(folder, session_id, launch, group.timeout_seconds / 2)
+    found, disk = ReplicaSource(session_id, than, folder, group), Disk(folder.checkpoints)
+    name, lost = copy_first(found, disk, group, rules)
     problems = [*found.problems, *lost]
     if name is None:
         return Resumed("memory", None, problems) if problems else None

@@ -47,14 +47,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return _opened(folder)
 
 
-def newest_sound(path: Path, group: Group = _ALONE) -> tuple[Checkpoint | None, list[str]]:
+def newest_valid(path: Path, group: Group = _ALONE) -> tuple[Checkpoint | None, list[str]]:
     """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and one
     sentence for each newer but damaged one. Collective."""
-    return first_sound(lambda: step_folders(path), group)
+    return first_valid(lambda: step_folders(path), group)
 
 
-def first_sound(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The first undamaged one of some step folders, which rank 0 lists; otherwise as `newest_sound`."""
+def first_valid(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
+    """The first undamaged one of some step folders, which rank 0 lists; otherwise as `newest_valid`."""
     damage: list[str] = []
     for folder in run_on_first_rank(group, folders):
         try:

@@ -15,14 +15,14 @@ from megahead.background import begin
 from megahead.checkpoints.disk import Disk, step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
 from megahead.checkpoints.store import (
+    Ancestry,
     Latest,
-    Lineage,
     Storage,
     highest_first,
     history,
     is_ancestor,
     is_name,
-    manifest_if_sound,
+    manifest_if_valid,
     step_of,
 )
 from megahead.distributed.group import Group
@@ -58,7 +58,7 @@ class Remote(Storage):
         """Of the store."""
         return self.store.url
 
-    def place(self, *names: str) -> str:
+    def path(self, *names: str) -> str:
         """A file's name in the store."""
         return "/".join(filter(None, (self.root, *names)))
 
@@ -70,39 +70,39 @@ class Remote(Storage):
 
     def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
         """As it is stored, and as it reads; CheckpointError if it is damaged or gone."""
-        text = self.store.read_if_there(self.place(name, MANIFEST))
+        text = self.store.read_if_there(self.path(name, MANIFEST))
         if text is None:
             raise CheckpointError(
-                f"`{join_url(self.url, self.place(name))}` must stay while it is read, but was removed."
+                f"`{join_url(self.url, self.path(name))}` must stay while it is read, but was removed."
             )
-        return text, Manifest.parse(text, join_url(self.url, self.place(name, MANIFEST)))
+        return text, Manifest.parse(text, join_url(self.url, self.path(name, MANIFEST)))
 
     @property
     def latest(self) -> Latest:
         """See `Storage`. Also a whole checkpoint that continues what was put there last: its upload was killed right
         before it would have been."""
-        said = Latest.read((self.store.read_if_there(self.place("latest")) or b"").decode(errors="replace"))
-        return said if said.name is None else self._continued(said, said.name)
+        latest = Latest.read((self.store.read_if_there(self.path("latest")) or b"").decode(errors="replace"))
+        return latest if latest.name is None else self._continued(latest, latest.name)
 
-    def _continued(self, said: Latest, name: str) -> Latest:
+    def _continued(self, latest: Latest, name: str) -> Latest:
         for each in highest_first(self.names()):
             if step_of(each) <= step_of(name):
                 break
-            manifest = manifest_if_sound(self, each)
+            manifest = manifest_if_valid(self, each)
             if manifest is not None and is_ancestor(name, manifest.parents or (each,)):
                 return Latest(each, manifest.parents)
-        return said
+        return latest
 
     def point_to(self, latest: Latest) -> None:
-        self.store.write(self.place("latest"), latest.text().encode())
+        self.store.write(self.path("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
         files = self._listed().get(name, {})
         for file in sorted(files, key=lambda file: file != MANIFEST):
-            self.store.remove(self.place(name, file))
-        self.store.remove_folder(self.place(name))
+            self.store.remove(self.path(name, file))
+        self.store.remove_folder(self.path(name))
 
-    def clear_remains(self, but: str) -> None:
+    def remove_partial(self, but: str) -> None:
         """Removes what killed uploads left, but for one checkpoint's."""
         for name, files in self._listed().items():
             if MANIFEST not in files and name != but:
@@ -116,21 +116,21 @@ class Remote(Storage):
         """
         name, text = folder.name, (folder / MANIFEST).read_bytes()
         files, there = Manifest.parse(text, str(folder / MANIFEST)).files, self._listed().get(name, {})
-        if MANIFEST not in there or self.store.read_if_there(self.place(name, MANIFEST)) != text:
+        if MANIFEST not in there or self.store.read_if_there(self.path(name, MANIFEST)) != text:
             there = {}
         missing = {file: entry for file, entry in files.items() if there.get(file) != entry.bytes}
         self._send(folder, missing, refuse)
         there = self._listed().get(name, {})
         for file, entry in files.items():
             if there.get(file) != entry.bytes:  # somebody emptied the store meanwhile
-                place = join_url(self.url, self.place(name, file))
+                place = join_url(self.url, self.path(name, file))
                 raise DamagedError(f"`{place}` must stay while its checkpoint is sent, but is gone.")
         refuse()
         try:
-            self.store.write(self.place(name, MANIFEST), text)
+            self.store.write(self.path(name, MANIFEST), text)
         except BaseException:
             with suppress(UserError):  # half of it would count as a damaged checkpoint
-                self.store.remove(self.place(name, MANIFEST))
+                self.store.remove(self.path(name, MANIFEST))
             raise
         return sum(entry.bytes for entry in missing.values())
 
@@ -141,7 +141,7 @@ class Remote(Storage):
         def send_some() -> None:
             for file, entry in queue:  # of which each thread takes the next
                 refuse()
-                target = self.place(folder.name, file)
+                target = self.path(folder.name, file)
                 self.store.put(folder / file, target)
                 for _ in receive(self.store, target, Expected(entry.bytes, entry.sha256), len):
                     pass
@@ -177,7 +177,7 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[Remote, lis
     return remote, history(remote)
 
 
-def patience_with(group: Group) -> float:
+def retry_seconds(group: Group) -> float:
     """Seconds for one request while the other ranks of a group wait for the next few of them."""
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
@@ -186,25 +186,25 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
     """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
     newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
     went back from itself."""
-    there, lineage = history(remote), lineage_in(folder)
-    newest = manifest_if_sound(remote, there[0]) if there else None
-    went_back = newest is not None and not {*lineage.parents}.isdisjoint(newest.orphaned)
+    there, ancestry = history(remote), ancestry_in(folder)
+    newest = manifest_if_valid(remote, there[0]) if there else None
+    went_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
 
     def is_fresh(name: str) -> bool:
-        newer = step_of(name) > than or (went_back and not is_ancestor(name, lineage.parents))
-        return newer and name not in lineage.orphaned
+        newer = step_of(name) > than or (went_back and not is_ancestor(name, ancestry.parents))
+        return newer and name not in ancestry.orphaned
 
     return list(takewhile(is_fresh, there))
 
 
-def lineage_in(folder: RunFolder) -> Lineage:
+def ancestry_in(folder: RunFolder) -> Ancestry:
     """That of the run's newest checkpoint on disk whose manifest can be read."""
     disk = Disk(folder.checkpoints)
     for name in history(disk):
-        manifest = manifest_if_sound(disk, name)
+        manifest = manifest_if_valid(disk, name)
         if manifest is not None:
-            return Lineage.after(name, manifest)
-    return Lineage()
+            return Ancestry.after(name, manifest)
+    return Ancestry()
 
 
 # Whose it is: one run's, and at any time one session's.
@@ -214,15 +214,15 @@ def lineage_in(folder: RunFolder) -> Lineage:
 # from whoever had it when the session looked at the store; who finds it taken by a third one ends.
 
 
-class TakenOverError(UserError):
-    """Another session, or another run, writes to the mirror now."""
+class LeaseLostError(UserError):
+    """Another session, or another run, writes the remote checkpoints now."""
 
 
 ID, SESSION = "run-id", "session"
 
 
 @dataclass(frozen=True)
-class Seen:
+class RemoteState:
     """What was in the store when a session looked at it."""
 
     identity: bytes | None = None
@@ -231,16 +231,16 @@ class Seen:
     """Of its checkpoints."""
 
 
-def look_at(remote: Remote, folder: RunFolder, resume: str) -> Seen:
+def read_state(remote: Remote, folder: RunFolder, resume: str) -> RemoteState:
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
     which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)
-    there, here = _said(remote.store, ID), read_if_there(folder.identity)
+    there, here = _content(remote.store, ID), read_if_there(folder.identity)
     names = remote.names()
     named = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
     if resume == "never" and named:
         raise CheckpointError(
-            f"`--resume never` needs a mirror without checkpoints, but {remote.url} has {named}; choose another "
+            f"`--resume never` needs a remote store without checkpoints, but {remote.url} has {named}; choose another "
             "training.remote_checkpoints."
         )
     adopts = not step_folders(folder.checkpoints) and (resume in ("auto", "never") or is_below(resume, remote.url))
@@ -254,10 +254,10 @@ def look_at(remote: Remote, folder: RunFolder, resume: str) -> Seen:
             f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} is that of another; choose "
             f"another, or copy its {ID} into {folder} if it is this run's after all."
         )
-    return Seen(there, _said(remote.store, SESSION), tuple(names))
+    return RemoteState(there, _content(remote.store, SESSION), tuple(names))
 
 
-def _said(store: Store, name: str) -> bytes | None:
+def _content(store: Store, name: str) -> bytes | None:
     """None also for a file that a full disk has left empty."""
     return store.read_if_there(name) or None
 
@@ -277,15 +277,15 @@ def _try_writing(store: Store, folder: RunFolder) -> None:
 class RemoteLease:
     """A session's right to write to a store."""
 
-    def __init__(self, store: Store, folder: RunFolder, mark: str, seen: Seen) -> None:
-        """`mark`: the session's, in the run's folder."""
-        self._store, self._folder, self._mark, self._seen = store, folder, mark.encode(), seen
+    def __init__(self, store: Store, folder: RunFolder, session_id: str, state: RemoteState) -> None:
+        """`session_id`: that in the run's folder."""
+        self._store, self._folder, self._session_id, self._remote_state = store, folder, session_id.encode(), state
         self._taken = self._complete = False
 
-    def hold(self) -> bool:
-        """Takes the lease, again if somebody has emptied the store, and returns whether it did; TakenOverError if the
+    def acquire(self) -> bool:
+        """Takes the lease, again if somebody has emptied the store, and returns whether it did; LeaseLostError if the
         store has become another's."""
-        begins = not self._complete or (_said(self._store, SESSION) is None and _said(self._store, ID) is None)
+        begins = not self._complete or (_content(self._store, SESSION) is None and _content(self._store, ID) is None)
         if begins:
             self._complete = False
             self.check()
@@ -295,10 +295,10 @@ class RemoteLease:
         return begins
 
     def check(self) -> None:
-        """TakenOverError if another session has taken the lease since this one did, or since it looked."""
-        there = _said(self._store, SESSION)
-        if there not in (None, self._mark) and (self._taken or there != self._seen.lease):
-            raise TakenOverError(
+        """LeaseLostError if another session has taken the lease since this one did, or since it looked."""
+        there = _content(self._store, SESSION)
+        if there not in (None, self._session_id) and (self._taken or there != self._remote_state.lease):
+            raise LeaseLostError(
                 f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
                 f"begun on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the "
                 "other's to "
@@ -306,9 +306,9 @@ class RemoteLease:
             )
 
     def _take(self) -> None:
-        there, here = _said(self._store, ID), read_if_there(self._folder.identity)
-        if there is not None and there != (self._seen.identity if here is None else here):
-            raise TakenOverError(
+        there, here = _content(self._store, ID), read_if_there(self._folder.identity)
+        if there is not None and there != (self._remote_state.identity if here is None else here):
+            raise LeaseLostError(
                 f"training.remote_checkpoints must be this run's, but {self._store.url} has become that of another; "
                 "choose another."
             )
@@ -317,5 +317,5 @@ class RemoteLease:
             write_atomically(self._folder.identity, identity)
         if there is None:
             self._store.write(ID, identity)
-        self._store.write(SESSION, self._mark)
+        self._store.write(SESSION, self._session_id)
         self._taken = True

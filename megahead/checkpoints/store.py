@@ -102,7 +102,7 @@ class Storage(Protocol):
         """Removes a checkpoint; its name disappears first."""
 
 
-def manifest_if_sound(storage: Storage, name: str) -> Manifest | None:
+def manifest_if_valid(storage: Storage, name: str) -> Manifest | None:
     """The manifest; None if it is damaged or missing."""
     with suppress(CheckpointError):
         return storage.manifest(name)
@@ -138,7 +138,7 @@ def history(storage: Storage) -> list[str]:
     existing = highest_first(storage.names())
     damaged = list[str]()
     for name in _candidates(storage, existing):
-        manifest = manifest_if_sound(storage, name)
+        manifest = manifest_if_valid(storage, name)
         if manifest is not None:
             ancestors = ancestors_among(parents_of(name, manifest), existing)
             return [*damaged, name, *(each for each in ancestors if each != name)]
@@ -155,7 +155,7 @@ def _candidates(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
         yield from (name for name in latest.parents if name in existing)
         yield from (name for name in existing if name not in latest.parents and is_ancestor(name, latest.parents))
         return
-    manifests = filter(None, (manifest_if_sound(storage, name) for name in existing))
+    manifests = filter(None, (manifest_if_valid(storage, name) for name in existing))
     orphaned = {name for manifest in manifests for name in manifest.orphaned}
     yield from (name for name in existing if name != latest.name and name not in orphaned)
 
@@ -167,7 +167,7 @@ def orphans(storage: Storage) -> list[str]:
 
 
 @dataclass
-class Lineage:
+class Ancestry:
     """The ancestors of a run's current weights. Checkpoints that a rollback discarded are not among them."""
 
     parents: tuple[str, ...] = ()
@@ -177,14 +177,14 @@ class Lineage:
     """Other known checkpoints."""
 
     @staticmethod
-    def after(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Lineage:
-        """The lineage of a session that resumes from the checkpoint `name`, or from none. `known`: existing names."""
+    def after(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Ancestry:
+        """The ancestry of a session that resumes from the checkpoint `name`, or from none. `known`: existing names."""
         parents: tuple[str, ...] = ()
         orphaned: set[str] = set()
         if name is not None and manifest is not None:
             parents, orphaned = tuple(dict.fromkeys((name, *parents_of(name, manifest)))), {*manifest.orphaned}
         orphaned |= {each for names in known for each in names}
-        return Lineage(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
+        return Ancestry(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
 
     @property
     def newest(self) -> str | None:
@@ -282,7 +282,7 @@ def _best(storage: Storage, names: Iterable[str], count: int) -> set[str]:
 
 
 def _held_out_loss(storage: Storage, name: str) -> float | None:
-    manifest = manifest_if_sound(storage, name)
+    manifest = manifest_if_valid(storage, name)
     result = None if manifest is None else manifest.state.get("validation")
     if manifest is None or not isinstance(result, dict) or result.get("step") != manifest.step:
         return None

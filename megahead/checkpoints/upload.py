@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from megahead.checkpoints.format import Manifest
-from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError
-from megahead.checkpoints.store import Event, KeepRules, Latest, Lineage, orphans, retain, step_of
+from megahead.checkpoints.remote import LeaseLostError, Remote, RemoteLease
+from megahead.checkpoints.store import Ancestry, Event, KeepRules, Latest, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
 
@@ -26,7 +26,7 @@ def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bo
     if it continues or orphans what is the newest there. Returns the bytes sent."""
     sent = remote.put(folder, refuse)
     latest, manifest = remote.latest.name, Manifest.read(folder)
-    known = Lineage.after(folder.name, manifest)
+    known = Ancestry.after(folder.name, manifest)
     if is_new or latest is None or known.supersedes(latest) or latest not in remote.names():
         remote.point_to(Latest(folder.name, manifest.parents))
     return sent
@@ -35,7 +35,7 @@ def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bo
 def remove_superseded(remote: Remote, name: str, rules: KeepRules) -> None:
     """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
     keep, and what is not of its history."""
-    remote.clear_remains(but=name)
+    remote.remove_partial(but=name)
     if remote.latest.name == name:
         for orphan in orphans(remote):
             remote.remove(orphan)
@@ -77,29 +77,29 @@ class Uploads:
         self._on_its_way: Upload | None = None
         self._files = True
         self._busy = self._closed = self._begun = False
-        self._taken: TakenOverError | None = None
+        self._taken: LeaseLostError | None = None
         self._events = SimpleQueue[Event]()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
 
-    def offer(self, folder: Path, *, is_new: bool = True) -> None:
+    def enqueue(self, folder: Path, *, is_new: bool = True) -> None:
         """Sends a finished checkpoint when its turn comes, as far as it is not there; `is_new`: the session has saved
         it, so that from then on it is the newest one there."""
         with self._change:
             before, self._waiting = self._waiting, Upload(folder, is_new)
             self._change.notify_all()
-            if before is not None and before.is_new and before.folder.name not in self.in_hand:
+            if before is not None and before.is_new and before.folder.name not in self.in_use:
                 step, reason = step_of(before.folder), "since an older one is still on its way to"
-                sentence = f"step {step:,} is not copied to the mirror, {reason} {self._remote.url}"
+                sentence = f"step {step:,} is not copied to the remote store, {reason} {self._remote.url}"
                 self._events.put(Event({"step": step, "skipped": True}, sentence))
 
     @property
-    def in_hand(self) -> set[str]:
+    def in_use(self) -> set[str]:
         """Names of checkpoints that must not be removed from the disk yet: they wait, or are being read."""
         with self._change:
             return {each.folder.name for each in (self._on_its_way, self._waiting) if each is not None}
 
-    def offer_files(self) -> None:
+    def enqueue_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
         with self._change:
             self._files = True
@@ -166,7 +166,7 @@ class Uploads:
             else:
                 self._events.put(Event({"step": step, "seconds": round(time.monotonic() - began, 3), "bytes": sent}))
 
-        return self._attempt(act, {"step": step}, f"step {step:,} is not in the mirror, only in {folder}")
+        return self._attempt(act, {"step": step}, f"step {step:,} is not in the remote store, only in {folder}")
 
     def _send_files(self, sent: Upload | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
@@ -178,7 +178,7 @@ class Uploads:
                 remove_superseded(self._remote, sent.folder.name, self._rules)
             self._put(self._folder.metrics, self._folder.ending)
 
-        self._attempt(act, {}, "the run's log is not in the mirror")
+        self._attempt(act, {}, "the run's log is not in the remote store")
 
     def _attempt(self, act: Callable[[], None], facts: dict[str, Any], failure: str) -> bool:
         """Whether one of several attempts succeeded; else the `failure` is reported. A newer checkpoint ends them: it
@@ -192,7 +192,7 @@ class Uploads:
             try:
                 self._begin()
                 act()
-            except TakenOverError as error:
+            except LeaseLostError as error:
                 self._taken, reason = error, str(error)
                 break
             except Exception as error:
@@ -206,7 +206,7 @@ class Uploads:
         """Also whenever something is sent later: another session may have begun since, or somebody emptied the
         store."""
         self.check()
-        if self._lease.hold():
+        if self._lease.acquire():
             self._begun = False
         if not self._begun:
             self._remote.store.remove(self._folder.ending.name)

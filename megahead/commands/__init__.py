@@ -29,7 +29,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "look": {
         "plot": "draw the curves of one or several runs into one PNG",
         "report": "make one HTML page of one or several runs",
-        "inspect_checkpoint": "tell what a checkpoint holds, and whether it is sound",
+        "inspect_checkpoint": "tell what a checkpoint holds, and whether it is valid",
     },
 }
 """By group, as docs/quickstart.md has them: the name of the module, and what the command does."""

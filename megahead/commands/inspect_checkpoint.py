@@ -28,7 +28,7 @@ def main() -> None:
     for folder in orphaned_in(arguments.folder):
         print(f"orphaned   {folder}")
     checkpoint.verify()
-    print("integrity  sound: every file has its length and checksum")
+    print("integrity  valid: every file has its length and checksum")
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:

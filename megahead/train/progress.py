@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import Disk
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
-from megahead.checkpoints.store import Lineage, ancestors_among, history, is_ancestor, is_name, new_name, step_of
+from megahead.checkpoints.reading import Checkpoint, first_valid, target_samples
+from megahead.checkpoints.store import Ancestry, ancestors_among, history, is_ancestor, is_name, new_name, step_of
 from megahead.config.plan import Phase, same_objective
 from megahead.data.batch import Batch
 from megahead.data.strategy import ErrorCounts
@@ -210,17 +210,17 @@ class RunHistory:
     """A run's folder of checkpoints, and those that led to its weights."""
 
     root: Path
-    lineage: Lineage
+    ancestry: Ancestry
 
     @staticmethod
     def of_resumed(resumed: Checkpoint | None, folder: RunFolder, known: Sequence[str] = ()) -> RunHistory:
         """Of a session in the run folder `folder`; `resumed` may also be None or a checkpoint elsewhere. `known`: what
         is in other places."""
         disk = Disk(folder.checkpoints)
-        run, all_known = RunHistory(disk.root, Lineage()), (disk.names(), known)
+        run, all_known = RunHistory(disk.root, Ancestry()), (disk.names(), known)
         if resumed is None or not run.holds(resumed):
-            return replace(run, lineage=Lineage.after(None, None, *all_known))
-        return replace(run, lineage=Lineage.after(resumed.folder.name, resumed.manifest, *all_known))
+            return replace(run, ancestry=Ancestry.after(None, None, *all_known))
+        return replace(run, ancestry=Ancestry.after(resumed.folder.name, resumed.manifest, *all_known))
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """Its folder's name if it is in `root`, else its full path."""
@@ -236,15 +236,15 @@ class RunHistory:
     def continues(self) -> int:
         """The last step that it has in common with the present history: up to there the run's log is of both."""
         there = history(Disk(self.root))
-        return max((step_of(name) for name in there if is_ancestor(name, self.lineage.parents)), default=0)
+        return max((step_of(name) for name in there if is_ancestor(name, self.ancestry.parents)), default=0)
 
     def orphaned_next(self) -> list[str]:
         """Names of the checkpoints of the present history that the next save orphans."""
-        return [name for name in history(Disk(self.root)) if not is_ancestor(name, self.lineage.parents)]
+        return [name for name in history(Disk(self.root)) if not is_ancestor(name, self.ancestry.parents)]
 
     def folders(self) -> list[Path]:
         """What led to the run's weights and is there, the newest first."""
-        return [self.root / name for name in ancestors_among(self.lineage.parents, Disk(self.root).names())]
+        return [self.root / name for name in ancestors_among(self.ancestry.parents, Disk(self.root).names())]
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class Progress:
         of_engine = {"optimizer_steps": self.engine.optimizer_steps, "scale": self.engine.loss_scale.state()}
         counters = self.state.counters() | of_engine | {"phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
-        lineage = self.history.lineage
+        ancestry = self.history.ancestry
         return CapturedCheckpoint(
-            Header(name, self.state.step, counters, settings, lineage.parents, lineage.orphaned), snapshot
+            Header(name, self.state.step, counters, settings, ancestry.parents, ancestry.orphaned), snapshot
         )
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
@@ -289,12 +289,12 @@ class Progress:
         self._forget_another_phase(checkpoint)
 
     def roll_back(self) -> Path | None:
-        """Restores weights and counters of what was learned from the newest sound checkpoint of its history; reading
+        """Restores weights and counters of what was learned from the newest valid checkpoint of its history; reading
         goes on with the next samples.
 
         Returns the checkpoint's folder; None where there is none that the phase went on from: nothing changes.
         """
-        checkpoint, damage = first_sound(self.history.folders, self.world_group)
+        checkpoint, damage = first_valid(self.history.folders, self.world_group)
         if checkpoint is None:
             refuse_damaged(self.history.root, damage)
         if checkpoint is None or checkpoint.step < self.phase.steps.start:
@@ -302,7 +302,7 @@ class Progress:
         self._load(checkpoint)
         self.state.roll_back_to(checkpoint, self.data_group)
         self._forget_another_phase(checkpoint)
-        self.history.lineage.go_back(checkpoint.folder.name)
+        self.history.ancestry.go_back(checkpoint.folder.name)
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from megahead.checkpoints.memory import NodeMemory, drain
+from megahead.checkpoints.memory import NodeMemory, share_replicas
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
@@ -122,7 +122,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
         )
     folder, copies = config.folder(), config.training.replicate_every is not None
     if copies:
-        drain(folder, launch)
+        share_replicas(folder, launch)
     spectate(launch, config.engine.timeout_seconds, settings_of(config))
     if copies:
         NodeMemory.of(folder).remove()
@@ -338,7 +338,7 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
 
 def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Progress, loader: StepLoader) -> Training:
     """The components of the training loop for this phase."""
-    config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.history)
+    config, ranks, uploads = plan.config, session.world_group, session.uploads_from(start, progress.history)
     held_out, tasks, encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
     return Training(
         progress=progress,
@@ -350,7 +350,7 @@ def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Pro
         stop=session.stop,
         evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
         tasks=None if tasks is None else TaskEvaluation(tasks, ranks, encoder=encoder),
-        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, mirror, session.copies),
+        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, uploads, session.copies),
         device=session.device,
         evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),
     )

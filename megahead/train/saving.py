@@ -17,7 +17,7 @@ from megahead.checkpoints.fetch import fetch_named, small_files
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import Replicas
 from megahead.checkpoints.reading import Checkpoint
-from megahead.checkpoints.remote import Remote, Seen, look_at, patience_with
+from megahead.checkpoints.remote import Remote, RemoteState, read_state, retry_seconds
 from megahead.checkpoints.store import Event, KeepRules
 from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
@@ -36,7 +36,7 @@ from megahead.train.progress import CapturedCheckpoint, Progress
 # from the newest checkpoint. Whoever begins last has the folder.
 
 
-def session_mark() -> str:
+def new_session_id() -> str:
     """One that no other session has."""
     return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
 
@@ -44,16 +44,16 @@ def session_mark() -> str:
 class Lease:
     """Taken when it is made. Between `check` and what is written then another session may still begin."""
 
-    def __init__(self, file: Path, mark: str) -> None:
+    def __init__(self, file: Path, session_id: str) -> None:
         self._file = file
-        self.mark = mark
+        self.session_id = session_id
         """What the file holds now."""
-        write_atomically(file, self.mark)
+        write_atomically(file, self.session_id)
 
     def check(self) -> None:
         """UserError if another session has begun since."""
         there = read_if_there(self._file)  # None where it cannot be read just now: no sign of another session
-        if there not in (None, self.mark.encode()):
+        if there not in (None, self.session_id.encode()):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
                 f"on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the other's "
@@ -62,7 +62,7 @@ class Lease:
 
     def release(self) -> None:
         """Leaves the folder to whoever comes."""
-        if read_if_there(self._file) == self.mark.encode():
+        if read_if_there(self._file) == self.session_id.encode():
             self._file.unlink(missing_ok=True)
 
 
@@ -85,22 +85,22 @@ class Checkpointer:
         progress: Progress,
         rules: KeepRules,
         lease: Lease | None,
-        mirror: Uploads | None,
+        uploads: Uploads | None,
         replicas: Replicas | None,
     ) -> None:
-        """`rules`: of the run; `lease`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
+        """`rules`: of the run; `lease`, `uploads`: rank 0's, if the run has one. Each checkpoint is given to it."""
         training = progress.phase.config.training
-        self._progress, self._lease, self._mirror, self._replicas = progress, lease, mirror, replicas
+        self._progress, self._lease, self._uploads, self._replicas = progress, lease, uploads, replicas
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._group = progress.world_group.side_channel() if self._pool else progress.world_group
         self._replicate_every, self._skipped = training.replicate_every or 0, 0
-        self._rules = rules if mirror is None else replace(rules, in_use=lambda: mirror.in_hand)
+        self._rules = rules if uploads is None else replace(rules, in_use=lambda: uploads.in_use)
         self._pending: Future[Path] | None = None
         self._events: list[Event] = []
         run = progress.history
-        self._saved_at = self._reached() if run.lineage.step == progress.state.step else None
-        self._folder = run.root / str(run.lineage.newest) if self.up_to_date else None
+        self._saved_at = self._reached() if run.ancestry.step == progress.state.step else None
+        self._folder = run.root / str(run.ancestry.newest) if self.up_to_date else None
 
     def _reached(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
@@ -120,7 +120,7 @@ class Checkpointer:
         started = time.monotonic()
         self.wait()
         captured = self._progress.capture(self._group, copied=self._pool is not None)
-        self._progress.history.lineage.add(captured.header.name)
+        self._progress.history.ancestry.add(captured.header.name)
         if self._pool:
             self._pending = self._pool.submit(self._write, captured)
         else:
@@ -139,16 +139,16 @@ class Checkpointer:
     def events(self) -> list[Event]:
         """What became of checkpoints in memory, and on their way to the remote store, since the last call."""
         events, self._events = self._events, []
-        return events if self._mirror is None else [*events, *self._mirror.events()]
+        return events if self._uploads is None else [*events, *self._uploads.events()]
 
     def _write(self, captured: CapturedCheckpoint) -> Path:
         """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
-        checks = [captured.must_be_finite, *(each.check for each in (self._lease, self._mirror) if each is not None)]
+        checks = [captured.must_be_finite, *(each.check for each in (self._lease, self._uploads) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         root = self._progress.history.root
         folder = write_snapshot(root, captured.header, captured.snapshot, self._group, self._rules)
-        if self._mirror is not None:
-            self._mirror.offer(folder)
+        if self._uploads is not None:
+            self._uploads.enqueue(folder)
         return folder
 
     def due(self, step: int) -> bool:
@@ -183,32 +183,32 @@ class Checkpointer:
         """Waits until a background save is on disk, and forgets replicas: the run goes back to an older state."""
         self.wait()
         if self._replicas is not None:
-            self._replicas.forget()
+            self._replicas.discard()
 
 
 # A run and its remote checkpoints: what a session finds and fetches there, and how long it waits for what it sends.
 
 
 SECONDS_AFTER_SIGNAL = 20.0
-"""How long after its signal a session that torchrun's agent has asked to stop may still wait for its mirror: ranks are
+"""How long after its signal a session that torchrun's agent has asked to stop may still wait for its uploads: ranks are
 killed after 30 s. What is missing then, the next session sends."""
 
 
-def look_at_mirror(resume: str, config: RunConfig, world_group: Group) -> Seen:
-    """What is in the run's mirror when a session begins. Collective; CheckpointError if the mirror is another run's, or
-    cannot be used."""
+def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> RemoteState:
+    """What the run's remote checkpoints are when a session begins. Collective; CheckpointError if they are another
+    run's, or cannot be used."""
     url = config.training.remote_checkpoints
     if url is None:
-        return Seen()
-    patience = patience_with(world_group)
-    return run_on_first_rank(world_group, lambda: look_at(Remote.of(url, patience), config.folder(), resume))
+        return RemoteState()
+    timeout = retry_seconds(world_group)
+    return run_on_first_rank(world_group, lambda: read_state(Remote.of(url, timeout), config.folder(), resume))
 
 
 def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
     """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
 
-    One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if it is of a run that
-    may not be resumed, or the store cannot be read.
+    One of the run's own remote checkpoints becomes one of the run's checkpoints. Collective; CheckpointError if it is
+    of a run that may not be resumed, or the store cannot be read.
     """
     if not is_remote(resume):
         return resume
@@ -237,7 +237,7 @@ def accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[C
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
-    """Until when on the monotonic clock a session that ends may wait for its mirror. `restarts`: whether the launcher
+    """Until when on the monotonic clock a session that ends may wait for its uploads. `restarts`: whether the launcher
     starts ranks again, and will not wait for long if it has asked them to stop."""
     if ending != "stopped" or not restarts:
         return inf

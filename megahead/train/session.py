@@ -18,9 +18,9 @@ import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
+from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer
 from megahead.checkpoints.reading import Resumed
-from megahead.checkpoints.remote import Remote, RemoteLease, Seen
+from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
 from megahead.checkpoints.store import Event, KeepRules
 from megahead.checkpoints.upload import Uploads
 from megahead.config.plan import RunPlan, phases_of
@@ -38,7 +38,7 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
-from megahead.train.saving import Lease, accepting, last_moment, local_resume, look_at_mirror, session_mark
+from megahead.train.saving import Lease, accepting, last_moment, local_resume, new_session_id, read_remote_state
 from megahead.train.start import ResumePoint, find_resume
 from megahead.wording import counted
 
@@ -63,14 +63,14 @@ class Session:
     data_group: Group
     """Data-parallel ranks, for CPU tensors."""
 
-    mirror: Uploads | None = field(default=None, init=False)
+    uploads: Uploads | None = field(default=None, init=False)
     """Rank 0's, if the run has one, once the first phase is ready to train."""
 
-    mark: str = field(default_factory=session_mark, init=False)
+    session_id: str = field(default_factory=new_session_id, init=False)
     """No other session's."""
 
-    _seen: Seen = field(default=Seen(), init=False)
-    """What was in the mirror when the session began."""
+    _remote_state: RemoteState = field(default=RemoteState(), init=False)
+    """What the remote checkpoints were when the session began."""
 
     _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
     """Closes what was opened until then."""
@@ -81,18 +81,18 @@ class Session:
         folder = self.plan.config.folder()
         if is_remote(resume):
             self._after_an_error.callback(self._remove_fetched)
-        self._seen = look_at_mirror(resume, self.plan.config, self.world_group)
+        self._remote_state = read_remote_state(resume, self.plan.config, self.world_group)
         local = local_resume(resume, self.plan.config, self.datasets, self.world_group)
-        yield find_resume(local, folder, self.world_group, (self._rescue, self._fetch))
+        yield find_resume(local, folder, self.world_group, (self._recover, self._fetch))
         while True:
-            yield find_resume("auto", folder, self.world_group, (self._rescue,))
+            yield find_resume("auto", folder, self.world_group, (self._recover,))
 
-    def _rescue(self, than: int) -> Resumed | None:
+    def _recover(self, than: int) -> Resumed | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
-        return rescue_newer(than, folder, self.launch, self.world_group, self.keep_rules)
+        return recover_newer(than, folder, self.launch, self.world_group, self.keep_rules)
 
     def _fetch(self, than: int) -> Resumed | None:
         """The remote store's newest checkpoint, if that is newer than step `than`."""
@@ -125,16 +125,16 @@ class Session:
         if self.world_group.rank != 0:
             return None
         _begin(self.plan.config.folder(), self.plan.config)
-        return Lease(self.plan.config.folder().holder, self.mark)
+        return Lease(self.plan.config.folder().holder, self.session_id)
 
     @cached_property
     def copies(self) -> Replicas | None:
         """In the memory of the nodes, if the run keeps any. Made when its state is on disk, and the folder held."""
         if self.plan.config.training.replicate_every is None:
             return None
-        mark = self.world_group.broadcast_object("" if self.lease is None else self.lease.mark)
+        session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
         self._remove_handed_over()
-        copies = Replicas(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+        copies = Replicas(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
         if not self.launch.restarts:
             self._after_an_error.callback(copies.close, timeout=0)
         return copies
@@ -154,27 +154,27 @@ class Session:
 
     def history_from(self, start: ResumePoint) -> RunHistory:
         """The checkpoints that led to what the session, or its next phase, goes on from."""
-        return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._seen.names)
+        return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._remote_state.names)
 
-    def mirror_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
+    def uploads_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
         """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
         url, checkpoint = self.plan.config.training.remote_checkpoints, start.checkpoint
-        if self.mirror is None and url is not None and self.lease is not None:
+        if self.uploads is None and url is not None and self.lease is not None:
             remote, folder = Remote.of(url), self.plan.config.folder()
-            remote_lease = RemoteLease(remote.store, folder, self.lease.mark, self._seen)
-            self.mirror = Uploads(remote, folder, remote_lease, self.keep_rules)
-            self._after_an_error.callback(self.mirror.close)
+            remote_lease = RemoteLease(remote.store, folder, self.lease.session_id, self._remote_state)
+            self.uploads = Uploads(remote, folder, remote_lease, self.keep_rules)
+            self._after_an_error.callback(self.uploads.close)
             own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
             if checkpoint is not None and own and not start.came_from("mirror"):
-                self.mirror.offer(checkpoint.folder, is_new=False)
-        return self.mirror
+                self.uploads.enqueue(checkpoint.folder, is_new=False)
+        return self.uploads
 
-    def _finish_mirror(self, deadline: float) -> list[Event]:
+    def _finish_uploads(self, deadline: float) -> list[Event]:
         """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
-        run_long_on_all_ranks(self.world_group, iter(()) if self.mirror is None else self.mirror.finishing(deadline))
-        return [] if self.mirror is None else self.mirror.events()
+        run_long_on_all_ranks(self.world_group, iter(()) if self.uploads is None else self.uploads.finishing(deadline))
+        return [] if self.uploads is None else self.uploads.events()
 
     def abandon(self) -> None:
         """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
@@ -190,7 +190,7 @@ class Session:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
-        for event in self._finish_mirror(deadline):
+        for event in self._finish_uploads(deadline):
             self.logger.event(event.record, event.facts, state, event.message)
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
@@ -202,10 +202,10 @@ class Session:
             self.copies.close()
             self._remove_handed_over()
         self._remove_fetched()
-        if self.mirror is not None:
-            self.mirror.offer_files()
-            self.mirror.close()
-        for message in [event.message for event in self._finish_mirror(deadline) if event.message]:
+        if self.uploads is not None:
+            self.uploads.enqueue_files()
+            self.uploads.close()
+        for message in [event.message for event in self._finish_uploads(deadline) if event.message]:
             print(message, flush=True)
 
 
@@ -248,32 +248,33 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     this check creates is removed again, so that a run that is refused later leaves nothing.
     """
     missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
-    mark = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
+    session_id = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
 
     def write() -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        session_id.touch()
 
     def cannot_write(error: Exception) -> str:
         return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
 
     try:
         run_on_first_rank(world_group, write, cannot_write)
-        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
+        run_on_all_ranks(world_group, lambda: _see(session_id, world_group.rank))
     finally:
         if world_group.rank == 0:
             with contextlib.suppress(OSError):
-                mark.unlink()
+                session_id.unlink()
                 for place in missing:
                     place.rmdir()
 
 
-def _see(mark: Path, rank: int) -> None:
+def _see(session_id: Path, rank: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not mark.exists():
+    while not session_id.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {mark.parent} what rank "
+                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {session_id.parent} "
+                "what rank "
                 "0 wrote there; put it on a file system that all nodes share."
             )
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megahead.checkpoints.disk import find_checkpoint, orphaned_in
 from megahead.checkpoints.fetch import fetch_named
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.reading import Checkpoint, Resumed, newest_sound, open_together
+from megahead.checkpoints.reading import Checkpoint, Resumed, newest_valid, open_together
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -107,7 +107,7 @@ def find_resume(
     if resume != "auto":
         named = run_on_first_rank(world_group, lambda: _named(resume, folder))
         return ResumePoint(None if named is None else open_together(named, world_group), [])
-    checkpoint, damage = newest_sound(folder.path, world_group)
+    checkpoint, damage = newest_valid(folder.path, world_group)
     newer: list[Resumed] = []
     for look in elsewhere:
         found = look(-1 if checkpoint is None else checkpoint.step)
@@ -124,7 +124,7 @@ def refuse_damaged(folder: Path, damage: list[str]) -> None:
     """CheckpointError where nothing but damaged checkpoints was found, with a sentence for each."""
     if damage:
         raise CheckpointError(
-            f"{folder} must hold a sound checkpoint to resume, but holds only damaged ones ({len(damage)}); "
+            f"{folder} must hold a valid checkpoint to resume, but holds only damaged ones ({len(damage)}); "
             f"remove them to start again: {' '.join(damage)}"
         )
 

@@ -23,6 +23,6 @@ def url(tmp_path: Path) -> str:
     address = f"file://{tmp_path}/store"
     with mirror(address, tmp_path / "first", keep=9) as sending:
         for step in (3, 6):
-            sending.offer(save(tmp_path / "first", step))
+            sending.enqueue(save(tmp_path / "first", step))
             finish(sending)
     return address

@@ -4,7 +4,7 @@ PYTHONPATH=.:tests python tests/checkpoints/random_histories.py [--count 2000] [
 
 Two disks share a remote store. Sessions begin on either (on the newest checkpoint, or on an older one by name), save,
 roll back, are killed before any act on the disk or the store, lose their disk, and find files damaged. At each moment:
-no name is used twice, `auto` resumes the newest sound checkpoint of the history that `latest` names, what the rules
+no name is used twice, `auto` resumes the newest valid checkpoint of the history that `latest` names, what the rules
 keep and what is orphaned stay on the disk, and the store has one history.
 """
 
@@ -26,9 +26,9 @@ import torch
 from megahead.checkpoints.disk import Disk, write_snapshot
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import MANIFEST, Header, Snapshot
-from megahead.checkpoints.reading import newest_sound, open_checkpoint
-from megahead.checkpoints.remote import Remote, RemoteLease, TakenOverError, look_at
-from megahead.checkpoints.store import KeepRules, Lineage, history, new_name, orphans, step_of
+from megahead.checkpoints.reading import newest_valid, open_checkpoint
+from megahead.checkpoints.remote import LeaseLostError, Remote, RemoteLease, read_state
+from megahead.checkpoints.store import Ancestry, KeepRules, history, new_name, orphans, step_of
 from megahead.checkpoints.upload import remove_superseded, send
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -77,7 +77,7 @@ class Session:
     """One that trains on a disk."""
 
     folder: RunFolder
-    lineage: Lineage
+    ancestry: Ancestry
     lease: RemoteLease
     step: int
     has_saved: bool = False
@@ -121,12 +121,12 @@ class Histories:
         return found
 
     def begin(self, disk: str) -> None:
-        """A session begins, on the newest that is sound, or on some older one."""
+        """A session begins, on the newest that is valid, or on some older one."""
         folder, place = self.folder(disk), self.place(disk)
         folder.path.mkdir(exist_ok=True)
-        seen = look_at(self.remote, folder, "auto")
+        seen = read_state(self.remote, folder, "auto")
         expected = self.expected(disk)
-        checkpoint, _ = newest_sound(folder.path)
+        checkpoint, _ = newest_valid(folder.path)
         than = -1 if checkpoint is None else checkpoint.step
         fetched = fetch_newer(than, self.remote.url, folder, Group(), lambda found: None)
         if fetched is not None and fetched.checkpoint is not None:
@@ -138,13 +138,13 @@ class Histories:
         if older and self.chance.random() < 0.25:
             name = self.chance.choice(older)
             checkpoint = open_checkpoint(place.root / name)
-        lineage = Lineage.after(name, checkpoint and checkpoint.manifest, place.names(), seen.names)
-        assert set(lineage.parents) == set(self.chain(name))
+        ancestry = Ancestry.after(name, checkpoint and checkpoint.manifest, place.names(), seen.names)
+        assert set(ancestry.parents) == set(self.chain(name))
         lease = RemoteLease(self.remote.store, folder, f"{disk} {self.chance.random()}", seen)
-        lease.hold()
+        lease.acquire()
         for other in self.sessions.values():
             other.is_followed = True
-        self.sessions[disk] = Session(folder, lineage, lease, max(lineage.step, 0))
+        self.sessions[disk] = Session(folder, ancestry, lease, max(ancestry.step, 0))
 
     def expected(self, disk: str) -> tuple[str | None] | None:
         """What `auto` must resume; None where a damaged manifest keeps anyone from knowing."""
@@ -152,7 +152,7 @@ class Histories:
         if any(not self.has_manifest(place) for place in (here, there)):
             return None
         chain = self.chain(here.latest.name)
-        own = self.sound(disk, chain)
+        own = self.valid(disk, chain)
         newest = None if not own else own[0]
         passed = set(here.manifest(chain[0]).orphaned) if chain else set[str]()
         whole = self.remote.latest.name
@@ -161,7 +161,7 @@ class Histories:
             is_newer = newest is None or step_of(name) > step_of(newest) or (went_back and name not in chain)
             if name in passed or not is_newer:
                 break
-            if self.sound("store", [name]):
+            if self.valid("store", [name]):
                 return (name,)
         return (newest,)
 
@@ -173,7 +173,7 @@ class Histories:
         except CheckpointError:
             return False
 
-    def sound(self, where: str, names: list[str]) -> list[str]:
+    def valid(self, where: str, names: list[str]) -> list[str]:
         there = self.place(where).names()
         return [name for name in names if name in there and (where, name) not in self.damaged]
 
@@ -183,16 +183,16 @@ class Histories:
         session.step += self.chance.choice((1, 1, 2))
         name = new_name(session.step)
         assert name not in self.parents
-        self.parents[name] = session.lineage.newest
+        self.parents[name] = session.ancestry.newest
         before, latest = place.names(), place.latest.name
         snapshot = Snapshot.take([("w", torch.full((3,), float(len(self.parents))))], Group())
         header = Header(
-            name, session.step, {"step": session.step}, {}, session.lineage.parents, session.lineage.orphaned
+            name, session.step, {"step": session.step}, {}, session.ancestry.parents, session.ancestry.orphaned
         )
         with killed_at(10_000 if killed is None else killed, *ON_DISK):
             write_snapshot(place.root, header, snapshot, Group(), RULES)
         self.saves += 1
-        session.lineage.add(name)
+        session.ancestry.add(name)
         if killed is not None:
             del self.sessions[disk]
         session.has_saved = True
@@ -215,15 +215,15 @@ class Histories:
     def roll_back(self, disk: str) -> None:
         """To an earlier one of what led to the session's weights."""
         session = self.sessions[disk]
-        there = self.sound(disk, list(session.lineage.parents))
+        there = self.valid(disk, list(session.ancestry.parents))
         if there:
-            session.lineage.go_back(self.chance.choice(there))
-            session.step, session.has_saved = session.lineage.step, False
+            session.ancestry.go_back(self.chance.choice(there))
+            session.step, session.has_saved = session.ancestry.step, False
 
     def upload(self, disk: str, killed: int | None = None) -> None:
         """The newest that the session saved goes to the store, unless another has taken the lease."""
         session, store = self.sessions[disk], self.place("store")
-        tip = session.lineage.newest
+        tip = session.ancestry.newest
         if tip is None or not session.has_saved or tip not in self.place(disk).names() or (disk, tip) in self.damaged:
             return
         latest = store.latest.name
@@ -231,11 +231,11 @@ class Histories:
             self.damaged.discard(("store", tip))
         try:
             with killed_at(10_000 if killed is None else killed, *IN_STORE):
-                session.lease.hold()
+                session.lease.acquire()
                 send(self.remote, self.place(disk).root / tip, session.lease.check, is_new=True)
                 remove_superseded(self.remote, tip, RULES)
                 assert self.has_one_history(tip)
-        except TakenOverError:
+        except LeaseLostError:
             assert session.is_followed
             assert store.latest.name == latest
             del self.sessions[disk]

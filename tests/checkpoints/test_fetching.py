@@ -1,4 +1,4 @@
-"""Checkpoints from a store: the newest sound one, verified before it has a name here."""
+"""Checkpoints from a store: the newest valid one, verified before it has a name here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.checkpoints.fetch import fetch_named, fetch_newer
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
-from megahead.checkpoints.remote import Remote, look_at
+from megahead.checkpoints.remote import Remote, read_state
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import RemoteError
@@ -92,7 +92,7 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
 
         def fetch(remote: Remote, name: str, *others: Any) -> Iterator[None]:
             if without_digits(name).endswith("6"):
-                sending.offer(save(tmp_path / "first", 8))
+                sending.enqueue(save(tmp_path / "first", 8))
                 finish(sending)
             yield from fetch_files(remote, name, *others)
 
@@ -239,7 +239,7 @@ def test_a_newer_one_becomes_the_newest_of_the_run(url: str, tmp_path: Path) -> 
 
 def test_a_session_that_was_killed_once_it_had_fetched_is_followed_by_another(url: str, tmp_path: Path) -> None:
     assert newer(url, tmp_path / "new") is not None
-    look_at(Remote.of(url), RunFolder(tmp_path / "new"), "auto")
+    read_state(Remote.of(url), RunFolder(tmp_path / "new"), "auto")
 
 
 def test_the_log_is_here_before_the_checkpoint_counts(
@@ -319,7 +319,7 @@ def test_a_disk_whose_newest_the_mirror_went_back_from_follows_the_mirror(url: s
     mirror what that has saved."""
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     with mirror(url, tmp_path / "second", keep=9) as sending:
-        sending.offer(save(tmp_path / "second", 5, parent_step=3))
+        sending.enqueue(save(tmp_path / "second", 5, parent_step=3))
     assert fetched_step(url, tmp_path / "first", than=6) == 5
     assert open_checkpoint(tmp_path / "first").step == 5
     assert newer(url, tmp_path / "first", than=5) is None

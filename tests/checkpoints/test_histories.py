@@ -13,7 +13,7 @@ import torch
 
 from megahead.checkpoints.disk import Disk, find_checkpoint, orphaned_in, step_folders
 from megahead.checkpoints.format import Manifest
-from megahead.checkpoints.reading import newest_sound, open_checkpoint
+from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.store import KeepRules, Latest, ancestors_among, step_of
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
@@ -58,7 +58,7 @@ def both(root: Path) -> tuple[list[int], list[int]]:
 
 
 def found(root: Path) -> int:
-    checkpoint, _ = newest_sound(root)
+    checkpoint, _ = newest_valid(root)
     assert checkpoint is not None
     return checkpoint.step
 
@@ -124,7 +124,7 @@ def test_one_whose_list_of_parents_is_damaged_is_passed_over_without_an_orphan_i
     kept = save(tmp_path, 4, keep=9, parent_step=2)
     (save(tmp_path, 5, keep=9) / "checkpoint.json").write_text("{")
     (tmp_path / "latest").unlink()
-    checkpoint, damage = newest_sound(tmp_path)
+    checkpoint, damage = newest_valid(tmp_path)
     assert checkpoint is not None
     assert checkpoint.folder == kept
     assert len(damage) == 1
@@ -178,7 +178,7 @@ def test_a_process_killed_anywhere_in_turning_away_leaves_one_history_and_no_mix
             save(root, step, keep=9, parent_step=parent_step, loss=NEW)
             os._exit(0)
         survived = os.waitpid(child, 0)[1] == 0
-        checkpoint, damage = newest_sound(root)
+        checkpoint, damage = newest_valid(root)
         assert checkpoint is not None
         assert not damage
         loss = loss_of(checkpoint.folder)

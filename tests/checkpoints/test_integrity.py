@@ -12,7 +12,7 @@ import torch
 
 from megahead.checkpoints import format as integrity
 from megahead.checkpoints.format import FileEntry, share_of
-from megahead.checkpoints.reading import newest_sound, open_checkpoint
+from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.store import KeepRules
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -43,7 +43,7 @@ def verify_slowly(group: Group, root: str) -> float:
 
     integrity._check = slowly
     started = time.monotonic()
-    checkpoint, damage = newest_sound(Path(root), impatient(group, 1.0))
+    checkpoint, damage = newest_valid(Path(root), impatient(group, 1.0))
     assert checkpoint is not None
     assert not damage
     return time.monotonic() - started
@@ -63,7 +63,7 @@ def read_and_count(group: Group, root: str) -> list[str]:
         yield from check(path, sha256)
 
     integrity._check = noted
-    checkpoint, _ = newest_sound(Path(root), group)
+    checkpoint, _ = newest_valid(Path(root), group)
     assert checkpoint is not None
     assert all((checkpoint.read(f"weight/{k}") == k).all() for k in range(8))
     return read
@@ -78,7 +78,7 @@ def test_each_file_is_verified_by_one_rank_and_trusted_by_all(tmp_path: Path) ->
 
 
 def told(group: Group, root: str) -> tuple[int, list[str]]:
-    checkpoint, damage = newest_sound(Path(root), group)
+    checkpoint, damage = newest_valid(Path(root), group)
     assert checkpoint is not None
     return checkpoint.step, damage
 

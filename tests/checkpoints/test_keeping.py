@@ -118,7 +118,7 @@ def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
         Snapshot.write = slowly  # type: ignore[method-assign]
     begin(copies, 6, group)
     busy = not copies.may_begin()
-    copies.forget()
+    copies.discard()
     forgotten = files_in(memory)
     Snapshot.write = write  # type: ignore[method-assign]
     assert copies.may_begin()

@@ -17,7 +17,7 @@ def went_back(url: str, tmp_path: Path) -> Path:
     """A run that went back from step 6 to 3 and saved step 4, while its mirror could be read, but not written."""
     run = tmp_path / "first"
     with faults("fails"), mirror(url.replace("file://", "faulty://"), run) as sending:
-        sending.offer(save(run, 4, parent_step=3))
+        sending.enqueue(save(run, 4, parent_step=3))
     shutil.rmtree(folder_of(run, 6))
     return run
 
@@ -30,7 +30,7 @@ def test_one_that_was_orphaned_in_the_mirror_alone_is_not_newer(url: str, tmp_pa
     assert newer(url, run, than=4) is None
     assert fetched_step(url, tmp_path / "another") == 6
     with mirror(url, run) as sending:
-        sending.offer(save(run, 6, value=7.0))
+        sending.enqueue(save(run, 6, value=7.0))
     assert fetched_step(url, run, than=4) == 6  # of the new history
     assert open_checkpoint(run).read("weight/w")[0] == 7
     assert steps_in_mirror(url) == [3, 6]
@@ -47,7 +47,7 @@ def test_what_a_run_goes_on_from_after_all_is_not_orphaned(url: str, tmp_path: P
     fetched = fetch_named(f"{url}/checkpoints/step-00000006", RunFolder(run))
     (run / "checkpoints/latest").write_text(fetched.name)
     with mirror(url, run, keep=9) as sending:
-        sending.offer(save(run, 8, parent_step=6))
+        sending.enqueue(save(run, 8, parent_step=6))
     assert steps_in_mirror(url) == [3, 6, 8]
     assert open_checkpoint(tmp_path / "store").step == 8
 
@@ -57,9 +57,9 @@ def test_it_is_known_from_the_first_save_on_though_that_waits_to_be_sent(url: st
     third = folder_of(run, 3)
     shutil.rmtree(tmp_path / "store/checkpoints" / third.name)
     with faults("waits", "step-00000003", times=1), mirror(f"faulty://{tmp_path}/store", run) as sending:
-        sending.offer(third, is_new=False)
+        sending.enqueue(third, is_new=False)
         until(lambda: Faulty.times == 0)
-        sending.offer(save(run, 4, parent_step=3))
+        sending.enqueue(save(run, 4, parent_step=3))
         assert newer(url, run, than=4) is None  # as after a kill
         Faulty.gate.set()
     assert steps_in_mirror(url) == [3, 4]
@@ -69,9 +69,9 @@ def test_what_another_mirror_takes_does_not_make_it_forgotten(url: str, tmp_path
     run = went_back(url, tmp_path)
     (tmp_path / "store-2").mkdir()
     with mirror(f"file://{tmp_path}/store-2", run) as sending:
-        sending.offer(folder_of(run, 4), is_new=False)
+        sending.enqueue(folder_of(run, 4), is_new=False)
     assert newer(url, run, than=4) is None
     with mirror(f"file://{tmp_path}/store-2", run) as sending:
-        sending.offer(save(run, 5))
+        sending.enqueue(save(run, 5))
         finish(sending)
     assert newer(url, run, than=5) is None

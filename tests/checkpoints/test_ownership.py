@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.checkpoints.remote import Remote, RemoteLease, look_at
+from megahead.checkpoints.remote import Remote, RemoteLease, read_state
 from megahead.checkpoints.upload import Uploads
 from megahead.errors import CheckpointError, UserError
 from megahead.run_folder import RunFolder
@@ -22,16 +22,16 @@ def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
     sentence = rf"`training\.remote_checkpoints` must be this run's or empty, but {url} is that of another"
     for folder, resume in ((other, "auto"), (fresh, str(tmp_path / "first"))):
         with pytest.raises(CheckpointError, match=sentence):
-            look_at(Remote.of(url), folder, resume)
+            read_state(Remote.of(url), folder, resume)
     with pytest.raises(
         CheckpointError,
-        match=r"`--resume never` needs a mirror without checkpoints, but .* has checkpoints/step-00000006-\w+;",
+        match=r"`--resume never` needs a remote store without checkpoints, but .* has checkpoints/step-00000006-\w+;",
     ):
-        look_at(Remote.of(url), fresh, "never")
-    look_at(Remote.of(url), RunFolder(tmp_path / "first"), "auto")
-    look_at(Remote.of(url), fresh, "auto")
-    look_at(Remote.of(url), fresh, f"{url}/checkpoints/{folder_of(tmp_path / 'store', 3).name}")
-    look_at(Remote.of(f"file://{tmp_path}/empty"), other, "auto")
+        read_state(Remote.of(url), fresh, "never")
+    read_state(Remote.of(url), RunFolder(tmp_path / "first"), "auto")
+    read_state(Remote.of(url), fresh, "auto")
+    read_state(Remote.of(url), fresh, f"{url}/checkpoints/{folder_of(tmp_path / 'store', 3).name}")
+    read_state(Remote.of(f"file://{tmp_path}/empty"), other, "auto")
 
 
 def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_pa
         with pytest.raises(
             CheckpointError, match=rf"this run's or empty, but {url} has checkpoints/step-00000006-\w+, and no run-id;"
         ):
-            look_at(Remote.of(url), RunFolder(tmp_path / folder), resume)
-    look_at(Remote.of(url), RunFolder(tmp_path / "fresh"), "auto")
+            read_state(Remote.of(url), RunFolder(tmp_path / folder), resume)
+    read_state(Remote.of(url), RunFolder(tmp_path / "fresh"), "auto")
 
 
 def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
         CheckpointError,
         match=r"`training\.remote_checkpoints` must be another place than output_dir, but file://.*/link is",
     ):
-        look_at(Remote.of(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
+        read_state(Remote.of(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
     assert not list((tmp_path / "run").glob(".tried-*"))
 
 
@@ -71,7 +71,7 @@ def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
         finish(first)
         with mirror(url, run.with_name("run"), "node-b, process 2\n") as second:
             finish(second)
-        first.offer(save(run, 3))
+        first.enqueue(save(run, 3))
         finish(first)
         with pytest.raises(
             UserError, match=r"one session at a time, but with .* another has begun on node-b, process 2;"
@@ -84,10 +84,10 @@ def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
 def test_a_session_that_is_followed_while_it_sends_names_nothing_and_removes_nothing(places: Places) -> None:
     run, url = places
     with mirror(url, run, "node-a\n", keep=1) as first:
-        first.offer(save(run, 3))
+        first.enqueue(save(run, 3))
         finish(first)
         with faults("waits", "tensors", times=1):
-            first.offer(save(run, 6))
+            first.enqueue(save(run, 6))
             until(lambda: Faulty.times == 0)
             with mirror(url, run, "node-b\n") as second:
                 finish(second)
@@ -106,7 +106,7 @@ def test_a_session_whose_beginning_failed_does_not_take_the_mirror_from_the_next
             finish(first)
         with mirror(url, run, "node-b\n") as second:
             finish(second)
-        first.offer(save(run, 3))
+        first.enqueue(save(run, 3))
         finish(first)
         only_the_later_goes_on(first, second)
 
@@ -115,15 +115,15 @@ def test_nor_does_one_that_first_comes_to_it_when_the_next_one_has_sent(places: 
     """On another disk: what it has saved there is of the same history."""
     run, url = places
     with mirror(url, run) as sending:
-        sending.offer(save(run, 3))
+        sending.enqueue(save(run, 3))
     other = Path(shutil.copytree(run, run.with_name("other")))
     with faults("fails", "/session"), mirror(url, run, "node-a\n") as first:
         finish(first)
         Faulty.fault = ""
         with mirror(url, other, "node-b\n") as second:
-            second.offer(save(other, 6))
+            second.enqueue(save(other, 6))
             finish(second)
-            first.offer(save(run, 4))
+            first.enqueue(save(run, 4))
             finish(first)
             only_the_later_goes_on(first, second)
     assert steps_in_mirror(url) == [3, 6]
@@ -143,14 +143,14 @@ def test_of_two_that_looked_at_the_same_time_the_first_to_come_has_the_mirror(pl
     run.mkdir()
     remote, folder = Remote.of(url), RunFolder(run)
     first, second = (
-        RemoteLease(remote.store, folder, mark, look_at(remote, folder, "auto")) for mark in ("a\n", "b\n")
+        RemoteLease(remote.store, folder, mark, read_state(remote, folder, "auto")) for mark in ("a\n", "b\n")
     )
     for _ in range(2):
-        first.hold()
+        first.acquire()
         with pytest.raises(UserError, match="another has begun on a;"):
-            second.hold()
-    third = RemoteLease(remote.store, folder, "c\n", look_at(remote, folder, "auto"))
-    third.hold()
+            second.acquire()
+    third = RemoteLease(remote.store, folder, "c\n", read_state(remote, folder, "auto"))
+    third.acquire()
     with pytest.raises(UserError, match="another has begun on c;"):
         first.check()
 
@@ -162,10 +162,10 @@ def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
     for name in ("one", "other"):
         folder = RunFolder(run.with_name(name))
         folder.path.mkdir()
-        leases.append(RemoteLease(remote.store, folder, name, look_at(remote, folder, "auto")))
-    leases[0].hold()
+        leases.append(RemoteLease(remote.store, folder, name, read_state(remote, folder, "auto")))
+    leases[0].acquire()
     with pytest.raises(UserError, match="another has begun on one;"):
-        leases[1].hold()
+        leases[1].acquire()
     assert not RunFolder(run.with_name("other")).identity.exists()
 
 
@@ -173,10 +173,10 @@ def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places
     run, url = places
     run.mkdir()
     remote, folder = Remote.of(url), RunFolder(run)
-    lease = RemoteLease(remote.store, folder, "this\n", look_at(remote, folder, "auto"))
+    lease = RemoteLease(remote.store, folder, "this\n", read_state(remote, folder, "auto"))
     (run.parent / "store/run-id").write_text("another\n")
     with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
-        lease.hold()
+        lease.acquire()
     assert not folder.identity.exists()
 
 
@@ -201,7 +201,7 @@ def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
         finish(sending)
         sending.check()
         (there.parent / "session").write_bytes(b"")
-        sending.offer(save(run, 3))
+        sending.enqueue(save(run, 3))
         finish(sending)
         sending.check()
     assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""
@@ -213,16 +213,16 @@ def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:
     run.mkdir()
     RunFolder(run).config.write_text("name: small\n")
     with mirror(url, run) as sending:
-        sending.offer(save(run, 3))
+        sending.enqueue(save(run, 3))
         finish(sending)
         before = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
         shutil.rmtree(store)
-        sending.offer(save(run, 6))
+        sending.enqueue(save(run, 6))
         finish(sending)
         sending.check()
     assert {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()} == before
     assert {"run-id", "session", "config.yaml"} <= set(before)
-    look_at(Remote.of(url), RunFolder(run), "auto")
+    read_state(Remote.of(url), RunFolder(run), "auto")
 
 
 @pytest.mark.parametrize("fails", ["run-id", "/session", "config.yaml"])
@@ -234,9 +234,9 @@ def test_one_that_fails_while_it_is_begun_again_is_begun_whole_later(fails: str,
         finish(sending)
         shutil.rmtree(run.parent / "store")
         with faults("fails", fails):
-            sending.offer(save(run, 6))
+            sending.enqueue(save(run, 6))
             finish(sending)
-        sending.offer(save(run, 9))
+        sending.enqueue(save(run, 9))
     assert {"run-id", "session", "config.yaml"} <= {path.name for path in (run.parent / "store").iterdir()}
 
 
@@ -246,10 +246,10 @@ def test_a_session_that_another_has_followed_does_not_begin_an_emptied_one_again
         finish(first)
         with mirror(url, run, "node-b\n") as second:
             finish(second)
-        first.offer(save(run, 3))
+        first.enqueue(save(run, 3))
         finish(first)
         shutil.rmtree(run.parent / "store")
-        first.offer(save(run, 6))
+        first.enqueue(save(run, 6))
         finish(first)
     assert not (run.parent / "store").exists()
 
@@ -260,10 +260,10 @@ def test_nor_does_one_that_could_not_begin_it_again_in_time(places: Places) -> N
         finish(first)
         shutil.rmtree(run.parent / "store")
         with faults("fails", "/session"):
-            first.offer(save(run, 3))
+            first.enqueue(save(run, 3))
             finish(first)
         with mirror(url, run, "node-b\n") as second:
             finish(second)
-        first.offer(save(run, 6))
+        first.enqueue(save(run, 6))
         finish(first)
         only_the_later_goes_on(first, second)

@@ -192,19 +192,19 @@ def inspect(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
     orphan = save(tmp_path, 5, some_tensors(1))
     folder = save(tmp_path, 4, some_tensors(2))
-    sound = inspect(tmp_path)
-    assert sound.returncode == 0, sound.stderr
-    assert "step 4" in sound.stdout
-    assert f"orphaned   {orphan}" in sound.stdout
-    assert "weight/1  float32 [8, 3]" in sound.stdout
-    assert "sound" in sound.stdout
+    valid = inspect(tmp_path)
+    assert valid.returncode == 0, valid.stderr
+    assert "step 4" in valid.stdout
+    assert f"orphaned   {orphan}" in valid.stdout
+    assert "weight/1  float32 [8, 3]" in valid.stdout
+    assert "valid" in valid.stdout
     file = next(folder.glob("tensors-*"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     damaged = inspect(tmp_path)
     assert damaged.returncode == 2
-    assert "sound" not in damaged.stdout
+    assert "valid" not in damaged.stdout
     assert damaged.stderr.startswith(f"error: `{file}` must match its checksum")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from megahead.checkpoints.fetch import fetch_named
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.remote import Remote, RemoteLease, Seen
+from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
 from megahead.checkpoints.store import KeepRules
 from megahead.checkpoints.upload import Uploads
 from megahead.remote_files import Store
@@ -34,7 +34,7 @@ def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Pla
     first.config.write_text("name: small\n")
     first.metrics.write_text('{"step": 1}\n')
     with mirror(url, run) as sending:
-        sending.offer(folder := save(run, 3))
+        sending.enqueue(folder := save(run, 3))
         finish(sending)
         assert facts(sending) == [{"step": 3, "bytes": sum(file.stat().st_size for file in folder.glob("*.safe*"))}]
     there = tmp_path / "store"
@@ -50,7 +50,7 @@ def test_it_keeps_what_the_rules_keep(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=2, rules=KeepRules(every=4)) as sending:
         for step in (2, 4, 5, 6, 7):
-            sending.offer(save(run, step, keep=2))
+            sending.enqueue(save(run, step, keep=2))
             finish(sending)
     assert steps_in_mirror(url) == [4, 6, 7]
     folders = [without_digits(name) for name in folders_in(run.parent / "store/checkpoints")]
@@ -61,9 +61,9 @@ def test_a_history_that_was_orphaned_goes_when_the_new_one_counts(places: Places
     run, url = places
     with mirror(url, run, keep=9) as sending:
         for step in (2, 4, 6):
-            sending.offer(save(run, step))
+            sending.enqueue(save(run, step))
             finish(sending)
-        sending.offer(save(run, 4, value=-1, parent_step=2))
+        sending.enqueue(save(run, 4, value=-1, parent_step=2))
         finish(sending)
         assert steps_in_mirror(url) == [2, 4]
     assert open_checkpoint(fetch_to(url, run)).read("weight/w")[0] == -1
@@ -79,20 +79,20 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
     """And the next checkpoint is copied as if nothing had been."""
     run, url = places
     with mirror(url, run) as sending:
-        sending.offer(save(run, 3))
+        sending.enqueue(save(run, 3))
         finish(sending)
         sending.events()
         with faults(fault, only):
-            sending.offer(lost := save(run, 6))
+            sending.enqueue(lost := save(run, 6))
             finish(sending)
         (event,) = sending.events()
         assert event.facts["step"] == 6
         assert event.message is not None
-        assert event.message.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
+        assert event.message.startswith(f"step 6 is not in the remote store, only in {lost}: `{url}")
         if (fault, only) != ("cuts", "checkpoint.json"):
             assert steps_in_mirror(url) == [3]
         assert open_checkpoint(fetch_to(url, run)).step == 3
-        sending.offer(save(run, 9))
+        sending.enqueue(save(run, 9))
         finish(sending)
         assert steps_in_mirror(url) == [3, 9]
         assert not any("step-00000006" in name for name in Remote.of(url).store.sizes("checkpoints"))
@@ -109,7 +109,7 @@ def test_what_was_emptied_while_it_was_sent_is_sent_again(places: Places, monkey
 
     monkeypatch.setattr(Remote, "_send", send)
     with mirror(url, run) as sending:
-        sending.offer(save(run, 6))
+        sending.enqueue(save(run, 6))
     open_checkpoint(run.parent / "store").verify()
 
 
@@ -118,8 +118,8 @@ def test_one_passed_over_that_was_there_before_the_session_is_no_news(places: Pl
     save(run, 3)
     with faults("waits", "run-id", times=1), mirror(url, run) as sending:
         until(lambda: Faulty.times == 0)
-        sending.offer(folder_of(run, 3), is_new=False)
-        sending.offer(save(run, 4))
+        sending.enqueue(folder_of(run, 3), is_new=False)
+        sending.enqueue(save(run, 4))
         assert sending.events() == []
         Faulty.gate.set()
 
@@ -128,7 +128,7 @@ def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None
     run, url = places
     with mirror(url, run) as sending:
         with faults("cuts", "tensors", times=2):
-            sending.offer(save(run, 3))
+            sending.enqueue(save(run, 3))
             finish(sending)
         assert [event.message for event in sending.events()] == [None]
     assert steps_in_mirror(url) == [3]
@@ -142,29 +142,29 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
         with faults("waits", "step-00000001", times=1):
             names = []
             for step in (1, 2, 3, 4):
-                sending.offer(folder := save(run, step))
+                sending.enqueue(folder := save(run, step))
                 names.append(folder.name)
-            assert {names[0], names[3]} <= sending.in_hand
-            assert not {names[1], names[2]} & sending.in_hand
+            assert {names[0], names[3]} <= sending.in_use
+            assert not {names[1], names[2]} & sending.in_use
             Faulty.gate.set()
             finish(sending)
         told = [event.facts["step"] for event in sending.events() if event.facts.get("skipped")]
     assert told[-2:] == [2, 3]
     assert steps_in_mirror(url) == [1, 4]
-    assert sending.in_hand == set()
+    assert sending.in_use == set()
 
 
 def test_what_a_skipped_checkpoint_orphaned_is_orphaned_by_the_next(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=9) as sending:
         for step in (2, 5):  # one after the other: the older would be passed over
-            sending.offer(save(run, step))
+            sending.enqueue(save(run, step))
             finish(sending)
         with faults("fails"):
             for step, parent_step in ((3, 2), (6, 3)):
-                sending.offer(save(run, step, parent_step=parent_step))
+                sending.enqueue(save(run, step, parent_step=parent_step))
                 finish(sending)
-        sending.offer(save(run, 8, parent_step=6))
+        sending.enqueue(save(run, 8, parent_step=6))
         finish(sending)
     assert steps_in_mirror(url) == [2, 8]
 
@@ -172,10 +172,10 @@ def test_what_a_skipped_checkpoint_orphaned_is_orphaned_by_the_next(places: Plac
 def test_a_checkpoint_that_is_there_sends_no_tensor_twice(places: Places) -> None:
     run, url = places
     with mirror(url, run) as sending:
-        sending.offer(folder := save(run, 3))
+        sending.enqueue(folder := save(run, 3))
         finish(sending)
         assert next(event.facts["bytes"] for event in sending.events()) > 2000
-        sending.offer(folder)
+        sending.enqueue(folder)
         finish(sending)
         assert [event.facts["bytes"] for event in sending.events()] == [0]
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places)
         finish(sending)
         folder = save(run, 3)
         shutil.rmtree(folder)
-        sending.offer(folder)
+        sending.enqueue(folder)
         finish(sending)
         assert sending.events() == []
     assert steps_in_mirror(url) == []
@@ -195,11 +195,11 @@ def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places)
 def test_one_that_is_on_its_way_stays_on_the_disk_though_it_was_saved_again(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=9) as sending, faults("waits", "tensors", times=1):
-        sending.offer(first := save(run, 3))
+        sending.enqueue(first := save(run, 3))
         until(lambda: Faulty.times == 0)
-        sending.offer(first)
-        sending.offer(second := save(run, 6))
-        assert sending.in_hand == {first.name, second.name}
+        sending.enqueue(first)
+        sending.enqueue(second := save(run, 6))
+        assert sending.in_use == {first.name, second.name}
         Faulty.gate.set()
         finish(sending)
         assert [event.message for event in sending.events()] == [None, None]
@@ -210,11 +210,11 @@ def test_what_a_killed_session_took_back_goes_when_the_next_one_sends(places: Pl
     run, url = places
     with mirror(url, run, keep=9) as first:
         for step in (2, 4, 6):
-            first.offer(save(run, step))
+            first.enqueue(save(run, step))
             finish(first)
     newest = save(run, 8, parent_step=4)
     with mirror(url, run, "the next session\n", keep=9) as second:
-        second.offer(newest)
+        second.enqueue(newest)
     assert steps_in_mirror(url) == [2, 4, 8]
 
 
@@ -224,10 +224,10 @@ def test_what_a_session_begins_with_takes_no_newer_ones_place(places: Places) ->
     for step in (2, 4, 6):
         save(run, step)
     with mirror(url, run, keep=9) as first:
-        first.offer(folder_of(run, 6))
+        first.enqueue(folder_of(run, 6))
     for again in (2, 4):
         with mirror(url, run, "the next session\n", keep=1) as second:
-            second.offer(folder_of(run, again), is_new=False)
+            second.enqueue(folder_of(run, again), is_new=False)
     assert steps_in_mirror(url) == [2, 4, 6]
     assert (run.parent / "store/checkpoints/latest").read_text().split()[0] == folder_of(run, 6).name
 
@@ -246,10 +246,10 @@ def test_nothing_goes_before_the_newest_is_latest(places: Places, monkeypatch: p
     monkeypatch.setattr(Store, "write", named)
     with mirror(url, run, keep=9) as sending:
         for step in (2, 4):
-            sending.offer(save(run, step))
+            sending.enqueue(save(run, step))
             finish(sending)
         acts.clear()
-        sending.offer(newest := save(run, 3, parent_step=-1))
+        sending.enqueue(newest := save(run, 3, parent_step=-1))
     assert acts[:2] == [f"write checkpoints/{newest.name}/checkpoint.json", "write checkpoints/latest"]
     assert len(acts) > 2
     assert {name.split("/")[1] for name in Remote.of(url).store.sizes("checkpoints")} == {"latest", newest.name}
@@ -267,14 +267,14 @@ def test_what_is_done_again_is_sent_again_though_its_bits_are_the_same(places: P
     """The mirror's own may be why it is done again: it was damaged."""
     run, url = places
     with mirror(url, run) as first:
-        first.offer(save(run, 3))
+        first.enqueue(save(run, 3))
         finish(first)
-        first.offer(save(run, 6))
+        first.enqueue(save(run, 6))
     (file,) = folder_of(run.parent / "store", 6).glob("*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     with mirror(url, run, "the next session\n") as second:
-        second.offer(save(run, 6, parent_step=3))
+        second.enqueue(save(run, 6, parent_step=3))
     (again,) = folder_of(run.parent / "store", 6).glob("*.safetensors")
     assert again.read_bytes() == content
 
@@ -286,12 +286,14 @@ def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(p
     with mirror(url, run) as sending:
         finish(sending)
         with faults("fails", "metrics.jsonl"):
-            sending.offer(save(run, 3))
+            sending.enqueue(save(run, 3))
             finish(sending)
         sent, log = sending.events()
     assert (sent.facts["step"], sent.message) == (3, None)
     assert "step" not in log.facts
-    assert str(log.message).startswith(f"the run's log is not in the mirror: `{url}` must be reachable, but is not (")
+    assert str(log.message).startswith(
+        f"the run's log is not in the remote store: `{url}` must be reachable, but is not ("
+    )
     assert steps_in_mirror(url) == [3]
 
 
@@ -313,12 +315,12 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
         with monkeypatch.context() as patches:
             patches.setattr(Remote, "put", fails)
             patches.setattr(Path, "is_dir", fails)
-            sending.offer(folder)
+            sending.enqueue(folder)
             finish(sending)
         (event,) = sending.events()
         assert "Input/output error" in str(event.message)
         monkeypatch.setattr(Remote, "put", dies)
-        sending.offer(folder)
+        sending.enqueue(folder)
         began = time.monotonic()
         finish(sending)
         assert time.monotonic() - began < 15
@@ -328,7 +330,7 @@ def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
     remote, folder = Remote.of(url), RunFolder(run)
-    lease = RemoteLease(remote.store, folder, "this session\n", Seen())
+    lease = RemoteLease(remote.store, folder, "this session\n", RemoteState())
     sending = Uploads(remote, folder, lease, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
@@ -343,5 +345,5 @@ def test_an_ending_is_there_only_after_one(places: Places, tmp_path: Path) -> No
         finish(sending)
         assert not there.exists()
         RunFolder(run).ending.write_text(json.dumps({"ending": "finished"}))
-        sending.offer_files()
+        sending.enqueue_files()
     assert json.loads(there.read_text()) == {"ending": "finished"}

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoints.reading import newest_sound
+from megahead.checkpoints.reading import newest_valid
 from megahead.config.run import RunConfig
 from megahead.report.read import read_metrics
 from support.killable import codes, said, start_ranks
@@ -116,7 +116,7 @@ def _killed(config: RunConfig, folder: Path, start_seconds: float, chance: rando
 
 def _kept(run: Path, newest: int) -> int:
     """The step of the newest checkpoint, which is sound and not older than `newest`."""
-    checkpoint, damage = newest_sound(run)
+    checkpoint, damage = newest_valid(run)
     step = 0 if checkpoint is None else checkpoint.step
     assert step >= newest, f"the checkpoint of step {newest} is lost"
     assert not damage, damage

@@ -49,14 +49,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _none_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checkpoint is in the mirror before the next step: on a busy machine some would be left out."""
-    offer = Uploads.offer
+    offer = Uploads.enqueue
 
     def offer_and_wait(mirror: Uploads, folder: Path, *, is_new: bool = True) -> None:
         offer(mirror, folder, is_new=is_new)
         for _ in mirror.finishing(time.monotonic() + 60):
             pass
 
-    monkeypatch.setattr(Uploads, "offer", offer_and_wait)
+    monkeypatch.setattr(Uploads, "enqueue", offer_and_wait)
 
 
 def mirrored(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
@@ -125,7 +125,7 @@ def test_a_mirror_without_a_sound_checkpoint_is_no_new_run(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "run")
     first, second = on_ranks(2, run, mirrored(tmp_path))
     assert first == second
-    assert "must hold a sound checkpoint to resume, but holds only damaged ones (2)" in first
+    assert "must hold a valid checkpoint to resume, but holds only damaged ones (2)" in first
 
 
 def test_the_mirror_of_another_run_is_neither_fetched_nor_changed(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
     monkeypatch.setattr("megahead.checkpoints.upload.PAUSES", (0.0, 0.0))
     config = mirrored(tmp_path, {"training.remote_checkpoints": f"{Faulty.protocol}://{tmp_path}/store"})
     assert on_ranks(2, run_in_bad_store, config, fault) == ["finished"] * 2
-    assert "step 6 is not in the mirror, only in " in capfd.readouterr().out
+    assert "step 6 is not in the remote store, only in " in capfd.readouterr().out
     assert steps_in_mirror(f"file://{tmp_path}/store") == []
     assert open_checkpoint(tmp_path / "run").step == 6
     wrong = [event.text for event in events_of(read_runs([tmp_path / "run"])[0]) if event.wrong]

@@ -197,7 +197,7 @@ def cluster(
 RECOVERY_SECONDS = 600.0
 """By when a run must have recovered, on a machine however busy."""
 
-PATIENCE_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 """For which a fault waits for what it can happen to: a rank to kill, a copy to damage."""
 
 
@@ -294,7 +294,7 @@ class Happening:
         kind: Kind = KINDS[fault.kind]
         before = None if kind.sign is None else (kind.sign, kind.sign(self._progress))
         done = kind.begin(self._cluster.stage, fault)
-        if done is None and time.monotonic() < self._began + fault.after + PATIENCE_SECONDS:
+        if done is None and time.monotonic() < self._began + fault.after + WAIT_SECONDS:
             return False
         self._journal.note(event=self._event.number, kind=fault.kind, node=fault.node, done=done)
         if done is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.memory import NodeMemory, Replicas, rescue_newer
+from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
@@ -65,7 +65,7 @@ def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int 
     """On nodes that are left."""
     give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    came = rescue_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, KeepRules(2))
+    came = recover_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, KeepRules(2))
     if came is None:
         return None
     return None if came.checkpoint is None else came.checkpoint.step, came.details.get("newer_by", 0), came.problems

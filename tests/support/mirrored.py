@@ -13,7 +13,7 @@ import torch
 from megahead.checkpoints import upload
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.reading import Resumed
-from megahead.checkpoints.remote import Remote, RemoteLease, Seen
+from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
 from megahead.checkpoints.store import KeepRules, step_of
 from megahead.checkpoints.upload import Uploads
 from megahead.distributed.group import Group
@@ -54,7 +54,7 @@ def mirror(
         run.mkdir(exist_ok=True)
         remote, folder = Remote.of(url, timeout=5), RunFolder(run)
         plain = Remote.of(url.replace("faulty:", "file:")).store
-        seen = Seen(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
+        seen = RemoteState(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
         sending = Uploads(
             remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
         )

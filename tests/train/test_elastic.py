@@ -14,7 +14,7 @@ from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
 from megahead.train.log import describe_mesh, mesh_before
 from megahead.train.run import describe_elastic, elastic_launch
-from megahead.train.saving import Lease, session_mark
+from megahead.train.saving import Lease, new_session_id
 from support.killable import codes, said, start_ranks
 from support.named import without_digits
 from support.small_run import same_tensors, small_config, write_text
@@ -175,9 +175,9 @@ def test_two_runs_that_meet_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_of_two_sessions_in_one_folder_the_later_one_writes(tmp_path: Path) -> None:
-    first = Lease(tmp_path / "session", session_mark())
+    first = Lease(tmp_path / "session", new_session_id())
     first.check()
-    second = Lease(tmp_path / "session", session_mark())
+    second = Lease(tmp_path / "session", new_session_id())
     second.check()
     with pytest.raises(UserError, match=r"output_dir must have one session at a time, but in .* another has begun on"):
         first.check()
@@ -198,7 +198,7 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
         def noted(logger: RunLogger, kind: str, *arguments: Any) -> None:
             note(logger, kind, *arguments)
             if kind == "checkpoint":
-                Lease(tmp_path / "run/session", session_mark())
+                Lease(tmp_path / "run/session", new_session_id())
 
         RunLogger.event = noted  # type: ignore[method-assign, assignment]
 

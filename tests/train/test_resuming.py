@@ -126,15 +126,15 @@ def test_auto_takes_the_newest_sound_checkpoint_and_names_the_damaged_file(
 ) -> None:
     source = begun / "run/checkpoints"
     (file,) = folder_of(source, 6).glob("*.safetensors")
-    sound = small_config(begun, {"output_dir": str(begun / "sound")})
-    assert on_ranks(2, run, sound, str(source / "step-00000003")) == ["finished"] * 2
+    valid = small_config(begun, {"output_dir": str(begun / "valid")})
+    assert on_ranks(2, run, valid, str(source / "step-00000003")) == ["finished"] * 2
     damage(file)
     capfd.readouterr()
     assert on_ranks(2, run, small_config(begun)) == ["finished"] * 2
     told = capfd.readouterr().out
     assert f"damaged     `{file}` must" in told
     assert "resumed     step 3" in told
-    assert same_tensors(begun / "run", begun / "sound")
+    assert same_tensors(begun / "run", begun / "valid")
 
 
 def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) ->
         flip(file)
     first, second = on_ranks(2, run, small_config(begun))
     assert first == second
-    assert "must hold a sound checkpoint to resume, but holds only damaged ones (2)" in first
+    assert "must hold a valid checkpoint to resume, but holds only damaged ones (2)" in first
     there = sorted(without_digits(path.name) for path in (begun / "run/checkpoints").glob("step-*"))
     assert there == ["step-00000003", "step-00000006"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoints.reading import newest_sound
+from megahead.checkpoints.reading import newest_valid
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -55,7 +55,7 @@ EVERY_OTHER = {"training.checkpoint_every": 2, "training.evaluate_every": 4}
 
 
 def assert_the_one_before_is_the_newest(run: Path) -> None:
-    newest, damage = newest_sound(run)
+    newest, damage = newest_valid(run)
     assert newest is not None
     assert (newest.step, damage) == (2, [])
     assert [without_digits(folder.name) for folder in (run / "checkpoints").glob("*step*")] == ["step-00000002"]

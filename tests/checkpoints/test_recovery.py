@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megahead.checkpoints import memory as handing_over
-from megahead.checkpoints.memory import drain
+from megahead.checkpoints.memory import share_replicas
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
@@ -74,7 +74,7 @@ def test_two_runs_of_one_machine_do_not_mix(tmp_path: Path) -> None:
 
 def hand(group: Group, folder: Path, launch: Launch) -> None:
     give_memory(folder, launch.rank)
-    drain(RunFolder(folder / "run"), launch)
+    share_replicas(RunFolder(folder / "run"), launch)
 
 
 def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
@@ -85,14 +85,14 @@ def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
     shutil.rmtree(memory_of(tmp_path, 3))
     shutil.move(memory_of(tmp_path, 0), memory_of(tmp_path, 4))  # ranks are numbered anew
     on_ranks(1, hand, tmp_path, Launch(rank=4, world_size=2, spare_ranks=1, port=1))
-    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(handing_over, "WAIT_SECONDS", 0.2)
     assert on_ranks(2, rescue, tmp_path, "12") == [(4, 4, [])] * 2
     assert same_as_on_disk(tmp_path, 4, 4)
 
 
 def test_those_that_wait_are_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, keep, tmp_path, "01", (4,))
-    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(handing_over, "WAIT_SECONDS", 0.5)
     began = time.monotonic()
     assert on_ranks(1, rescue, tmp_path, "0", -1, 2) == [(4, 4, [])]
     assert time.monotonic() - began >= 0.5
