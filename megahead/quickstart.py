@@ -36,6 +36,7 @@ from megahead.errors import FieldError, UserError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
+from megahead.sharing import complete_card
 from megahead.wording import counted, duration, thousands
 
 Report = Callable[[str], object]
@@ -360,18 +361,6 @@ def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
 
 
-def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
-    """What an exported model writes after `prompt`, the same in every call."""
-    import torch
-
-    from megahead.evaluate.generation import continuation, sampling_options
-    from megahead.hf.published import load_causal, load_tokenizer_folder
-
-    torch.manual_seed(0)
-    sampling = sampling_options(temperature=0.8, top_k=50, top_p=0.95)
-    return continuation(load_causal(model), load_tokenizer_folder(model), prompt, tokens, sampling)
-
-
 def _finished(config: Path, report: Report) -> Started:
     """Exports the run, lets it write, and makes its report."""
     from megahead.hf.export import export
@@ -379,7 +368,7 @@ def _finished(config: Path, report: Report) -> Started:
 
     run, model = load_config(config).folder(), config.parent / "model"
     export(run.path, model, "pmi")
-    text = sample(model)
+    text = complete_card(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = save_page(read_runs([run.path]), config.parent / "report.html")
     perplexity = read_metrics(run.path).validation[-1]["perplexity"]

@@ -1,6 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder, imports one to start from, or gives a model another vocabulary.
 
-megahead convert to-hf --checkpoint runs/headless --output exports/headless --head pmi
+megahead convert to-hf --checkpoint runs/headless --output exports/headless --head pmi [--push OWNER/NAME]
 megahead convert from-hf --model exports/headless --output runs/imported
 megahead convert revocabulary --model runs/headless --tokenizer larger.json --output runs/larger
 """
@@ -8,6 +8,7 @@ megahead convert revocabulary --model runs/headless --tokenizer larger.json --ou
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -40,19 +41,39 @@ def main() -> None:
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(summary_of_rows(report))
     else:
-        if not 0 < arguments.shard_size < inf:
-            raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
-        from megahead.hf.export import export
+        for part in to_hf(arguments):
+            console.print(part)
 
-        how = {"dtype": arguments.dtype, "keep_padding": arguments.keep_padding}
-        shard_bytes = int(arguments.shard_size * 10**9)
-        console.print(
-            summary(export(arguments.checkpoint, arguments.output, arguments.head, **how, shard_bytes=shard_bytes))
-        )
+
+def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
+    """Exports, completes the card and uploads; what a user reads of each."""
+    if not 0 < arguments.shard_size < inf:
+        raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
+    from megahead.sharing import check_login, complete_card, push
+
+    if arguments.push is not None:
+        check_login(arguments.push)
+    from megahead.hf.card import CardFacts
+    from megahead.hf.export import export
+    from megahead.run_folder import RunFolder
+
+    report = export(
+        arguments.checkpoint,
+        arguments.output,
+        arguments.head,
+        dtype=arguments.dtype,
+        keep_padding=arguments.keep_padding,
+        shard_bytes=int(arguments.shard_size * 10**9),
+        card=CardFacts(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
+    )
+    complete_card(report.folder, RunFolder.of(arguments.checkpoint).path)
+    yield summary(report)
+    if arguments.push is not None:
+        yield f"uploaded to {push(report.folder, arguments.push, private=arguments.private)}"
 
 
 def summary(report: ExportReport) -> str:
-    """An export, described in two to four lines."""
+    """An export, described in three to five lines."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     lines = [
@@ -60,6 +81,7 @@ def summary(report: ExportReport) -> str:
         f"{parity.compared} of {parity.tokens} tokens equal the checkpoint's within {errors} "
         f"(largest {parity.largest_output:.1f})",
     ]
+    lines.append(report.served)
     if report.tokenizer is None:
         lines.append("no tokenizer: the run has no tokenizer.json")
     if report.conflict is not None:
@@ -89,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--head", required=True, choices=get_args(HeadName), help=heads)
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable")
+    add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face Hub, by `hf auth login`")
+    add("--private", action="store_true", help="make a repository that only its owner sees")
+    add("--license", metavar="NAME", help="license of the weights for the model card, such as apache-2.0")
+    add("--language", action="append", default=[], metavar="CODE", help="a language for it, such as en")
     add("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
 
     add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument

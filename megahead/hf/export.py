@@ -19,16 +19,16 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.checkpoints.store import without_digits
-from megahead.config.objective import HeadName, ObjectiveConfig
+from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
 from megahead.files import atomic_folder, sha256_of
+from megahead.hf.card import CardFacts, model_card, served_by
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
 from megahead.hf.settings import write_json, write_settings
-from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel, code_version, dataset_names, last_evaluation
+from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
-from megahead.wording import counted
 
 PARITY_FILE = "parity.json"
 SHARD_BYTES = 5 * 10**9
@@ -50,6 +50,9 @@ class ExportReport:
 
     seconds: float
 
+    served: str
+    """Which heads of such a model vLLM and llama.cpp serve."""
+
 
 def export(
     checkpoint: str | PathLike[str],
@@ -59,6 +62,7 @@ def export(
     dtype: str = "float32",
     keep_padding: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    card: CardFacts | None = None,
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
@@ -68,7 +72,7 @@ def export(
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
-    shard_bytes: larger weights are written as several files.
+    shard_bytes: larger weights are written as several files. card: what the model card says beside what it knows.
     At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
     replaced; after an error (UserError) nothing of the new one is left.
 
@@ -89,8 +93,12 @@ def export(
         parity = verify(folder, target)
         origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **origin})
-        (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
-    return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, time.monotonic() - begin)
+        (folder / "README.md").write_text(
+            model_card(target, parity, card or CardFacts(output_dir.name)), encoding="utf-8"
+        )
+    return ExportReport(
+        output_dir, head, dtype, parity, tokenizer, conflict, time.monotonic() - begin, served_by(target)
+    )
 
 
 def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
@@ -105,76 +113,6 @@ def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
 def fingerprint(model: TrainedModel) -> str:
     """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
     return sha256_of(model.checkpoint.folder / "checkpoint.json")
-
-
-# The card.
-
-_HEADS = {
-    "none": "none: the backbone alone, outputs are hidden states",
-    "tied": "`E h`, the input embedding itself",
-    "pmi": "`E h + log q`, training-free: q is the distribution of the training targets (of all candidates, where the "
-    "objective has others), ",
-    "trained": "the one that was trained",
-}
-_PADDED = ", and rows of padding that are never probable: their bias is "
-_BIASED = ", with a bias for each token, which is "
-_FOLDED, _STORED = "folded into the head's own weights", "the head's own"
-
-
-def model_card(target: ExportTarget, parity: Parity) -> str:
-    """README.md of an export."""
-    model, config, objective = target.model, target.model.config, target.model.config.objective
-    tokens, shape = model.checkpoint.state.get("tokens"), config.model
-    learned = "contrastive weight tying (headless)" if objective.name == "headless" else "vanilla softmax"
-    errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
-    loader = f"AutoModelFor{target.family.predicts}" if target.has_head() else "AutoModel"
-    facts = {
-        "Objective": f"{learned}, temperature {model.temperature():g}",
-        "Shape": f"{counted(shape.num_layers, 'layer')}, width {shape.hidden_size}, {counted(shape.num_heads, 'head')}",
-        "Trained for": counted(model.checkpoint.step, "step")
-        + (f", {counted(tokens, 'token')}" if tokens is not None else ""),
-        "Data": dataset_names(config.data),
-        "Held-out text": last_evaluation(model) or "not evaluated",
-        "Head": _head(target.head, objective),
-        "Stored as": target.dtype,
-        "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
-        "Exported by": code_version(),
-    }
-    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
-    return _CARD.format(name=config.name, table=table, loader=loader, family=target.family.title)
-
-
-def _head(head: Head, objective: ObjectiveConfig) -> str:
-    place = _STORED if head.bias_V is not None else _FOLDED
-    if head.name == "pmi":
-        return _HEADS["pmi"] + place
-    if head.folded is None and head.bias_V is None:
-        return _HEADS[head.name]
-    return _HEADS[head.name] + (_BIASED if objective.output_bias else _PADDED) + place
-
-
-_CARD = """---
-library_name: transformers
-tags: [headless, contrastive-weight-tying]
----
-# {name}
-
-A {family} model, pretrained and exported with megahead.
-
-| | |
-|---|---|
-{table}
-
-```python
-from transformers import AutoTokenizer, {loader}
-
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-model = {loader}.from_pretrained("PATH")
-```
-
-The method: N. Godey, E. de la Clergerie, B. Sagot, *Headless Language Models: Learning without Predicting with
-Contrastive Weight Tying*, ICLR 2024, arXiv 2309.08351.
-"""
 
 
 # The tensors of an export under their Hugging Face names, made piece by piece when they are written.

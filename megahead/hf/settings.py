@@ -238,7 +238,7 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     special = {"bos_token": end, "eos_token": end}
     special |= {name: str(vocabulary.id_to_token(id_)) for name, id_ in ids.items()}
     _copy(source, vocabulary, folder)
-    _write_settings(folder, special, {"model_max_length": config.model.max_positions})
+    _write_settings(folder, special, {"model_max_length": _trained_length(config)})
     return {"pad_token_id": ids["pad_token"]}
 
 
@@ -271,8 +271,12 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     _copy(source, vocabulary, folder)
     vocabulary.save(str(folder / "tokenizer.json"))
     inputs = ["input_ids", *(["token_type_ids"] if config.model.token_types > 1 else []), "attention_mask"]
-    _write_settings(folder, special, {"model_max_length": config.model.max_positions, "model_input_names": inputs})
+    _write_settings(folder, special, {"model_max_length": _trained_length(config), "model_input_names": inputs})
     return {"pad_token_id": int(vocabulary.token_to_id(special["pad_token"]) or 0)}
+
+
+def _trained_length(config: RunConfig) -> int:
+    return min(config.data.sequence_length, config.model.max_positions)
 
 
 def _opened(source: Path, vocab_size: int) -> tokenizers.Tokenizer:

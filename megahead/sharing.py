@@ -1,0 +1,92 @@
+"""A model that is shared: its card gets a sample and curves, and its folder goes to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megahead.errors import FieldError, UserError
+from megahead.report.read import read_metrics
+
+_LARGEST_SAMPLED = 8 * 2**30
+"""Bytes of weights: a sample needs them all in memory, which an export does not."""
+
+
+def complete_card(folder: Path, run: Path) -> str | None:
+    """Adds a sample of an exported decoder, and the curves of its run, to the folder's model card; returns the sample.
+
+    There is none without a head or a tokenizer, or of more than 8 GiB of weights; no curves of a run without a log.
+    """
+    from megahead.report.figures import draw_curves, save_figure
+
+    sample = _sample(folder)
+    added = [] if sample is None else [f"## Sample\n\n```text\n{sample.strip().replace('```', '')}\n```"]
+    with suppress(UserError):
+        save_figure(draw_curves([read_metrics(run)]), folder / "curves.png")
+        added.append("## Curves\n\n![Loss and held-out perplexity while it was trained](curves.png)")
+    card = folder / "README.md"
+    before, method, after = card.read_text(encoding="utf-8").partition("## Method\n")
+    card.write_text(before + "".join(f"{part}\n\n" for part in added) + method + after, encoding="utf-8")
+    return sample
+
+
+def _sample(folder: Path) -> str | None:
+    card, weights = (folder / "README.md").read_text(encoding="utf-8"), folder.glob("*.safetensors")
+    small = sum(path.stat().st_size for path in weights) <= _LARGEST_SAMPLED
+    writes = "pipeline_tag: text-generation" in card and (folder / "tokenizer.json").is_file()
+    return sample(folder) if writes and small else None
+
+
+def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
+    """What an exported model writes after `prompt`, the same in every call; half its context at most."""
+    import torch
+
+    from megahead.evaluate.generation import continuation, sampling_options
+    from megahead.hf.published import context_of, load_causal, load_tokenizer_folder
+
+    loaded = load_causal(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sampling = sampling_options(temperature=0.8, top_k=50, top_p=0.95)
+        length = min(tokens, context_of(loaded) // 2)
+        return continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
+
+
+def check_login(repository: str) -> None:
+    """UserError unless `repository` is a name on the Hub, and huggingface_hub has a login."""
+    from huggingface_hub import HfApi
+
+    with _in_a_sentence(repository):
+        HfApi().whoami()
+        HfApi().repo_exists(repository)
+
+
+def push(folder: Path, repository: str, *, private: bool = False) -> str:
+    """Uploads an export by huggingface_hub's own login, and returns its address. The repository is made where there is
+    none; weights of an earlier upload go."""
+    from huggingface_hub import HfApi
+
+    api, old = HfApi(), ["*.safetensors", "*.safetensors.index.json"]
+    with _in_a_sentence(repository):
+        address = str(api.create_repo(repository, private=private or None, exist_ok=True))
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Export of megahead", delete_patterns=old
+        )
+    return address
+
+
+@contextmanager
+def _in_a_sentence(repository: str) -> Iterator[None]:
+    """Turns what the Hub answers into one."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the client that the installed huggingface_hub talks by
+    try:
+        yield
+    except HFValidationError as error:
+        raise FieldError("--push", "be a repository of the Hub (OWNER/NAME)", got=f"{repository} ({error})") from None
+    except (LocalTokenNotFoundError, OfflineModeIsEnabled, unreachable) as error:
+        reason, rule = " ".join(str(error).split()), "name a repository that your login may write"
+        raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="`hf auth login` logs in") from None

@@ -1,0 +1,206 @@
+"""An export's card is complete, and huggingface_hub uploads it to what speaks the Hub's protocol."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from megahead.commands import convert
+from megahead.errors import FieldError
+from megahead.sharing import check_login
+from support.small_checkpoint import save_small, save_tokenizer, small_config
+
+REPOSITORY = "someone/small"
+
+
+@dataclass
+class Hub:
+    """What the Hub was sent."""
+
+    created: list[dict[str, Any]] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+
+    def answer(self, handler: BaseHTTPRequestHandler, method: str, path: str, body: bytes) -> Any:
+        """The answer to a request, as the documented endpoints give it; None: there is nothing."""
+        address = f"http://127.0.0.1:{handler.server.server_port}"  # type: ignore[attr-defined]
+        if path == "/api/whoami-v2":
+            return {"name": "someone", "type": "user"} if handler.headers["authorization"] == "Bearer hf_good" else None
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return {"url": f"{address}/{REPOSITORY}", "name": REPOSITORY}
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path.startswith(f"/api/models/{REPOSITORY}/preupload"):
+            named = [one["path"] for one in json.loads(body)["files"]]
+            modes = ["lfs" if name.endswith(("safetensors", "png")) else "regular" for name in named]
+            sent = [
+                {"path": name, "uploadMode": mode, "shouldIgnore": False}
+                for name, mode in zip(named, modes, strict=True)
+            ]
+            return {"files": sent}
+        if path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            upload = [{**one, "actions": {"upload": {"href": f"{address}/put/{one['oid']}"}}} for one in objects]
+            return {"transfer": "basic", "objects": upload}
+        if method == "PUT":
+            self.objects[path.rpartition("/")[2]] = body
+            return {}
+        if path.startswith(f"/api/models/{REPOSITORY}/commit"):
+            self.commit([json.loads(line) for line in body.splitlines()])
+            return {"commitUrl": f"{address}/{REPOSITORY}/commit/1", "commitOid": "1", "success": True}
+        if "/tree/" in path:
+            old = {"type": "file", "path": "model-00001-of-00002.safetensors", "size": 1, "oid": "0" * 40}
+            return [old]
+        if path.startswith(f"/api/models/{REPOSITORY}"):
+            return {"id": REPOSITORY, "sha": "0" * 40, "siblings": [{"rfilename": "model-00001-of-00002.safetensors"}]}
+        return None
+
+    def commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            key, value = line["key"], line["value"]
+            if key == "file":
+                self.files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                self.files[value["path"]] = self.objects[value["oid"]]
+            elif key == "deletedFile":
+                self.deleted.append(value["path"])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    found = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            answer = found.answer(self, self.command, self.path.partition("?")[0], body)
+            content = json.dumps({"error": "Invalid credentials"} if answer is None else answer).encode()
+            self.send_response(401 if answer is None else 200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = reply
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def run_with_log(folder: Path) -> Path:
+    save_tokenizer(folder / "tokenizer.json")
+    config = small_config(model={"vocab_size": 300}, data={"tokenizer": str(folder / "tokenizer.json")})
+    save_small(folder / "run", config)
+    lines = [{"step": k, "tokens": k, "seconds": k, "loss": 1.0, "learning_rate": 1.0} for k in range(1, 4)]
+    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "run"
+
+
+def converted(monkeypatch: pytest.MonkeyPatch, run: Path, *options: str) -> Path:
+    output = run.parent / "out"
+    given = ["convert", "to-hf", "--checkpoint", str(run), "--output", str(output), "--head", "pmi", *options]
+    monkeypatch.setattr(sys, "argv", given)
+    convert.main()
+    return output
+
+
+def test_an_export_is_uploaded_whole_with_a_complete_card(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--push", REPOSITORY, "--private", "--license", "apache-2.0", "--language", "en", "--language", "fr")
+    folder = converted(monkeypatch, run_with_log(tmp_path), *given)
+    assert hub.created == [{"name": "small", "organization": "someone", "visibility": "private"}]
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in hub.files.items()} == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()
+    }
+    assert hub.deleted == ["model-00001-of-00002.safetensors"]  # of an earlier upload in more parts
+    said = capsys.readouterr().out
+    assert "vLLM serves --head tied, pmi, trained; llama.cpp serves --head pmi, trained; this export: vLLM and" in said
+    assert f"{REPOSITORY}" in said.splitlines()[-1]
+    card = hub.files["README.md"].decode()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "language": ["en", "fr"],
+        "tags": ["headless", "contrastive-weight-tying"],
+    }
+    assert f'from_pretrained("{REPOSITORY}")' in card
+    assert "## Sample\n\n```text\n" in card
+    assert "](curves.png)" in card
+    assert "PATH" not in card
+    assert hub.files["curves.png"].startswith(b"\x89PNG")
+
+
+def test_the_program_of_the_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = converted(monkeypatch, run_with_log(tmp_path))
+    program = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(program.replace("max_new_tokens=50", "max_new_tokens=5"), "card", "exec"), {})
+
+
+def test_the_length_that_was_trained_is_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with_log(tmp_path)
+    settings = json.loads((converted(monkeypatch, run) / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == small_config().data.sequence_length
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_login_that_is_missing_or_wrong_is_said_before_anything_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_log(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    with pytest.raises(
+        FieldError, match=r"^`--push` must name a repository that your login may write, but is someone/small"
+    ):
+        converted(monkeypatch, run, "--push", REPOSITORY)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    with pytest.raises(FieldError, match=r"^`--push` must be a repository of the Hub \(OWNER/NAME\), but is a/b/c"):
+        check_login("a/b/c")
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(FieldError, match=r"; `hf auth login` logs in\.$"):
+        check_login(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "said"),
+    [
+        ({}, "tied", "this export: vLLM"),
+        ({"family": "llama"}, "pmi", "vLLM serves --head tied, trained; llama.cpp serves --head tied, trained; this"),
+        ({"family": "bert"}, "none", "this export: vLLM and llama.cpp"),
+    ],
+)
+def test_the_export_says_who_serves_it(tmp_path: Path, model: dict[str, Any], head: Any, said: str) -> None:
+    from megahead.hf.export import export
+
+    masking = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4}} if model.get("family") == "bert" else {}
+    save_small(tmp_path / "run", small_config(model=model, **masking))
+    report = export(tmp_path / "run", tmp_path / "out", head)
+    assert said in report.served
+    assert report.served in (tmp_path / "out/README.md").read_text()
