@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from megahead.config.objective import ObjectiveConfig
-from megahead.estimate import run_parameters
 from megahead.hf.heads import ExportTarget, Head
-from megahead.hf.trained import TrainedModel, code_version, dataset_names, last_evaluation
+from megahead.hf.trained import EMBEDDING, HEAD, TrainedModel, code_version, dataset_names, last_evaluation
 from megahead.hf.verify import Parity
 from megahead.wording import counted
 
@@ -75,7 +75,7 @@ def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
         given="".join(f"{line}\n" for line in given),
         tag=tag,
         family=target.family.title,
-        parameters=f"{run_parameters(target.model.config).total:,}",
+        parameters=f"{_parameters(target):,}",
         does=does,
         trained=_table(trained),
         exported=_table(exported),
@@ -83,6 +83,13 @@ def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
         path=facts.path,
         use=use,
     )
+
+
+def _parameters(target: ExportTarget) -> int:
+    shapes = target.model.shapes
+    padding = target.model.config.model.padded_vocab_size() - target.vocab_size
+    rows = sum(shapes[name][1] for name in (EMBEDDING, HEAD) if name in shapes)
+    return sum(map(prod, shapes.values())) - padding * rows
 
 
 def _table(rows: Mapping[str, str]) -> str:
