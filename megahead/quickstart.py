@@ -149,9 +149,9 @@ def start(
         plan = make_plan(text, given, 60 * minutes - RESERVE, report)
         if dry_run:
             return None
-        chosen = _write_text(text, given, plan.vocab_size, folder, report)
+        _write_text(text, given, plan.vocab_size, folder, report)
         left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
-        _write_config(config, plan, chosen, left, mark)
+        _write_config(config, plan, left, mark)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
     ending = "stopped"
     with suppress(KeyboardInterrupt):
@@ -287,8 +287,8 @@ def make_tokenizer(
         save_tokenizer(train_bpe(texts, vocab_size), output)
 
 
-def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> Path:
-    """The tokenizer and the ids, as far as they are not there; returns the tokenizer's file."""
+def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
+    """The tokenizer and the ids, as far as they are not there."""
     paths, selection = [item.path for item in text.inputs], text.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():
@@ -308,20 +308,15 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
             f"{'ids':<12}{counted(done.documents, 'document')}, {of_each} held out, {counted(done.tokens, 'token')}"
             f"{left_out}"
         )
-    return chosen
 
 
-def _write_config(path: Path, plan: Plan, tokenizer: Path, seconds: float, mark: str) -> None:
-    folder, loaded, steps = path.parent, load_tokenizer(str(tokenizer)), plan.steps(seconds)
-    settings = _settings(plan.shape, loaded.vocab_size)
+def _write_config(path: Path, plan: Plan, seconds: float, mark: str) -> None:
+    """What the text's datasets know is left to them."""
+    folder, steps, settings = path.parent, plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
+    del settings["model"]["vocab_size"]
     settings["output_dir"] = str(folder / "run")
-    settings["data"] |= {
-        "train": str(folder / "text"),
-        "validation": str(folder / "text-validation"),
-        "tokenizer": str(tokenizer),
-        "end_token": closing_id(loaded, None),
-    }
-    settings["schedule"]["warmup_steps"] = min(50, steps // 10)
+    settings["data"] |= {"train": str(folder / "text"), "validation": str(folder / "text-validation")}
+    settings["schedule"]["warmup_steps"] = round(min(0.1, 50 / steps), 4)
     every = max(1, steps // 8)
     settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": 256}
     settings["training"]["checkpoint_every"] = 2 * every

@@ -20,7 +20,7 @@ import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
-from megahead.data.sources import find_inputs, read_chunks, total_bytes
+from megahead.data.sources import find_inputs, most_documents, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
@@ -202,6 +202,15 @@ class Recipe:
     end_inside: EndInside = "report"
     """Whether texts may spell the end token, and so be cut there."""
 
+    def require_held_out(self, documents: int, output: str | Path) -> None:
+        """FieldError where a share of so many documents was to be held out and is none."""
+        if self.holdout is not None and self.holdout * documents < 1:
+            got = f"{self.holdout} of {counted(documents, 'document')}"
+            fix = f"give an N of at most {documents:,}, or add documents"
+            if documents == 1:
+                fix = "give --holdout-tail 0.05, which holds out the end of each document"
+            raise FieldError("holdout", f"hold out a document of `{output}`", got=got, hint=fix)
+
     def outputs(self, output: str | Path) -> list[str]:
         """The prefixes of what it makes under this one: two where documents are held out."""
         return [str(output)] if self.held_out is None else [str(output), f"{output}-validation"]
@@ -244,16 +253,10 @@ class PreprocessReport:
             causes = {"without text": self.skipped, "broken": self.broken, "not wanted (--keep, --drop)": self.left_out}
             found = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count) or "it is empty"
             raise DataError(f"`{output}` must have at least one document, but its input gives none: {found}.")
-        if self.held_out:
-            return
-        if recipe.holdout_tail is not None:
+        if recipe.holdout_tail is not None and not self.held_out:
             rule, got = f"hold out the end of a document of `{output}`", f"{recipe.holdout_tail} of single words"
             raise FieldError("holdout_tail", rule, got=got, hint="add longer documents")
-        if recipe.holdout is not None:
-            share = f"{recipe.holdout} of {counted(self.documents, 'document')}"
-            fix = f"give an N of at most {self.documents:,}, or add documents"
-            fix = fix if self.documents > 1 else "give --holdout-tail 0.05, which holds out the end of each document"
-            raise FieldError("holdout", f"hold out a document of `{output}`", got=share, hint=fix)
+        recipe.require_held_out(self.documents, output)
 
     def add(self, other: PreprocessReport) -> None:
         """Adds the report of another part of the input."""
@@ -297,6 +300,8 @@ def preprocess(
         end_inside=end_inside,
     )
     found = find_inputs(inputs)
+    if (documents := most_documents(found)) is not None:
+        recipe.require_held_out(documents, output)  # before anything that takes long
     progress = progress or ByteProgress()
     progress.begin(total_bytes(found))
     with EncodingPool(workers) as pool:

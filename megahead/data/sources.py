@@ -125,6 +125,11 @@ def total_bytes(inputs: Sequence[Input]) -> int | None:
     return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
 
 
+def most_documents(inputs: Sequence[Input]) -> int | None:
+    """How many documents they have at most, where each file is one; None where only reading tells."""
+    return len(inputs) if all(item.cut is _cut_text for item in inputs) else None
+
+
 def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk]:
     """The chunks of all inputs, one after the other."""
     for item in inputs:

@@ -78,6 +78,17 @@ def test_every_tenth_document_is_held_out(
     assert documents(tmp_path / "out") == expected(tokenizer_path, kept)
 
 
+def test_files_that_are_too_few_to_hold_one_out_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for k in range(3):
+        (tmp_path / f"{k}.md").write_text("words")
+    with pytest.raises(
+        FieldError, match=r"`holdout` must hold .*, but is 1/100 of 3 documents instead; give an N of at"
+    ):
+        preprocess(tmp_path, "unused", tmp_path / "out", holdout=100)
+    with pytest.raises(FieldError, match=r"1/2 of 1 document instead; give --holdout-tail 0\.05"):
+        preprocess(tmp_path / "0.md", "unused", tmp_path / "out", holdout=2)
+
+
 @pytest.mark.parametrize("holdout", [0, 1, -2, Fraction(-1, 10), 1.5, Fraction(5, 2)])
 def test_a_holdout_that_is_none_is_refused(json_lines: JsonLines, tmp_path: Path, holdout: Fraction) -> None:
     with pytest.raises(FieldError, match="`holdout` must be a fraction"):

@@ -24,6 +24,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError, ConfigErrors, UserError
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
+from megahead.remote_files import RemoteError
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config
@@ -204,3 +205,11 @@ def test_a_merge_keeps_what_its_parts_know(given: Path, tmp_path: Path) -> None:
     assert source.info is not None
     assert merged.info.end_token == source.info.end_token
     assert merged.tokenizer_path() == tmp_path / str(source.info.tokenizer_file)
+
+
+def test_a_store_that_cannot_be_read_is_no_matter_where_it_need_not_be(tmp_path: Path) -> None:
+    tree = tree_of("nowhere://bucket/text", tmp_path, data__validation=None, model__vocab_size=280)
+    assert config_from_dict(tree).data.end_token == 0  # for a dry run elsewhere
+    del tree["model"]["vocab_size"]
+    with pytest.raises(RemoteError, match="nowhere"):
+        config_from_dict(tree)
