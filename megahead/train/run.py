@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from megahead.checkpoints.memory import NodeMemory, share_replicas
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
@@ -46,7 +45,7 @@ from megahead.train.log import require_wandb
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
-from megahead.train.session import Session, require_shared_folder
+from megahead.train.session import Session, require_shared_folder, sharing_replicas
 from megahead.train.start import ResumePoint, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
 from megahead.wording import counted, gib, listed, span
@@ -120,14 +119,10 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
             f"{train} of {counted(there, 'rank')}",
             flush=True,
         )
-    folder, copies = config.folder(), config.training.replicate_every is not None
-    if copies:
-        share_replicas(folder, launch)
-    spectate(launch, config.engine.timeout_seconds, settings_of(config))
-    if copies:
-        NodeMemory.of(folder).remove()
-    ending = json.loads(folder.ending.read_text(encoding="utf-8"))
-    return Run(folder, ending["step"], ending["ending"], None)
+    with sharing_replicas(config, launch):
+        spectate(launch, config.engine.timeout_seconds, settings_of(config))
+    ending = json.loads(config.folder().ending.read_text(encoding="utf-8"))
+    return Run(config.folder(), ending["step"], ending["ending"], None)
 
 
 _NODE_LOCAL = ("output_dir", "data", "engine.deepspeed", "init", "tasks")

@@ -18,7 +18,7 @@ import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer
+from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer, share_replicas
 from megahead.checkpoints.reading import Resumed
 from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
 from megahead.checkpoints.store import Event, KeepRules
@@ -232,6 +232,18 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
         kept = KeptSettings.of_run(RunFolder.of(Path(init.from_checkpoint)))
     if kept is not None and kept.files:
         kept.keep(folder)
+
+
+@contextlib.contextmanager
+def sharing_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
+    """A spare rank waits in the block. Before it, replicas on its node are put where the training ranks find them;
+    after it none is left there."""
+    replicates = config.training.replicate_every is not None
+    if replicates:
+        share_replicas(config.folder(), launch)
+    yield
+    if replicates:
+        NodeMemory.of(config.folder()).remove()
 
 
 # Whether all ranks see one folder, before they write into it.
