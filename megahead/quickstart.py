@@ -130,9 +130,9 @@ def start(
     if minutes < 1:
         raise FieldError("--minutes", "be at least 1", got=minutes)
     begun, folder = time.monotonic(), folder_of(Path(path), folder)
-    config, mark = folder / "run.yaml", f"{_MARK}{Path(path).resolve()}"
+    config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"
     if config.exists() and not dry_run:
-        _refuse_another_text(config, mark)
+        _refuse_another_text(config, header)
         idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
         report(f"{config} is there: the run goes on with it, and {idle}")
     else:
@@ -151,7 +151,7 @@ def start(
             return None
         _write_text(text, given, plan.vocab_size, folder, report)
         left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
-        _write_config(config, plan, left, mark)
+        _write_config(config, plan, left, header)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
     ending = "stopped"
     with suppress(KeyboardInterrupt):
@@ -163,13 +163,13 @@ def start(
     return _finished(config, report)
 
 
-_MARK = "# Written by `megahead start` for "
+_HEADER = "# Written by `megahead start` for "
 
 
-def _refuse_another_text(config: Path, mark: str) -> None:
+def _refuse_another_text(config: Path, header: str) -> None:
     first = config.read_text(encoding="utf-8").partition("\n")[0]
-    if first.startswith(_MARK) and first != mark:
-        rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_MARK) :]}"
+    if first.startswith(_HEADER) and first != header:
+        rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_HEADER) :]}"
         raise FieldError("--folder", rule, got=got, hint="name another folder")
 
 
@@ -310,7 +310,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
         )
 
 
-def _write_config(path: Path, plan: Plan, seconds: float, mark: str) -> None:
+def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
     """What the text's datasets know is left to them."""
     folder, steps, settings = path.parent, plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
     del settings["model"]["vocab_size"]
@@ -321,7 +321,7 @@ def _write_config(path: Path, plan: Plan, seconds: float, mark: str) -> None:
     settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": 256}
     settings["training"]["checkpoint_every"] = 2 * every
     content = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
-    write_atomically(path, f"{mark}\n{content}")
+    write_atomically(path, f"{header}\n{content}")
 
 
 def launcher(ranks: int) -> list[str]:

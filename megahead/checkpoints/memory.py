@@ -1,4 +1,4 @@
-"""Replicas of a run's state in the memory of other nodes: kept, found, handed over, used for a resume."""
+"""Replicas of a run's state in the memory of other nodes: kept, found, shared, used for a resume."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
 
 
 def wait_for_others(folder: RunFolder, session_id: str, launch: Launch, most_seconds: float) -> None:
-    """Waits until all ranks beyond those that train have handed over what they have, but not for long."""
+    """Waits until all ranks beyond those that train have shared what they have, but not for long."""
     deadline = time.monotonic() + min(WAIT_SECONDS, most_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
         done = _done(NodeMemory.shared(folder), session_id, launch, rank)

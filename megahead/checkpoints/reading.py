@@ -120,8 +120,8 @@ class Checkpoint:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            made = derive(self, name)
-            return join_blocks(made.blocks, made.shape)
+            derived = derive(self, name)
+            return join_blocks(derived.blocks, derived.shape)
         return interleave_shards([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:
@@ -200,7 +200,7 @@ class Resumed:
         found = [] if self.checkpoint is None else [self.message]
         return [("in memory" if self.place == "memory" else self.place, each) for each in [*self.problems, *found]]
 
-    def facts(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """For the log."""
         return {"problems": self.problems, **self.details}
 

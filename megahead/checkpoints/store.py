@@ -218,7 +218,7 @@ class Ancestry:
 class Event:
     """What happened to a checkpoint in a storage."""
 
-    facts: dict[str, Any]
+    fields: dict[str, Any]
     """For the log."""
 
     message: str | None = None

@@ -180,7 +180,7 @@ class Uploads:
 
         self._attempt(act, {}, "the run's log is not in the remote store")
 
-    def _attempt(self, act: Callable[[], None], facts: dict[str, Any], failure: str) -> bool:
+    def _attempt(self, act: Callable[[], None], fields: dict[str, Any], failure: str) -> bool:
         """Whether one of several attempts succeeded; else the `failure` is reported. A newer checkpoint ends them: it
         takes this one's place."""
         reason = ""
@@ -199,7 +199,7 @@ class Uploads:
                 reason = str(error) if isinstance(error, UserError) else repr(error)
             else:
                 return True
-        self._events.put(Event({**facts, "failed": reason}, f"{failure}: {reason}"))
+        self._events.put(Event({**fields, "failed": reason}, f"{failure}: {reason}"))
         return False
 
     def _begin(self) -> None:

@@ -17,7 +17,7 @@ from megahead.errors import DataError, FieldError
 Condition = tuple[str, str]
 
 
-class Unfit(Exception):
+class InvalidRecord(Exception):
     """Says what is wrong with a record; the error sentence begins with the record's FILE:LINE."""
 
 
@@ -39,14 +39,14 @@ class Selection:
     """(key, value) pairs: records that have any of these are left out."""
 
     def text(self, record: Any) -> str | None:
-        """The document's text; None for a record that is not wanted. Raises Unfit for a record without text."""
+        """The document's text; None for a record that is not wanted. Raises InvalidRecord for a record without text."""
         if (self.keep or self.drop) and not self._wanted(record):
             return None
         if isinstance(record, str):
             return record
         key, text = self._first(record)
         if not isinstance(text, str):
-            raise Unfit(f"must have a string in `{key}`, but has {type(text).__name__} instead")
+            raise InvalidRecord(f"must have a string in `{key}`, but has {type(text).__name__} instead")
         return text
 
     def columns(self, path: Path, names: Sequence[str]) -> list[str]:
@@ -65,7 +65,7 @@ class Selection:
         for key in self._text_keys():
             with suppress(KeyError):
                 return key, _at(record, key)
-        raise Unfit(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
+        raise InvalidRecord(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
 
     def _text_keys(self) -> tuple[str, ...]:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
@@ -163,7 +163,7 @@ class Chunk(ABC):
         for number, record in records:
             try:
                 parsed.add(f"{self.path}:{number}", text(record))
-            except Unfit as problem:
+            except InvalidRecord as problem:
                 parsed.broken.append(f"`{self.path}:{number}` {problem}.")
         return parsed
 
@@ -180,7 +180,7 @@ class JsonLines(Chunk):
         try:
             record = orjson.loads(line.removesuffix(b"\n"))
         except orjson.JSONDecodeError as error:
-            raise Unfit(f"must be one JSON object in UTF-8, but is not ({error})") from None
+            raise InvalidRecord(f"must be one JSON object in UTF-8, but is not ({error})") from None
         return self.selection.text(record)
 
 
@@ -203,7 +203,7 @@ class Rows(Chunk):
         try:
             return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])
         except UnicodeDecodeError as error:
-            raise Unfit(f"must be UTF-8 text, but is not ({error.reason})") from None
+            raise InvalidRecord(f"must be UTF-8 text, but is not ({error.reason})") from None
 
 
 class TextFile(Chunk):

@@ -162,7 +162,7 @@ def _paths(pattern: str) -> list[Path]:
     if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS).is_file()):
         if readable := files_below(folder)[0]:
             return readable
-        raise DataError(f"`{folder}` must hold files that end in {ENDINGS}, but holds none.")
+        raise DataError(f"`{folder}` must hold files that end in {SUFFIXES}, but holds none.")
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
     found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
@@ -180,7 +180,7 @@ def _input(path: Path) -> Input:
     for ending, cut in KINDS.items():
         if path.name.endswith(ending):
             return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
-    raise DataError(f"`{path}` must end in {ENDINGS}, but does not; convert or rename it.")
+    raise DataError(f"`{path}` must end in {SUFFIXES}, but does not; convert or rename it.")
 
 
 def _size(path: Path) -> int:
@@ -358,4 +358,4 @@ _TEXTS: dict[str, Cutter] = {
 }
 KINDS = {f"{kind}{packed}": cut for kind, cut in _TEXTS.items() for packed in ("", *UNPACKERS)}
 KINDS |= {".parquet": cut_parquet, ".arrow": cut_arrow}
-ENDINGS = f"one of {', '.join(_TEXTS)} (or these with .gz or .zst), .parquet, .arrow"
+SUFFIXES = f"one of {', '.join(_TEXTS)} (or these with .gz or .zst), .parquet, .arrow"

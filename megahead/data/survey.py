@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.data.records import Selection, TextFile
-from megahead.data.sources import ENDINGS, KINDS, Input, files_below, find_inputs, is_saved_dataset, read_chunks
+from megahead.data.sources import KINDS, SUFFIXES, Input, files_below, find_inputs, is_saved_dataset, read_chunks
 from megahead.errors import DataError
 from megahead.wording import counted
 
@@ -28,7 +28,7 @@ class Survey:
     keys: tuple[str, ...]
     """Keys of the text in records, as `Selection` takes them; none where there are none."""
 
-    unread: dict[Path, str]
+    skipped: dict[Path, str]
     """Why files are left out."""
 
     @property
@@ -58,8 +58,8 @@ class Survey:
         named = {kind: kind if kind == SAVED else f"{kind} file" for kind in kinds}
         found = ", ".join(counted(number, named[kind]) for kind, number in kinds.most_common())
         keys = f"; in records the text is in {' or '.join(f'`{key}`' for key in self.keys)}" if self.keys else ""
-        some = [f"{file} {why}" for file, why in list(self.unread.items())[:SHOWN]]
-        more = [f"and {counted(len(self.unread) - SHOWN, 'other file')}"] if len(self.unread) > SHOWN else []
+        some = [f"{file} {why}" for file, why in list(self.skipped.items())[:SHOWN]]
+        more = [f"and {counted(len(self.skipped) - SHOWN, 'other file')}"] if len(self.skipped) > SHOWN else []
         lines = [("text", f"{found}, {self.bytes / 1e6:,.1f} MB{keys}")]
         lines += [("left out" if not n else "", line) for n, line in enumerate([*some, *more])]
         return [f"{name:<12}{line}" for name, line in lines]
@@ -74,26 +74,26 @@ def survey(path: Path, without: Path | None = None) -> Survey:
     readable, others = files_below(path) if inside else ([path], [])
     if without is not None:
         readable, others = ([f for f in files if without not in f.absolute().parents] for files in (readable, others))
-    unread = dict.fromkeys(others, f"does not end in {ENDINGS}")
+    skipped = dict.fromkeys(others, f"does not end in {SUFFIXES}")
     inputs, keys = list[Input](), Counter[str]()
     for file in readable:
         try:
             (item,) = find_inputs(file)
             sizes = _sizes(item)
         except DataError as error:
-            unread[file] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
+            skipped[file] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
             continue
         if not sizes:
-            unread[file] = "has no text"
+            skipped[file] = "has no text"
             continue
         inputs.append(item)
         key = next((key for key in PREFERRED if sizes[key]), sizes.most_common(1)[0][0])
         keys[key] += item.bytes
     if not inputs:
-        first = next((f"`{file}` {reason}" for file, reason in unread.items()), "it is empty")
+        first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
     found = sorted((key for key, _ in keys.most_common() if key != WHOLE), key=lambda key: key not in PREFERRED)
-    return Survey(inputs, tuple(found), unread)
+    return Survey(inputs, tuple(found), skipped)
 
 
 WHOLE = ""

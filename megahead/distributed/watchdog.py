@@ -45,10 +45,12 @@ class LostRankError(UserError):
     def __init__(self, lost: Mapping[int, str]) -> None:
         """`lost`: from rank to what became of it. The sentence: rank 1 died; ranks 2, 3 did not come within 60 s."""
         self.lost = lost
-        fates: dict[str, list[int]] = {}
-        for rank, fate in lost.items():
-            fates.setdefault(fate, []).append(rank)
-        who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {fate}" for fate, ranks in fates.items()]
+        reasons: dict[str, list[int]] = {}
+        for rank, reason in lost.items():
+            reasons.setdefault(reason, []).append(rank)
+        who = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {reason}" for reason, ranks in reasons.items()
+        ]
         found = "; ".join(who) or "each waits for the others"
         super().__init__(f"all ranks must take part in the run, but {found}; start again to resume.")
 
@@ -183,7 +185,7 @@ class RankMonitor:
         for message in connection.messages():
             with self._changed:
                 if rank is not None:
-                    self._note(rank, *message)
+                    self._record(rank, *message)
                 else:
                     expected = (self._all | self._spectators) - self._connections.keys()
                     rank = next((each for each in expected if message == ["hello", self.address, each]), None)
@@ -192,13 +194,13 @@ class RankMonitor:
                     self._connections[rank] = connection
                 self._changed.notify()
 
-    def _note(self, rank: int, word: str, fate: str = "") -> None:
+    def _record(self, rank: int, word: str, reason: str = "") -> None:
         if word == "gave_up":
             self._gave_up.add(rank)
         elif word == "left":
             self._left.add(rank)
         elif rank not in self._left and (word == "ended" or rank in self._all):  # else `gone`, which spectators may be
-            self._lost.setdefault(rank, fate)
+            self._lost.setdefault(rank, reason)
 
     def _conclude(self) -> None:
         """Sends the outcome to all ranks as soon as it is known: all left, or some lost."""

@@ -54,11 +54,11 @@ class GatheredUpdates:
     ) -> None:
         self._matrices, self._data_group, self._tensor_group, self._device = matrices, data_group, tensor_group, device
 
-    def __call__(self, held: Tensor, momentum: Tensor, joint_head: int | None) -> Tensor:
+    def __call__(self, flat: Tensor, momentum: Tensor, joint_head: int | None) -> Tensor:
         """Each rank orthogonalizes the matrices of which it has a fragment. Collective."""
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
-        for matrix in self._matrices[held]:
+        for matrix in self._matrices[flat]:
             own = matrix.fragments[self._data_group.rank]
             if own.in_partition.start < own.in_partition.stop:
                 pairs = zip(gathered_Rn, matrix.fragments, strict=True)
@@ -99,13 +99,13 @@ def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, i
     """Stages 1 and 2: a group's parameters are concatenated in a flat tensor, which is split equally over the ranks."""
     for index, group in enumerate(optimizer.param_groups):
         if group["orthogonal"]:
-            (held,) = group["params"]
+            (flat,) = group["params"]
             matrices = []
             for parameter, start in _offsets(optimizer, index):
-                size, ranks = held.numel(), range(data_group.size)
+                size, ranks = flat.numel(), range(data_group.size)
                 fragments = [_overlap(start, parameter.numel(), rank * size, size) for rank in ranks]
                 matrices.append(PartitionedMatrix(parameter.shape, dims.get(parameter), fragments))
-            yield held, matrices
+            yield flat, matrices
 
 
 def _offsets(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
@@ -129,7 +129,7 @@ def _overlap(start: int, count: int, first: int, size: int) -> Fragment:
 
 def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 3: each parameter is split equally over the ranks, and the last fragment is padded."""
-    for index, held in enumerate(optimizer.fp32_partitioned_groups_flat):
+    for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
         if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["orthogonal"]:
             matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
@@ -137,7 +137,7 @@ def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, i
                 fragments = [_fragment_of(offset, length, r, parameter.ds_numel) for r in range(data_group.size)]
                 matrices.append(PartitionedMatrix(parameter.ds_shape, dims.get(parameter), fragments))
                 offset += length
-            yield held, matrices
+            yield flat, matrices
 
 
 def _fragment_of(offset: int, length: int, rank: int, numel: int) -> Fragment:

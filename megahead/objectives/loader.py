@@ -54,12 +54,12 @@ class CandidateGroups:
         ids = gather_targets([batch.target_ids_N for batch in batches], counts_RA, ranks)
         per_group = self.group_samples // self.micro_size  # micro-batches
         mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
-        pools = {
+        candidate_sets = {
             group: self._candidate_set(first_sample, group, torch.cat(ids[group * per_group :][:per_group]))
             for group in {k // per_group for k in mine}
         }
         return [
-            (pools[k // per_group].candidates(batch.target_ids_N, batch.weight_N),)
+            (candidate_sets[k // per_group].candidates(batch.target_ids_N, batch.weight_N),)
             for k, batch in zip(mine, batches, strict=True)
         ]
 

@@ -71,13 +71,13 @@ def column(records: Sequence[Record], name: str) -> Any:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def running_mean(values: Any, reach: int) -> Any:
-    """Mean of each value and the `reach` values on either side (fewer at the ends), non-finite ones left out."""
+def running_mean(values: Any, half_width: int) -> Any:
+    """Mean of each value and the `half_width` values on either side (fewer at the ends), non-finite ones left out."""
     finite = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(finite)])
     here = np.arange(len(values))
-    first, last = np.maximum(here - reach, 0), np.minimum(here + reach + 1, len(values))
+    first, last = np.maximum(here - half_width, 0), np.minimum(here + half_width + 1, len(values))
     counted = count[last] - count[first]
     return np.where(counted > 0, (total[last] - total[first]) / np.maximum(counted, 1), np.nan)
 

@@ -227,10 +227,10 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
             f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; give a new "
             "run another `name` and `output_dir`, change these back, or name them in resume.allow."
         )
-    _refuse_another_course(checkpoint, phase, config.training.steps)
+    _refuse_other_phases(checkpoint, phase, config.training.steps)
 
 
-def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
+def _refuse_other_phases(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
     """CheckpointError where the phase that saved it begins elsewhere than it did, or ends earlier than the checkpoint;
     a run of one phase may be made shorter."""
     begin, end = phase.steps.start, phase.steps.stop

@@ -317,11 +317,11 @@ class RunLogger:
             return
         resumed, run, config = start.checkpoint, progress.history, progress.phase.config
         source, continues = None if resumed is None else run.name_of(resumed), run.continues()
-        facts: dict[str, Any] = {"resumed": source, "continues": continues} | start.facts() | {"mesh": self._mesh}
+        fields: dict[str, Any] = {"resumed": source, "continues": continues} | start.fields() | {"mesh": self._mesh}
         if before := self._mesh_before:
             self._mesh_before = None
             lines = [*lines, describe_mesh(self._mesh, before)]
-            facts["mesh_before"] = before
+            fields["mesh_before"] = before
         lines = [*lines, *start.lines(), *start.new_schedule(config)]
         if orphaned := run.orphaned_next():
             lines.append(
@@ -329,20 +329,20 @@ class RunLogger:
             )
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         self._boards.go_back(continues)
-        facts |= {"new_phase": True} if start.begins_phase(config) else {}
-        self.event("session", facts, progress.state, "\n".join(f"{name:<12}{value}" for name, value in lines))
+        fields |= {"new_phase": True} if start.begins_phase(config) else {}
+        self.event("session", fields, progress.state, "\n".join(f"{name:<12}{value}" for name, value in lines))
 
     def event(
         self,
         kind: str,
-        facts: Mapping[str, Any],
+        fields: Mapping[str, Any],
         state: TrainingState,
         message: str | None = None,
         curves: Mapping[str, float] | None = None,
     ) -> None:
         """Records what happened as `kind`, adds its `curves`, and prints the sentence about it, if there is one."""
         if self._active:
-            self._log.record(state, {kind: facts})
+            self._log.record(state, {kind: fields})
             if curves is not None:
                 self._boards.add(kind, curves, state.step)
             if message is not None:
@@ -373,9 +373,9 @@ class RunLogger:
         where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
         step = state.step if report.applied else state.step + 1
         message = describe_fault(report, step, bad, state)
-        facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
+        fields = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
         values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
-        self.event("fault", facts | values, state, f"{message}: {_DONE[action]}")
+        self.event("fault", fields | values, state, f"{message}: {_DONE[action]}")
         return message
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:

@@ -124,7 +124,7 @@ def train(run: Training) -> Ending:
                 if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
             for event in run.checkpointer.events():
-                run.logger.event(event.record, event.facts, state, event.message)
+                run.logger.event(event.record, event.fields, state, event.message)
             ending = _reason_to_stop(run)
     run.logger.finish(state)
     known = state.evaluated

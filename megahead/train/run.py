@@ -323,9 +323,9 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
     _set_sampling_bias(config, state, engine, session.device)
-    facts = _banner_lines(session, plan, state) + lines + session.describe_copies()
+    fields = _banner_lines(session, plan, state) + lines + session.describe_copies()
     session.logger.utilization = Utilization.on(session.device, plan)
-    session.logger.banner(facts, start, progress)
+    session.logger.banner(fields, start, progress)
     training = _training(session, plan, start, progress, loader)
     with closing(engine):
         return train(training), state

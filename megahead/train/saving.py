@@ -176,8 +176,8 @@ class Checkpointer:
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
         captured = self._progress.capture(self._progress.world_group, copied=True)
         replicas.begin(captured.header, captured.snapshot, captured.must_be_finite)
-        facts = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": captured.snapshot.total_bytes}
-        return Event(facts, record="copy")
+        fields = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": captured.snapshot.total_bytes}
+        return Event(fields, record="copy")
 
     def before_rollback(self) -> None:
         """Waits until a background save is on disk, and forgets replicas: the run goes back to an older state."""

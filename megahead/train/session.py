@@ -191,7 +191,7 @@ class Session:
         file."""
         deadline = last_moment(ending, self.stop, self.launch.restarts)
         for event in self._finish_uploads(deadline):
-            self.logger.event(event.record, event.facts, state, event.message)
+            self.logger.event(event.record, event.fields, state, event.message)
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}

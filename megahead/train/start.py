@@ -87,9 +87,9 @@ class ResumePoint:
         ratio = learning_rate_ratio(config.schedule, self.step, config.training.steps)
         return config.optimizer.learning_rate * ratio
 
-    def facts(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """For the log."""
-        return {"damaged": self.damage} | {found.place: found.facts() for found in self.elsewhere}
+        return {"damaged": self.damage} | {found.place: found.fields() for found in self.elsewhere}
 
     def came_from(self, place: str) -> bool:
         """Whether the checkpoint was taken from another place than the disk."""

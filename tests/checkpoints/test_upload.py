@@ -24,8 +24,8 @@ from support.mirrored import Places, finish, mirror, save, steps_in_mirror, unti
 from support.named import folder_of, folders_in, without_digits
 
 
-def facts(sending: Any) -> list[dict[str, Any]]:
-    return [{name: value for name, value in event.facts.items() if name != "seconds"} for event in sending.events()]
+def fields(sending: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in event.fields.items() if name != "seconds"} for event in sending.events()]
 
 
 def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Places, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Pla
     with mirror(url, run) as sending:
         sending.enqueue(folder := save(run, 3))
         finish(sending)
-        assert facts(sending) == [{"step": 3, "bytes": sum(file.stat().st_size for file in folder.glob("*.safe*"))}]
+        assert fields(sending) == [{"step": 3, "bytes": sum(file.stat().st_size for file in folder.glob("*.safe*"))}]
     there = tmp_path / "store"
     assert open_checkpoint(there).step == 3
     open_checkpoint(there).verify()
@@ -86,7 +86,7 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
             sending.enqueue(lost := save(run, 6))
             finish(sending)
         (event,) = sending.events()
-        assert event.facts["step"] == 6
+        assert event.fields["step"] == 6
         assert event.message is not None
         assert event.message.startswith(f"step 6 is not in the remote store, only in {lost}: `{url}")
         if (fault, only) != ("cuts", "checkpoint.json"):
@@ -148,7 +148,7 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
             assert not {names[1], names[2]} & sending.in_use
             Faulty.gate.set()
             finish(sending)
-        told = [event.facts["step"] for event in sending.events() if event.facts.get("skipped")]
+        told = [event.fields["step"] for event in sending.events() if event.fields.get("skipped")]
     assert told[-2:] == [2, 3]
     assert steps_in_mirror(url) == [1, 4]
     assert sending.in_use == set()
@@ -174,10 +174,10 @@ def test_a_checkpoint_that_is_there_sends_no_tensor_twice(places: Places) -> Non
     with mirror(url, run) as sending:
         sending.enqueue(folder := save(run, 3))
         finish(sending)
-        assert next(event.facts["bytes"] for event in sending.events()) > 2000
+        assert next(event.fields["bytes"] for event in sending.events()) > 2000
         sending.enqueue(folder)
         finish(sending)
-        assert [event.facts["bytes"] for event in sending.events()] == [0]
+        assert [event.fields["bytes"] for event in sending.events()] == [0]
 
 
 def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places) -> None:
@@ -289,8 +289,8 @@ def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(p
             sending.enqueue(save(run, 3))
             finish(sending)
         sent, log = sending.events()
-    assert (sent.facts["step"], sent.message) == (3, None)
-    assert "step" not in log.facts
+    assert (sent.fields["step"], sent.message) == (3, None)
+    assert "step" not in log.fields
     assert str(log.message).startswith(
         f"the run's log is not in the remote store: `{url}` must be reachable, but is not ("
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.data.records import Selection, Unfit, conditions
+from megahead.data.records import InvalidRecord, Selection, conditions
 from megahead.errors import FieldError
 
 PILE = {"text": "words", "meta": {"pile_set_name": "ArXiv", "year": 2020}}
@@ -15,7 +15,7 @@ def test_nested_and_literal_keys() -> None:
     assert Selection("a.b").text({"a.b": "literal", "a": {"b": "nested"}}) == "literal"
     assert Selection("a.b.c").text({"a": {"b.c": "both"}}) == "both"
     for record in ({"a": "x"}, {"a": {"c": "x"}}, {}, [1], None, {"a": None}):
-        with pytest.raises(Unfit, match=r"key `a\.b`"):
+        with pytest.raises(InvalidRecord, match=r"key `a\.b`"):
             Selection("a.b").text(record)
 
 

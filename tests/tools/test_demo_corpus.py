@@ -10,15 +10,15 @@ import pytest
 
 from demo_pipeline.corpus import (
     Corpus,
-    SeenRuns,
+    NgramFilter,
     build_cloze,
     build_corpus,
     drawn,
     find_sources,
     is_answerable,
+    ngram_hashes,
     pages_of,
     passages_of,
-    runs_of,
 )
 from megahead.errors import DataError
 
@@ -146,12 +146,12 @@ def test_an_environment_without_documentation_is_told_in_one_sentence(tmp_path: 
 def test_shared_runs_are_counted_whatever_the_layout() -> None:
     words = [f"word{k}" for k in range(1000)]
     text, half = " ".join(words), " ".join(words[:500] + [f"other{k}" for k in range(500)])
-    seen = SeenRuns()
-    assert seen.share_of(runs_of(text)) == 0
-    seen.add(runs_of(text))
-    assert seen.share_of(runs_of(text.replace(" ", ",\n    ").upper())) == 1
-    assert seen.share_of(runs_of(half)) == pytest.approx(493 / 993, abs=0.005)
-    assert len(runs_of("only seven words are not a run")) == 0
+    seen = NgramFilter()
+    assert seen.share_of(ngram_hashes(text)) == 0
+    seen.add(ngram_hashes(text))
+    assert seen.share_of(ngram_hashes(text.replace(" ", ",\n    ").upper())) == 1
+    assert seen.share_of(ngram_hashes(half)) == pytest.approx(493 / 993, abs=0.005)
+    assert len(ngram_hashes("only seven words are not a run")) == 0
 
 
 def test_cloze_passages_end_in_a_word_the_reader_has_met(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def runs_of(text: str) -> npt.NDArray[np.uint64]:
+def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
     """One hash for every run of eight consecutive words, repeats removed, sorted; empty for a shorter text."""
     words = np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], dtype=np.uint64)
     if len(words) < RUN:
@@ -153,7 +153,7 @@ def runs_of(text: str) -> npt.NDArray[np.uint64]:
     return np.unique(hashes)
 
 
-class SeenRuns:
+class NgramFilter:
     """The runs of every text added so far, as a filter of 2^29 bits (64 MiB): no more memory for more text.
 
     A run never added is reported as seen with probability (runs added) / 2^29: about 1 % for 40 MB of text.
@@ -272,7 +272,7 @@ def drawn(sources: Iterable[Source], most: int | None, seed: int) -> list[Source
 
 def without_repeats(pages: Iterable[tuple[Page, Runs]]) -> tuple[list[tuple[Page, Runs]], int]:
     """The pages that say something new, given those before them; and how many were dropped."""
-    seen, fresh, dropped = SeenRuns(), [], 0
+    seen, fresh, dropped = NgramFilter(), [], 0
     for item, runs in pages:
         if seen.share_of(runs) >= REPEATED:
             dropped += 1
@@ -284,7 +284,7 @@ def without_repeats(pages: Iterable[tuple[Page, Runs]]) -> tuple[list[tuple[Page
 
 def shared_runs(train: Iterable[Runs], held_out: Sequence[Runs]) -> float:
     """Share of the held-out documents' eight-word runs that stand anywhere in the training documents."""
-    seen = SeenRuns()
+    seen = NgramFilter()
     for runs in train:
         seen.add(runs)
     counts = [len(runs) for runs in held_out]
@@ -302,11 +302,11 @@ def _read(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, Runs]
     for topic, text in sorted(pydoc_data.topics.topics.items()):
         written = page("pydoc_data.topics", f"python.topics.{topic}", text)
         if reads_well(written.text):
-            yield written, runs_of(written.text)
+            yield written, ngram_hashes(written.text)
 
 
 def _pages_and_runs(source: Source) -> list[tuple[Page, Runs]]:
-    return [(page, runs_of(page.text)) for page in pages_of(source.path, source.module)]
+    return [(page, ngram_hashes(page.text)) for page in pages_of(source.path, source.module)]
 
 
 def _draw(seed: int, name: str) -> float:
