@@ -210,10 +210,10 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
 
 
 def test_text_without_a_space_gets_a_tokenizer_in_little_time(tmp_path: Path) -> None:
-    drawn = random.Random(0).choices([text[:5] for text in "".join(TEXTS).split() if text.isalpha()], k=20_000)
+    drawn = random.Random(0).choices([text[:5] for text in "".join(TEXTS).split() if text.isalpha()], k=60_000)
     began = time.process_time()
     tokenizer = train_bpe(["".join(drawn)], 1024)
-    assert time.process_time() - began < 5  # some seconds for ten thousand characters, were it one word
+    assert time.process_time() - began < 5  # 20 and more, were it one word
     assert tokenizer.get_vocab_size() == 1024
     assert tokenizer.decode(tokenizer.encode("".join(drawn)).ids) == "".join(drawn)
 
