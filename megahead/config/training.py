@@ -181,6 +181,12 @@ class TrainingConfig(Settings):
     wandb: str | None = None
     """Project of Weights & Biases that receives curves (`pip install -e '.[wandb]'`)."""
 
+    trackio: str | None = None
+    """The same for a project of Trackio."""
+
+    mlflow: str | None = None
+    """The same for an experiment of MLflow."""
+
     evaluate_every: int = Field(default=500, gt=0)
     """Optimizer steps between evaluations; also at the end."""
 

@@ -1,15 +1,13 @@
-"""What a run reports: console, `metrics.jsonl`, TensorBoard and W&B. Only rank 0 writes."""
+"""What a run reports: console, `metrics.jsonl` and boards. Only rank 0 writes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ import orjson
 
 from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError, UserError
+from megahead.errors import UserError
 from megahead.evaluate.perplexity import ValidationResult
 from megahead.evaluate.results import TaskResult
+from megahead.train.boards import open_boards
 from megahead.train.faults import Action
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
@@ -82,61 +81,6 @@ def records_with(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]
                 yield orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-
-
-def require_wandb(config: RunConfig) -> None:
-    """ConfigError if the run asks for W&B, but it is not installed."""
-    if config.training.wandb is not None and find_spec("wandb") is None:
-        hint = "pip install -e '.[wandb]'"
-        raise ConfigError("training.wandb", "be left out where wandb is not installed", got="given", hint=hint)
-
-
-class Boards:
-    """Writes scalars by step to TensorBoard, and to Weights & Biases (W&B) if the config asks for it.
-
-    A resumed run continues the same W&B run, identified by its folder; W&B keeps what it was sent, so that its curves
-    show steps twice that were taken twice.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = config.folder()
-        self._folder = folder.tensorboard
-        self._tensorboard = SummaryWriter(str(self._folder))
-        self._wandb: Any = None
-        if config.training.wandb is not None:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.training.wandb,
-                name=config.name,
-                id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16],
-                resume="allow",
-                dir=str(folder),
-                config=config.model_dump(mode="json"),
-            )
-            self._wandb.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
-
-    def add(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Writes each value as `group`/NAME. UserError on a full disk."""
-        named = {f"{group}/{name}": value for name, value in values.items()}
-        with written(self._folder):  # or what an earlier call left to be written
-            for name, value in named.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({**named, "step": step})
-
-    def go_back(self, step: int) -> None:
-        """TensorBoard no longer shows what was written of steps after `step`, by this session or an earlier one."""
-        self._tensorboard.close()
-        self._tensorboard.purge_step = step + 1  # of the file that the next value begins
-
-    def close(self) -> None:
-        """Writes what is still buffered."""
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
 class Interval:
@@ -307,7 +251,7 @@ class RunLogger:
         if self._active:
             self._mesh, self._mesh_before = mesh, mesh_before(self._folder.metrics, mesh)
             self._log = RunLog(self._folder.metrics)
-            self._boards = Boards(config)
+            self._boards = open_boards(config)
 
     def banner(self, lines: list[tuple[str, str]], start: ResumePoint, progress: Progress) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, the damaged ones that were passed over to
@@ -328,7 +272,8 @@ class RunLogger:
                 ("orphaned", f"from the next save on: {', '.join(orphaned)}, which this run does not continue")
             )
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
-        self._boards.go_back(continues)
+        for board in self._boards:
+            board.go_back(continues)
         fields |= {"new_phase": True} if start.begins_phase(config) else {}
         self.event("session", fields, progress.state, "\n".join(f"{name:<12}{value}" for name, value in lines))
 
@@ -344,7 +289,7 @@ class RunLogger:
         if self._active:
             self._log.record(state, {kind: fields})
             if curves is not None:
-                self._boards.add(kind, curves, state.step)
+                self._draw(kind, curves, state.step)
             if message is not None:
                 self.print_line(message)
 
@@ -385,7 +330,8 @@ class RunLogger:
             return
         self._interval.take_back(steps, state)
         if self._active:
-            self._boards.go_back(state.step)
+            for board in self._boards:
+                board.go_back(state.step)
             self.event("rollback", {"checkpoint": checkpoint.name}, state, f"went back to {checkpoint}")
 
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
@@ -427,7 +373,15 @@ class RunLogger:
                 f"{duration(state.seconds)} of training: {self._folder}"
             )
             self._log.close()
-            self._boards.close()
+            for board in self._boards:
+                board.close()
+
+    def _draw(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Each value as `group`/NAME. UserError on a full disk."""
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        for board in self._boards:
+            with written(self._folder.tensorboard):  # or what an earlier call left to be written
+                board.add(named, step)
 
     def _write(self, state: TrainingState, last: bool) -> None:
         if self._lease is not None:
@@ -436,7 +390,7 @@ class RunLogger:
         if self.utilization is not None:
             scalars |= self.utilization.of(scalars["tokens_per_second"], scalars["candidates"])
         self._log.record(state, scalars)
-        self._boards.add("train", scalars, state.step)
+        self._draw("train", scalars, state.step)
         if time.monotonic() - self._last_printed >= self._print_seconds or last:
             self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity, self._auxiliary))
             self._last_printed = time.monotonic()

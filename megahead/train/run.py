@@ -37,11 +37,11 @@ from megahead.objectives.pretraining import Pretraining, assemble
 from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import owners_of, shard_embedding_
+from megahead.train.boards import require_trackers
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
 from megahead.train.describe import describe_launches, describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
-from megahead.train.log import require_wandb
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
@@ -277,7 +277,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         hint = "load_config makes one of a YAML file"
         raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
     with numerics(config.engine.deterministic), signal_handlers_restored():
-        require_wandb(config)
+        require_trackers(config)
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch)

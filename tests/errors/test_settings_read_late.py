@@ -134,6 +134,13 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ),
     ("training.wandb", "start", {"training.wandb": "project"}, "`training.wandb` must be left out where wandb is not"),
     (
+        "training.trackio",
+        "start",
+        {"training.trackio": "project"},
+        "`training.trackio` must be left out where trackio is",
+    ),
+    ("training.mlflow", "start", {"training.mlflow": "project"}, "`training.mlflow` must be left out where mlflow is"),
+    (
         "init.from_checkpoint",
         "start",
         {"init": {"from_checkpoint": "F/none", "mode": "continue"}},

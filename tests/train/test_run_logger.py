@@ -126,10 +126,44 @@ def test_weights_and_biases_gets_the_curves_where_asked_for(tmp_path: Path) -> N
     assert lines[-1].keys() >= {"validation/perplexity", "validation/loss"}
 
 
+class Recorder(ModuleType):
+    """Stands in for a tracker: keeps each call by its name."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *given, **named: (
+            self._calls.append((name, given, named)) or ([] if name == "search_runs" else self)
+        )
+
+
+def recorded(_: Group, config: RunConfig, name: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    sys.modules[name] = Recorder(name, calls)
+    pretrain(config, Launch())
+    return calls
+
+
+@pytest.mark.parametrize(("name", "log", "end"), [("trackio", "log", "finish"), ("mlflow", "log_metrics", "end_run")])
+def test_other_trackers_get_the_curves_where_asked_for(tmp_path: Path, name: str, log: str, end: str) -> None:
+    write_text(tmp_path)
+    (calls,) = on_ranks(1, recorded, small_config(tmp_path, {f"training.{name}": "heads"}), name)
+    lines = [(given[0], named["step"]) for called, given, named in calls if called == log]
+    assert [step for values, step in lines if "train/loss" in values] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1][0].keys() >= {"validation/perplexity", "validation/loss"}
+    assert calls[-1][0] == end
+    assert "heads" in str(calls[0])
+
+
 def test_weights_and_biases_that_is_not_installed_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megahead.train.log.find_spec", lambda name: None)
+    monkeypatch.setattr("megahead.train.boards.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         pretrain(small_config(tmp_path, {"training.wandb": "heads"}), Launch())
     assert str(caught.value) == (

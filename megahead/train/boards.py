@@ -1,0 +1,114 @@
+"""Where a run's curves go beside its log: TensorBoard always, W&B, Trackio and MLflow where the config names them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from megahead.config.run import RunConfig
+from megahead.errors import ConfigError
+
+
+class Board(Protocol):
+    """Takes curves. A resumed run goes on in the same place, which its folder identifies."""
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Values by their full names."""
+
+    def go_back(self, step: int) -> None:
+        """What was added of later steps no longer counts, by this session or an earlier one."""
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+
+
+class TensorBoard:
+    """Files in the run's folder, which no longer show steps that a run went back from."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(config.folder().tensorboard))
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer.purge_step = step + 1  # of the file that the next value begins
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """A service that keeps what it was sent, so that steps which were taken twice are there twice."""
+
+    def __init__(self, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
+        self._log, self._finish = log, finish
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        self._log(dict(values), step)
+
+    def go_back(self, step: int) -> None: ...
+
+    def close(self) -> None:
+        self._finish()
+
+
+def _wandb(wandb: Any, config: RunConfig) -> Board:
+    run = wandb.init(
+        project=config.training.wandb,
+        name=config.name,
+        id=_identity(config),
+        resume="allow",
+        dir=str(config.folder()),
+        config=config.model_dump(mode="json"),
+    )
+    run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
+    return Tracker(lambda values, step: run.log({**values, "step": step}), run.finish)
+
+
+def _trackio(trackio: Any, config: RunConfig) -> Board:
+    name = f"{config.name}-{_identity(config)[:6]}"  # by which it is found again
+    settings = config.model_dump(mode="json")
+    run = trackio.init(project=config.training.trackio, name=name, resume="allow", config=settings, embed=False)
+    return Tracker(lambda values, step: run.log(values, step=step), trackio.finish)
+
+
+def _mlflow(mlflow: Any, config: RunConfig) -> Board:
+    mlflow.set_experiment(config.training.mlflow)
+    identity = _identity(config)
+    found = mlflow.search_runs(filter_string=f"tags.megahead = '{identity}'", output_format="list")
+    mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=config.name, tags={"megahead": identity})
+    mlflow.log_dict(config.model_dump(mode="json"), "config.json")
+    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
+
+
+TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+"""By the name of the setting in `training` and of the package."""
+
+
+def _named(config: RunConfig) -> list[str]:
+    return [name for name in TRACKERS if getattr(config.training, name) is not None]
+
+
+def require_trackers(config: RunConfig) -> None:
+    """ConfigError if the run asks for a tracker that is not installed."""
+    for name in _named(config):
+        if find_spec(name) is None:
+            hint = f"pip install -e '.[{name}]'"
+            raise ConfigError(f"training.{name}", f"be left out where {name} is not installed", got="given", hint=hint)
+
+
+def open_boards(config: RunConfig) -> list[Board]:
+    """TensorBoard, and those that the config asks for."""
+    return [TensorBoard(config), *(TRACKERS[name](import_module(name), config) for name in _named(config))]
+
+
+def _identity(config: RunConfig) -> str:
+    return hashlib.sha256(str(config.folder().path.resolve()).encode()).hexdigest()[:16]
