@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def timed(name: str, source: str, tokenizer: str, workers: int | None) -> Cost:
-    """Runs one contestant; DataError when it fails."""
+    """Runs one program; DataError when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         if name in OTHERS:
             command = [sys.executable, "-c", OTHERS[name], source, tokenizer, folder, str(workers or 1)]

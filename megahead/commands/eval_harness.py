@@ -59,7 +59,7 @@ def main() -> None:
     if results:
         console.print(table(results))
     for result in results:
-        for note in filter(None, (task.cut_note() for task in result.tasks)):
+        for note in filter(None, (task.truncation_note() for task in result.tasks)):
             console.print(f"{result.model}, {note}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)

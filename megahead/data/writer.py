@@ -30,7 +30,7 @@ FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
-class KeptTokenizer:
+class SavedTokenizer:
     """A tokenizer's file in a folder of datasets: itself if it lies there, else a copy named by its content, so that
     there is one for all datasets of the folder that it cut."""
 
@@ -80,7 +80,7 @@ class IndexedDatasetWriter:
         self._cut_by = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
         self.end_token = end_token
-        self._kept = None if tokenizer_file is None else KeptTokenizer(tokenizer_file, Path(prefix).parent)
+        self._kept = None if tokenizer_file is None else SavedTokenizer(tokenizer_file, Path(prefix).parent)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")

@@ -95,7 +95,7 @@ class TaskResult:
     cut: int = 0
     """Requests of lm-eval (a text and a continuation) that exceed the context and so lost their beginning."""
 
-    def cut_note(self) -> str:
+    def truncation_note(self) -> str:
         """A line about those requests; empty without any."""
         cut = f"{self.task}: {counted(self.cut, 'request')} longer than the context lost the beginning"
         return cut if self.cut else ""
@@ -116,23 +116,23 @@ class ResultsFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._kept = ResultCache(path)
+        self._cache = ResultCache(path)
 
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
         """The stored result of exactly this evaluation, if there is one."""
-        entry = self._kept.find(_key(model, folder, task, file, limit))
+        entry = self._cache.find(_key(model, folder, task, file, limit))
         return None if entry is None else _result(entry)
 
     def of(self, model: Path, limit: int | None) -> list[TaskResult]:
         """All stored results of a model's folder with that limit."""
         mine = (str(model), limit)
-        return [_result(entry) for entry in self._kept.entries if (entry["model"], entry["limit"]) == mine]
+        return [_result(entry) for entry in self._cache.entries if (entry["model"], entry["limit"]) == mine]
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Stores `result`, in place of the model's earlier result on that task with that limit."""
         values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores], "cut": result.cut}
         key = _key(model, folder, result.task, file, result.limit)
-        self._kept.add(key, values, replaces=("model", "task", "limit"))
+        self._cache.add(key, values, replaces=("model", "task", "limit"))
 
 
 def _result(entry: Mapping[str, Any]) -> TaskResult:

@@ -43,7 +43,7 @@ class Backbone(nn.Module, ABC):
     sequence_group: Group = Group()
     """Ranks that split each row's tokens among them inside `encode` (sequence parallelism)."""
 
-    few_alone: ClassVar[bool] = True
+    last_block_at_targets: ClassVar[bool] = True
     """Whether the last block computes targets alone where they are few."""
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Backbone(nn.Module, ABC):
         """[B, t, D]: what the first block reads."""
 
     @abstractmethod
-    def views(self, documents: Documents) -> Sequence[tuple[object, ...]]:
+    def block_inputs(self, documents: Documents) -> Sequence[tuple[object, ...]]:
         """For each block, what it is called with beside its input."""
 
     def normed(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Backbone(nn.Module, ABC):
 
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
-        x_BtD = self._through(self.blocks, self.views(documents), self.embedded(rows_BTD, documents))
+        x_BtD = self._run_blocks(self.blocks, self.block_inputs(documents), self.embedded(rows_BTD, documents))
         return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
@@ -99,19 +99,24 @@ class Backbone(nn.Module, ABC):
         Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
         all of them. `subsets`: what some layers before the last one compute alone, in the order of these layers.
         """
-        alone = self.few_alone and targets.are_few and self.sequence_group.size == 1
+        alone = self.last_block_at_targets and targets.are_few and self.sequence_group.size == 1
         if not subsets and not alone:
             return targets.take(self.encode(rows_BTD, documents))
-        x_BTD, views, done, last = self.embedded(rows_BTD, documents), self.views(documents), 0, len(self.blocks) - 1
+        x_BTD, inputs, done, last = (
+            self.embedded(rows_BTD, documents),
+            self.block_inputs(documents),
+            0,
+            len(self.blocks) - 1,
+        )
         for part in subsets:
             before = slice(done, part.layers.start)
-            x_BTD = self._through(self.blocks[before], views[before], x_BTD)
-            x_BTD = part.merge(self._alone(part, x_BTD, documents), x_BTD)
+            x_BTD = self._run_blocks(self.blocks[before], inputs[before], x_BTD)
+            x_BTD = part.merge(self._run_subset(part, x_BTD, documents), x_BTD)
             done = part.layers.stop
-        x_BTD = self._through(self.blocks[done:last], views[done:last], x_BTD)
+        x_BTD = self._run_blocks(self.blocks[done:last], inputs[done:last], x_BTD)
         if not targets.are_few:
-            return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *views[last])))
-        return self.normed(self.run_block(self.blocks[last], x_BTD, *views[last], targets, static_shapes=False))
+            return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *inputs[last])))
+        return self.normed(self.run_block(self.blocks[last], x_BTD, *inputs[last], targets, static_shapes=False))
 
     def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """[B, T, D]: hidden states of `input_ids_BT`; without `documents` each row is one document."""
@@ -120,27 +125,27 @@ class Backbone(nn.Module, ABC):
             documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
         return self.encode(self.embed(input_ids_BT), documents)
 
-    def _alone(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
+    def _run_subset(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, K, D]: what the layers of `part` make of its tokens."""
         first, stop = part.layers.start, part.layers.stop
         if part.first_reads_all:
-            view = self.views(documents)[first]
+            view = self.block_inputs(documents)[first]
             kept_ND = self.run_block(self.blocks[first], x_BTD, *view, part.kept, static_shapes=False)
             x_BKD, first = part.kept.spread(kept_ND), first + 1
         else:
             x_BKD = part.of(x_BTD)
-        views = self.views(part.documents(documents))
-        return self._through(self.blocks[first:stop], views[first:stop], x_BKD, static_shapes=False)
+        inputs = self.block_inputs(part.documents(documents))
+        return self._run_blocks(self.blocks[first:stop], inputs[first:stop], x_BKD, static_shapes=False)
 
-    def _through(
+    def _run_blocks(
         self,
         blocks: Iterable[nn.Module],
-        views: Sequence[tuple[object, ...]],
+        inputs: Sequence[tuple[object, ...]],
         x_BtD: Tensor,
         static_shapes: bool = True,
     ) -> Tensor:
         """[B, t, D]: the last of the blocks' outputs."""
-        for block, view in zip(blocks, views, strict=True):
+        for block, view in zip(blocks, inputs, strict=True):
             x_BtD = self.run_block(block, x_BtD, *view, static_shapes=static_shapes)
         return x_BtD
 
@@ -148,7 +153,7 @@ class Backbone(nn.Module, ABC):
 class Decoder(Backbone):
     """Embedding, blocks, final norm; parameters only, nothing is kept in buffers."""
 
-    few_alone = False  # its targets are about all tokens
+    last_block_at_targets = False  # its targets are about all tokens
 
     def __init__(self, config: ModelConfig, block: Callable[[], Block], norm: Callable[[], nn.Module]) -> None:
         """`block` makes each of the blocks, `norm` the last norm."""
@@ -164,7 +169,7 @@ class Decoder(Backbone):
         """[B, t, D]: the rows of the table."""
         return scatter_to_group(rows_BTD, self.sequence_group, dim=1)
 
-    def views(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
+    def block_inputs(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
         """The same for each block."""
         rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
         return [(rotation, documents)] * len(self.blocks)

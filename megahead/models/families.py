@@ -105,7 +105,7 @@ class Bert(Backbone):
             x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=rows_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
 
-    def views(self, documents: Documents) -> Sequence[tuple[Documents]]:
+    def block_inputs(self, documents: Documents) -> Sequence[tuple[Documents]]:
         """The same for each block."""
         return [(documents,)] * len(self.blocks)
 
@@ -143,7 +143,7 @@ class ModernBert(Backbone):
         x_BtD = self.embedding_norm(scatter_to_group(rows_BTD, self.sequence_group, dim=1))
         return dropout(x_BtD, self.dropout, self.sequence_group, self.training)
 
-    def views(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
+    def block_inputs(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
         """Whole documents for global blocks, what is near for local ones; each with its rotation."""
         whole = self._rotation(documents, self.rotary_base), documents
         near = self._rotation(documents, self.local_rotary_base), documents.within(self.window)

@@ -352,7 +352,10 @@ class RunLogger:
         }
         scores = [(result.task, score) for result in results for score in result.scores]
         message = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
-        lines = [f"tasks at step {state.step:,}: {message}", *filter(None, (each.cut_note() for each in results))]
+        lines = [
+            f"tasks at step {state.step:,}: {message}",
+            *filter(None, (each.truncation_note() for each in results)),
+        ]
         curves = {f"{task}/{score.metric}": score.value for task, score in scores}
         self.event("tasks", found, state, "\n".join(lines), curves)
 

@@ -32,7 +32,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "encode": "models/backbone.py",
         "encode_at": "models/backbone.py",
         "embedded": "models/backbone.py",
-        "views": "models/backbone.py",
+        "block_inputs": "models/backbone.py",
         "Documents": "models/documents.py",
         "SHARDING": "models/families.py",
         "_BACKBONES": "models/families.py",

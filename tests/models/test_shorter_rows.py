@@ -39,14 +39,14 @@ def definition(model: Backbone, x_TD: Tensor, parts: list[tuple[Part, Tensor]]) 
     for layer, block in enumerate(model.blocks):
         inside = [(layers, reads_all, kept_T) for (layers, reads_all), kept_T in parts if layer in layers]
         if not inside:
-            x = block(x, *model.views(whole)[layer])
+            x = block(x, *model.block_inputs(whole)[layer])
             continue
         (layers, reads_all, kept_T) = inside[0]
         if layer == layers.start and reads_all:
-            alone = block(x, *model.views(whole)[layer])[:, kept_T]
+            alone = block(x, *model.block_inputs(whole)[layer])[:, kept_T]
         else:
             places, starts = torch.arange(len(x_TD))[kept_T][None], torch.tensor([0, int(kept_T.sum())])
-            view = model.views(Documents(places, starts, one_per_row=True))[layer]
+            view = model.block_inputs(Documents(places, starts, one_per_row=True))[layer]
             alone = block(x[:, kept_T], *view)
         x = x.clone()  # the others are what they were
         x[:, kept_T] = alone
