@@ -99,7 +99,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is given seconds to answer or to listen."""
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(watchdog, "_MORE_SECONDS", 0.1)
-    monkeypatch.setattr(print_once, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(print_once, "REPORT_SECONDS", 0.5)
 
 
 PLACES = {
