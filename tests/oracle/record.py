@@ -146,7 +146,7 @@ def timeless(value: Any) -> Any:
 
 
 def exported(run: str, head: str) -> Any:
-    """The files of an export: what is JSON as it reads, of others the checksum; but for its card and curves, which have times."""
+    """The files of an export: what is JSON as it reads, of others the checksum; its card and curves have times."""
     folder = Path(f"{run}-{head}")
     problems = on_ranks(1, ["convert", "to-hf", "--checkpoint", run, "--output", str(folder), "--head", head])
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".png"))
