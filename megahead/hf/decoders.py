@@ -10,10 +10,57 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import GELU, SILU, USUAL, Family, Renames, SettingNames, TensorNames
+from megahead.hf.families import GELU, SILU, USUAL, Family, Renames, SettingNames
 
-GPT_NEOX = TensorNames(
-    kind="GPT-NeoX model",
+_GPT_NEOX = SettingNames(
+    USUAL
+    | {
+        "parallel_residual": "use_parallel_residual",
+        "norm_eps": "layer_norm_eps",
+        "hidden_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+    },
+    defaults={
+        "family": "gpt_neox",
+        "max_positions": 2048,
+        "parallel_residual": True,
+        "norm_eps": 1e-5,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_std": 0.02,
+    },
+    fixed={"model_type": "gpt_neox", "attention_bias": True},
+)
+
+
+def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
+    """The content of `config.json` for the shape of `model`.
+
+    Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older readers.
+    """
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_pct}
+    older = {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rotary_base}
+    return {**_GPT_NEOX.config(model), "use_cache": True, "rope_parameters": rope, **older}
+
+
+def gpt_neox_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a ModelConfig that a `config.json` gives; FieldError for what our GPT-NeoX has not."""
+    known = _GPT_NEOX.settings(content)
+    rope = content.get("rope_parameters") or {}
+    scaling = content.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise FieldError("config.json: rope_parameters.rope_type", "be default (no scaling)", got=kind)
+    return known | {
+        "rotary_pct": rope.get("partial_rotary_factor", content.get("rotary_pct", 0.25)),
+        "rotary_base": rope.get("rope_theta", content.get("rotary_emb_base", 10000.0)),
+    }
+
+
+GPT_NEOX = Family(
+    title="GPT-NeoX",
+    classes="GPTNeoX",
+    predicts="CausalLM",
     prefix="gpt_neox.",
     heads=("embed_out.",),
     table=Renames(
@@ -29,85 +76,14 @@ GPT_NEOX = TensorNames(
             "head": "embed_out",
         }
     ),
+    settings=gpt_neox_settings,
+    config=gpt_neox_config,
     ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),  # buffers that old versions stored
     older=(("lm_head.weight", "embed_out.weight"),),
 )
 
-_GPT_NEOX = SettingNames(
-    USUAL
-    | {
-        "parallel_residual": "use_parallel_residual",
-        "norm_eps": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
-    }
-)
-_GPT_NEOX_DEFAULTS = {
-    "max_positions": 2048,
-    "parallel_residual": True,
-    "norm_eps": 1e-5,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "init_std": 0.02,
-}
-
-
-def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`.
-
-    Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older readers.
-    """
-    rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_pct}
-    older = {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rotary_base}
-    fixed = {"model_type": "gpt_neox", "attention_bias": True, "use_cache": True}
-    return {**_GPT_NEOX.config(model), **fixed, "rope_parameters": rope, **older}
-
-
-def gpt_neox_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that a `config.json` gives; FieldError for what our GPT-NeoX has not."""
-    known = _GPT_NEOX.settings(content)
-    rope = content.get("rope_parameters") or {}
-    scaling = content.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise FieldError("config.json: rope_parameters.rope_type", "be default (no scaling)", got=kind)
-    if not content.get("attention_bias", True):
-        raise FieldError("config.json: attention_bias", "be true", got="false")
-    return {
-        "family": "gpt_neox",
-        **_GPT_NEOX_DEFAULTS,
-        **known,
-        "rotary_pct": rope.get("partial_rotary_factor", content.get("rotary_pct", 0.25)),
-        "rotary_base": rope.get("rope_theta", content.get("rotary_emb_base", 10000.0)),
-    }
-
 
 # Llama; Qwen 2, Qwen 3 and Mistral, which are settings of it. A Mistral is exported as a Llama, whose blocks it has.
-
-LLAMA = TensorNames(
-    kind="Llama",
-    prefix="model.",
-    heads=("lm_head.",),
-    table=Renames(
-        {
-            "backbone.embedding": "model.embed_tokens",
-            "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
-            "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
-            "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
-            "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
-            "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
-            "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
-            "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
-            "backbone.blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-            "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-            "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
-            "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
-            "backbone.final_norm": "model.norm",
-            "head": "lm_head",
-        }
-    ),
-    ignored=(".rotary_emb.inv_freq",),  # a buffer that old versions stored
-)
 
 _LLAMA = SettingNames(
     USUAL
@@ -118,6 +94,7 @@ _LLAMA = SettingNames(
         "attention_dropout": "attention_dropout",
     },
     activations=SILU | GELU,
+    defaults={"family": "llama", "norm_eps": 1e-6, "max_positions": 2048},
 )
 _OTHERS = replace(_LLAMA, needed=(*_LLAMA.needed, "num_key_heads"))
 _SCALING = {
@@ -172,8 +149,6 @@ def llama_settings(kind: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         if any(layer != "full_attention" for layer in content.get("layer_types") or ()):
             raise FieldError("config.json: layer_types", "be full_attention for all", got="others")
         return {
-            "family": "llama",
-            **{"norm_eps": 1e-6, "max_positions": 2048},
             **({"head_dim": 128} if kind == "qwen3" else {}),
             **known,
             "qk_norm": kind == "qwen3",
@@ -204,6 +179,36 @@ def _rotary(content: Mapping[str, Any]) -> dict[str, Any]:
         if _SCALING[name] not in given:
             raise FieldError(f"config.json: rope_parameters.{_SCALING[name]}", f"be given for {kind}", got="missing")
     return {**base, "rotary_scaling": {"kind": kind, **{name: given[_SCALING[name]] for name in wanted}}}
+
+
+LLAMA = Family(
+    title="Llama",
+    classes="Llama",
+    predicts="CausalLM",
+    prefix="model.",
+    heads=("lm_head.",),
+    table=Renames(
+        {
+            "backbone.embedding": "model.embed_tokens",
+            "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
+            "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
+            "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
+            "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
+            "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
+            "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
+            "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
+            "backbone.blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+            "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+            "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
+            "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+            "backbone.final_norm": "model.norm",
+            "head": "lm_head",
+        }
+    ),
+    settings=llama_settings("llama"),
+    config=llama_config,
+    ignored=(".rotary_emb.inv_freq",),  # a buffer that old versions stored
+)
 
 
 # A Llama whose head has a bias: ERNIE 4.5 of Hugging Face without its experts.
@@ -254,21 +259,13 @@ def ernie_zeros(model: ModelConfig) -> dict[str, int]:
     return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in lacking.items()}
 
 
-def _llama(kind: str, title: str) -> Family:
-    return Family(title, LLAMA, title, "CausalLM", llama_settings(kind), llama_config)
-
-
-FAMILIES = {
-    "gpt_neox": Family("GPT-NeoX", GPT_NEOX, "GPTNeoX", "CausalLM", gpt_neox_settings, gpt_neox_config),
-    "llama": _llama("llama", "Llama"),
-    "mistral": _llama("mistral", "Mistral"),
-    "qwen2": _llama("qwen2", "Qwen2"),
-    "qwen3": _llama("qwen3", "Qwen3"),
-}
+_KINDS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_LLAMAS = {k: replace(LLAMA, title=title, classes=title, settings=llama_settings(k)) for k, title in _KINDS.items()}
+FAMILIES = {"gpt_neox": GPT_NEOX, "llama": LLAMA, **_LLAMAS}
 """By `model_type`."""
 
 _LLAMA_WITH_HEAD_BIAS = replace(
-    FAMILIES["llama"],
+    LLAMA,
     title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
     classes="Ernie4_5_Moe",
     config=ernie_config,
@@ -281,5 +278,5 @@ _LLAMA_WITH_HEAD_BIAS = replace(
 def decoder_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
     """The kind that `model` is exported as: a Llama is what its settings say, and with a bias of its head an ERNIE."""
     if model.family == "gpt_neox":
-        return FAMILIES["gpt_neox"]
+        return GPT_NEOX
     return _LLAMA_WITH_HEAD_BIAS if head_bias else FAMILIES[kind_of(model)]

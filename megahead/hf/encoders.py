@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import GELU, USUAL, Family, Renames, SettingNames, TensorNames
+from megahead.hf.families import GELU, USUAL, Family, Renames, SettingNames
 
 _TENSORFLOW = ((".gamma", ".weight"), (".beta", ".bias"))  # as it called the parts of a norm
 _EPS = 1e-12  # of DistilBERT, whose settings have no key for it
 
-BERT = TensorNames(
-    kind="bert model",
+_BERT = SettingNames(
+    USUAL
+    | {
+        "token_types": "type_vocab_size",
+        "norm_eps": "layer_norm_eps",
+        "hidden_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+    },
+    needed=("num_layers", "hidden_size", "num_heads", "vocab_size"),
+    defaults={"family": "bert"},
+    fixed={"position_embedding_type": "absolute"},
+)
+_DISTILBERT = SettingNames(
+    {
+        "num_layers": "n_layers",
+        "hidden_size": "dim",
+        "num_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+    },
+    activation="activation",
+    needed=_BERT.needed,
+    defaults={"family": "bert", "token_types": 0, "norm_eps": _EPS},
+)
+
+
+def distilbert_config(model: ModelConfig) -> dict[str, Any]:
+    """The content of `config.json` for the shape of a DistilBERT."""
+    if model.norm_eps != _EPS:
+        raise FieldError("model.norm_eps", f"be {_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
+    return {"model_type": "distilbert", **_DISTILBERT.config(model), "sinusoidal_pos_embds": False}
+
+
+def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a ModelConfig that a BERT's `config.json` gives; FieldError for what our BERT has not."""
+    if content.get("is_decoder"):
+        raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
+    return _BERT.settings(content)
+
+
+BERT = Family(
+    title="BERT",
+    classes="Bert",
+    predicts="MaskedLM",
     prefix="bert.",
     table=Renames(
         {
@@ -37,11 +84,16 @@ BERT = TensorNames(
     ),
     ignored=("pooler.", "cls.seq_relationship.", "position_ids", "cls.predictions.decoder.bias"),
     heads=("cls.",),
+    settings=bert_settings,
+    config=lambda model: {"model_type": "bert", **_BERT.config(model)},
     older=_TENSORFLOW,
+    untied_bias="cls.predictions.decoder.bias",
 )
 
-DISTILBERT = TensorNames(
-    kind="distilbert model",
+DISTILBERT = Family(
+    title="DistilBERT",
+    classes="DistilBert",
+    predicts="MaskedLM",
     prefix="distilbert.",
     table=Renames(
         {
@@ -64,61 +116,10 @@ DISTILBERT = TensorNames(
     ),
     ignored=("position_ids",),
     heads=("vocab_",),
+    settings=_DISTILBERT.settings,
+    config=distilbert_config,
     older=_TENSORFLOW,
 )
-
-_BERT = SettingNames(
-    USUAL
-    | {
-        "token_types": "type_vocab_size",
-        "norm_eps": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout_prob",
-        "attention_dropout": "attention_probs_dropout_prob",
-    },
-    needed=("num_layers", "hidden_size", "num_heads", "vocab_size"),
-)
-_DISTILBERT = SettingNames(
-    {
-        "num_layers": "n_layers",
-        "hidden_size": "dim",
-        "num_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-        "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
-        "hidden_dropout": "dropout",
-        "attention_dropout": "attention_dropout",
-        "init_std": "initializer_range",
-    },
-    activation="activation",
-    needed=_BERT.needed,
-)
-
-
-def bert_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of a BERT."""
-    return {"model_type": "bert", **_BERT.config(model), "position_embedding_type": "absolute"}
-
-
-def distilbert_config(model: ModelConfig) -> dict[str, Any]:
-    """The same of a DistilBERT."""
-    if model.norm_eps != _EPS:
-        raise FieldError("model.norm_eps", f"be {_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
-    return {"model_type": "distilbert", **_DISTILBERT.config(model), "sinusoidal_pos_embds": False}
-
-
-def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that a BERT's `config.json` gives; FieldError for what our BERT has not."""
-    kind = content.get("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise FieldError("config.json: position_embedding_type", "be absolute", got=kind)
-    if content.get("is_decoder"):
-        raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
-    return {"family": "bert", **_BERT.settings(content)}
-
-
-def distilbert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for DistilBERT."""
-    return {"family": "bert", **_DISTILBERT.settings(content), "token_types": 0, "norm_eps": _EPS}
 
 
 # ModernBERT.
@@ -135,25 +136,6 @@ _MODERNBERT_BODY: dict[str | tuple[str, ...], str] = {
     "mask_head.bias": "decoder.bias",
     "head.weight": "decoder.weight",
 }
-MODERNBERT = TensorNames(
-    kind="ModernBERT model",
-    prefix="model.",
-    table=Renames(
-        _MODERNBERT_BODY
-        | {
-            (
-                "backbone.blocks.*.attention.query",
-                "backbone.blocks.*.attention.key",
-                "backbone.blocks.*.attention.value",
-            ): "model.layers.*.attn.Wqkv",
-            "mask_head.dense": "head.dense",
-            "mask_head.norm": "head.norm",
-        }
-    ),
-    ignored=("rotary_emb.", "inv_freq"),
-    heads=("head.", "decoder."),
-)
-
 _MODERNBERT = SettingNames(
     USUAL
     | {
@@ -164,8 +146,9 @@ _MODERNBERT = SettingNames(
         "transform_bias": "classifier_bias",
     },
     activation="hidden_activation",
+    defaults={"family": "modernbert"},
+    fixed={"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True},
 )
-_NO_BIASES = {"norm_bias": False, "attention_bias": False, "mlp_bias": False}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _BASES = {
     _GLOBAL: ("rotary_base", "global_rope_theta", 160_000.0),
@@ -185,8 +168,6 @@ def modernbert_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "modernbert",
         **settings,
-        **_NO_BIASES,
-        "decoder_bias": True,
         "mlp_dropout": model.hidden_dropout,
         "classifier_activation": settings["hidden_activation"],
         "layer_types": _layer_types(model.num_layers, model.global_every),
@@ -199,9 +180,6 @@ def modernbert_config(model: ModelConfig) -> dict[str, Any]:
 def modernbert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a ModelConfig that `config.json` gives; FieldError for what our ModernBERT has not."""
     known = _MODERNBERT.settings(content)
-    for key, needed in (_NO_BIASES | {"decoder_bias": True}).items():
-        if content.get(key, needed) != needed:
-            raise FieldError(f"config.json: {key}", f"be {str(needed).lower()}", got=str(not needed).lower())
     transform = content.get("classifier_activation", "gelu")
     if GELU.get(transform) != known["activation"]:
         rule = f"be {content.get('hidden_activation', 'gelu')}, as hidden_activation"
@@ -210,7 +188,6 @@ def modernbert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     if dropout != its_own:
         raise FieldError("config.json: mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=its_own)
     return {
-        "family": "modernbert",
         **known,
         "global_every": _global_every(content),
         **{_BASES[kind][0]: _base(content, kind) for kind in _BASES},
@@ -246,24 +223,31 @@ def _base(content: Mapping[str, Any], kind: str) -> float:
     return float(given.get("rope_theta", content.get(old, default)))
 
 
-# A ModernBERT that is causal, and where it differs from one that is not (Weller et al. 2025, arXiv 2507.11412).
-
-MODERNBERT_DECODER = TensorNames(
-    kind="ModernBERT decoder model",
+MODERNBERT = Family(
+    title="ModernBERT",
+    classes="ModernBert",
+    predicts="MaskedLM",
     prefix="model.",
     table=Renames(
         _MODERNBERT_BODY
         | {
-            "backbone.blocks.*.attention.query": "model.layers.*.attn.q_proj",
-            "backbone.blocks.*.attention.key": "model.layers.*.attn.k_proj",
-            "backbone.blocks.*.attention.value": "model.layers.*.attn.v_proj",
-            "mask_head.dense": "lm_head.dense",
-            "mask_head.norm": "lm_head.norm",
+            (
+                "backbone.blocks.*.attention.query",
+                "backbone.blocks.*.attention.key",
+                "backbone.blocks.*.attention.value",
+            ): "model.layers.*.attn.Wqkv",
+            "mask_head.dense": "head.dense",
+            "mask_head.norm": "head.norm",
         }
     ),
     ignored=("rotary_emb.", "inv_freq"),
-    heads=("lm_head.", "decoder."),
+    heads=("head.", "decoder."),
+    settings=modernbert_settings,
+    config=modernbert_config,
 )
+
+
+# A ModernBERT that is causal, and where it differs from one that is not (Weller et al. 2025, arXiv 2507.11412).
 
 _ITSELF = 2
 """Their window is twice the number of tokens that one sees with itself, ours twice that of those before it."""
@@ -284,21 +268,27 @@ def modernbert_decoder_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, "is_causal": True}
 
 
-FAMILIES = {
-    "bert": Family(
-        "BERT", BERT, "Bert", "MaskedLM", bert_settings, bert_config, untied_bias="cls.predictions.decoder.bias"
+MODERNBERT_DECODER = replace(
+    MODERNBERT,
+    title="ModernBERT decoder",
+    classes="ModernBertDecoder",
+    predicts="CausalLM",
+    table=Renames(
+        _MODERNBERT_BODY
+        | {
+            "backbone.blocks.*.attention.query": "model.layers.*.attn.q_proj",
+            "backbone.blocks.*.attention.key": "model.layers.*.attn.k_proj",
+            "backbone.blocks.*.attention.value": "model.layers.*.attn.v_proj",
+            "mask_head.dense": "lm_head.dense",
+            "mask_head.norm": "lm_head.norm",
+        }
     ),
-    "distilbert": Family("DistilBERT", DISTILBERT, "DistilBert", "MaskedLM", distilbert_settings, distilbert_config),
-    "modernbert": Family("ModernBERT", MODERNBERT, "ModernBert", "MaskedLM", modernbert_settings, modernbert_config),
-    "modernbert-decoder": Family(
-        "ModernBERT decoder",
-        MODERNBERT_DECODER,
-        "ModernBertDecoder",
-        "CausalLM",
-        modernbert_decoder_settings,
-        modernbert_decoder_config,
-    ),
-}
+    heads=("lm_head.", "decoder."),
+    settings=modernbert_decoder_settings,
+    config=modernbert_decoder_config,
+)
+
+FAMILIES = {"bert": BERT, "distilbert": DISTILBERT, "modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT_DECODER}
 """By `model_type`; one of them is causal."""
 
 
@@ -306,8 +296,8 @@ def encoder_of(model: ModelConfig) -> Family:
     """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
     of that name. FieldError for a causal BERT."""
     if model.family == "modernbert":
-        return FAMILIES["modernbert-decoder" if model.is_causal else "modernbert"]
+        return MODERNBERT_DECODER if model.is_causal else MODERNBERT
     if model.is_causal:
         rule, hint = "be false in a bert that is exported", "a modernbert is exported either way"
         raise FieldError("model.is_causal", rule, got="true", hint=hint)
-    return FAMILIES["bert" if model.token_types else "distilbert"]
+    return BERT if model.token_types else DISTILBERT

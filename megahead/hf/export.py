@@ -127,10 +127,10 @@ def exported_tensors(target: ExportTarget) -> Iterator[Streamed]:
     model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
     body = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
     for theirs in dict.fromkeys(_hf_name(family, name) for name in (EMBEDDING, *body)):
-        names = family.names.ours(theirs)
+        names = family.ours(theirs)
         rows, *columns = model.shapes[names[0]]
         size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)
-        exported = theirs.removeprefix(family.names.prefix) if head.matrix is None else theirs
+        exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
         yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
     for name, width in family.zeros(model.config.model).items():
         yield _whole(name, torch.zeros(width))
@@ -178,7 +178,7 @@ def _rows_of(model: TrainedModel, matrix: str, rows: int) -> Iterator[Tensor]:
 
 
 def _hf_name(family: Family, name: str) -> str:
-    theirs = family.names.table.theirs(name)
+    theirs = family.table.theirs(name)
     if theirs is None:
         raise ValueError(f"{name} has no Hugging Face name")
     return theirs

@@ -46,41 +46,6 @@ def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class TensorNames:
-    """Names of the stored tensors of one kind of model: with a head, or of the backbone alone and without `prefix`."""
-
-    kind: str
-    """For people."""
-
-    prefix: str
-    """Begins the backbone's names in a model with a head."""
-
-    heads: tuple[str, ...]
-    """What the head's names begin with."""
-
-    table: Renames
-
-    ignored: tuple[str, ...] = ()
-    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
-
-    older: tuple[tuple[str, str], ...] = ()
-    """Parts of names that some writers spell otherwise, and how the table does."""
-
-    def ours(self, theirs: str) -> tuple[str, ...]:
-        """Our names of what a stored tensor of theirs holds, in a model with a head or without; none for what we leave
-        out. Raises FieldError for a name that this kind of model does not have."""
-        if any(part in theirs for part in self.ignored):
-            return ()
-        name = theirs
-        for spelled, usual in self.older:
-            name = name.replace(spelled, usual)
-        ours = self.table.ours(name if name.startswith((self.prefix, *self.heads)) else self.prefix + name)
-        if not ours:
-            raise FieldError("model", f"hold tensors of a {self.kind} only", got=f"one that has {theirs}")
-        return ours
-
-
 USUAL = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -119,14 +84,20 @@ class SettingNames:
     needed: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size")
     """Settings of ours that config.json must have."""
 
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of ours where config.json says nothing else; the family is one."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of theirs that can have no other value."""
+
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """The part of config.json for `model` that these settings make."""
         values = {ours: _DERIVED[ours](model) if ours in _DERIVED else getattr(model, ours) for ours in self.same}
         renamed = {theirs: values[ours] for ours, theirs in self.same.items()}
-        return renamed | {self.activation: _THEIR_ACTIVATIONS[model.activation]}
+        return {**renamed, self.activation: _THEIR_ACTIVATIONS[model.activation], **self.fixed}
 
     def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our settings that config.json has; FieldError for one that it lacks, or an activation that is not ours."""
+        """Our settings by config.json; FieldError for one that it lacks, or what is not ours."""
         for theirs in (self.same[ours] for ours in self.needed):
             if theirs not in content:
                 raise FieldError(f"config.json: {theirs}", "be given", got="missing")
@@ -134,10 +105,13 @@ class SettingNames:
         if activation not in self.activations:
             rule = f"be one of {', '.join(self.activations)}"
             raise FieldError(f"config.json: {self.activation}", rule, got=activation)
+        for theirs, value in self.fixed.items():
+            if (given := content.get(theirs, value)) != value:
+                raise FieldError(f"config.json: {theirs}", f"be {value}".lower(), got=str(given).lower())
         if content.get("quantization_config") is not None:
             raise FieldError("config.json: quantization_config", "be missing (weights as they are)", got="given")
         known = {ours: content[theirs] for ours, theirs in self.same.items() if content.get(theirs) is not None}
-        return known | {"activation": self.activations[activation]}
+        return {**self.defaults, **known, "activation": self.activations[activation]}
 
 
 @dataclass(frozen=True)
@@ -147,19 +121,32 @@ class Family:
     title: str
     """For people."""
 
-    names: TensorNames
-
     classes: str
     """What the names of its classes begin with."""
 
     predicts: str
     """`CausalLM` or `MaskedLM`, which classes with a head are for."""
 
+    prefix: str
+    """Begins the backbone's tensors in a model with a head; the backbone alone has them without."""
+
+    heads: tuple[str, ...]
+    """What the names of the head's tensors begin with."""
+
+    table: Renames
+    """Names of parameters."""
+
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From the content of config.json to the settings of a ModelConfig."""
 
     config: Callable[[ModelConfig], dict[str, Any]]
     """From a ModelConfig to the content of config.json."""
+
+    ignored: tuple[str, ...] = ()
+    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
+
+    older: tuple[tuple[str, str], ...] = ()
+    """Parts of names that some writers spell otherwise, and how the table does."""
 
     untied_bias: str | None = None
     """A second name of an encoder's output bias, wanted beside an output matrix of its own."""
@@ -176,3 +163,16 @@ class Family:
     def with_head(self) -> str:
         """The class of a model with a head."""
         return f"{self.classes}For{self.predicts}"
+
+    def ours(self, theirs: str) -> tuple[str, ...]:
+        """Our names of what a stored tensor of theirs holds, in a model with a head or without; none for what we leave
+        out. Raises FieldError for a name that this kind of model does not have."""
+        if any(part in theirs for part in self.ignored):
+            return ()
+        name = theirs
+        for spelled, usual in self.older:
+            name = name.replace(spelled, usual)
+        ours = self.table.ours(name if name.startswith((self.prefix, *self.heads)) else self.prefix + name)
+        if not ours:
+            raise FieldError("model", f"hold tensors of a {self.title} model only", got=f"one that has {theirs}")
+        return ours

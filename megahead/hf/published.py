@@ -84,7 +84,7 @@ class PublishedModel:
         """UserError for a folder that is no model of a kind we have, in safetensors."""
         files, content = weight_files(folder), read_settings(folder)
         family = family_named(content)
-        parts = {name: family.names.ours(name) for name in files}
+        parts = {name: family.ours(name) for name in files}
         stored = {one: Place(name, k, len(ours)) for name, ours in parts.items() for k, one in enumerate(ours)}
         return PublishedModel(folder, content, family, files, stored)
 
@@ -475,7 +475,7 @@ def input_embedding(path: Path) -> tuple[Tensor, Path]:
     if find_checkpoint(path) is None:
         files = weight_files(path)
         family = family_named(read_settings(path))
-        found = next((item for item in files.items() if family.names.ours(item[0]) == (EMBEDDING,)), None)
+        found = next((item for item in files.items() if family.ours(item[0]) == (EMBEDDING,)), None)
         if found is None:
             raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
         with safe_open(found[1], framework="pt") as file:

@@ -30,7 +30,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, FieldError
 from megahead.hf.encoders import BERT, DISTILBERT
 from megahead.hf.export import export, hf_folder
-from megahead.hf.families import TensorNames
+from megahead.hf.families import Family
 from megahead.hf.published import from_hf, input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
@@ -117,7 +117,7 @@ def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path) -> N
         (DISTILBERT, 0, lambda: DistilBertForMaskedLM(DistilBertConfig(n_layers=2, tie_word_embeddings=False))),
     ],
 )
-def test_the_tables_are_bijections(names: TensorNames, token_types: int, theirs) -> None:
+def test_the_tables_are_bijections(names: Family, token_types: int, theirs) -> None:
     ours = list(weight_shapes(encoder_config({"name": "vanilla"}, token_types)))
     with torch.device("meta"):
         expected = {name for name, _ in theirs().named_parameters()} - {"cls.predictions.decoder.bias"}

@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_our_own_pretraining(tmp_path: Path, nam
     family = family_of(TrainedModel.open(tmp_path / "run").config.model)
     theirs = dict(model.named_parameters())
     for ours_named, parameter in ours.named_parameters():
-        gradient = theirs[str(family.names.table.theirs(ours_named))].grad
+        gradient = theirs[str(family.table.theirs(ours_named))].grad
         assert gradient is not None
         joined = next((layers for layers in JOINED if name == "modernbert" and ours_named.split(".")[-2] in layers), ())
         gradient = gradient.chunk(len(joined))[joined.index(ours_named.split(".")[-2])] if joined else gradient
