@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
-from megahead.models.attention import SelfAttention
 from megahead.models.attention_backends import Attend
-from megahead.models.blocks import Block, CompiledBlocks, Recompute, checkpointed
+from megahead.models.blocks import Block, CompiledBlocks, Recompute, SelfAttention, checkpointed
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import Embedding, Rotation, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
 

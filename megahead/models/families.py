@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from megahead.config.model import ModelConfig
 from megahead.distributed.group import scatter_to_group
 from megahead.distributed.tensors import block_ranges
-from megahead.models.attention import Heads, SelfAttention
 from megahead.models.backbone import Backbone, Decoder
-from megahead.models.blocks import Block, PostNormBlock
+from megahead.models.blocks import Block, Heads, PostNormBlock, SelfAttention
 from megahead.models.documents import Documents
 from megahead.models.layers import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotation, dropout, rotary_at
 from megahead.models.parallel import SPLIT_HEADS, SPLIT_TOKENS, SPLIT_WEIGHTS

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megahead.distributed.group import Group, copy_to_group, reduce_from_group, reduce_scatter_to_group
 from megahead.errors import ConfigError
-from megahead.models.attention import HeadsLinear
+from megahead.models.blocks import HeadsLinear
 from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, look_up
 
 # Parallel forms of plain layers: the same function, but each rank of a tensor group has a slice of the weights.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.models.attention import Heads, SelfAttention
+from megahead.models.blocks import Heads, SelfAttention
 from megahead.models.documents import Documents
 from megahead.models.layers import rotary_at
 from support.exact_attention import POSITIONS

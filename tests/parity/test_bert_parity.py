@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 
 from megahead.config.model import ModelConfig
 from megahead.hf.encoders import BERT, DISTILBERT
-from megahead.hf.families import TensorNames
+from megahead.hf.families import Family
 from megahead.models.documents import Documents
 from megahead.models.families import Bert, build_backbone
 
@@ -34,7 +34,7 @@ def shape(seed: int, token_types: int) -> ModelConfig:
     )
 
 
-def theirs(config: ModelConfig) -> tuple[nn.Module, TensorNames]:
+def theirs(config: ModelConfig) -> tuple[nn.Module, Family]:
     activation = "gelu" if config.activation == "gelu" else "gelu_pytorch_tanh"
     if config.token_types:
         model = BertModel(
@@ -71,7 +71,7 @@ def theirs(config: ModelConfig) -> tuple[nn.Module, TensorNames]:
     return model.eval(), BERT if config.token_types else DISTILBERT
 
 
-def ours_from(model: nn.Module, names: TensorNames, config: ModelConfig) -> Bert:
+def ours_from(model: nn.Module, names: Family, config: ModelConfig) -> Bert:
     weights = {names.ours(name)[0]: parameter for name, parameter in model.named_parameters()}
     backbone = build_backbone(config)
     with torch.no_grad():
