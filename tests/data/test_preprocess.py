@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
+from megahead.data.writer import Bar
 from megahead.errors import DataError, FieldError
 
 JsonLines = Callable[..., Path]
@@ -220,3 +222,13 @@ def peak_megabytes(path: Path, tokenizer_path: Path) -> float:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([*map(str, arguments)], check=True, capture_output=True, text=True, env=environment)
     return float(done.stdout)
+
+
+def test_a_bar_ends_with_the_text_that_was_read_and_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar("Reading") as bar:
+        bar.begin(3)
+        for _ in range(3):
+            bar.advance(1, 40_000_000)
+    (text, rate), *_ = re.findall(r"100 % (\d+) MB, ([\d.]+) MB/s", capsys.readouterr().err)
+    assert text == "120"
+    assert float(rate) > 120, "it took less than a second"
