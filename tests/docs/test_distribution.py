@@ -61,6 +61,8 @@ def test_make_dist_clears_what_was_built_before_and_git_ignores_it() -> None:
 
 def test_versions_are_one_and_classifiers_name_those_that_are_accepted() -> None:
     assert PROJECT["version"] == __version__
+    sections = re.findall(r"^## ([\w.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[sections[0] == "Unreleased"] == __version__
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert named == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={named[0]}"
