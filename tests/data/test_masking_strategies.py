@@ -19,6 +19,7 @@ import zstandard
 from megahead.config import masking
 from megahead.config.loading import config_from_dict
 from megahead.config.masking import MaskingConfig
+from megahead.data import strategy
 from megahead.data.framing import Framing
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
@@ -408,3 +409,17 @@ def test_what_weighs_ids_needs_their_counts(tmp_path, strategy: str) -> None:
     (tmp_path / "text.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"masking\.strategy"):
         training_collator(run_config(tmp_path, strategy), [IndexedDataset(tmp_path / "text")])
+
+
+def test_chunks_of_tokens_end_where_the_dataset_or_its_share_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=50) as writer:
+        writer.add_document(list(range(1, 12)))
+    dataset = IndexedDataset(tmp_path / "text")
+    monkeypatch.setattr(strategy, "_CHUNK", 4)
+    for most, told in ((100, [4, 4, 3]), (6, [4, 2])):
+        monkeypatch.setattr(strategy, "MAX_TOKENS", most)
+        chunks = list(strategy.token_chunks([dataset]))
+        assert [len(chunk) for chunk in chunks] == told
+        assert np.concatenate(chunks).tolist() == list(range(1, 12))[:most]
