@@ -329,10 +329,11 @@ class Store:
             ) from None
 
     def _result(self, future: Future[T], waited: float) -> T:
-        error = future.exception() if future.done() else None
+        done = future.done()  # looked at once: it may end from here on
+        error = future.exception() if done else None
         if isinstance(error, FileNotFoundError):
             raise error
-        if not future.done():
+        if not done:
             sentence = f"must answer, but has not for {waited:g} s; check the network"
         elif error is None:
             return future.result()

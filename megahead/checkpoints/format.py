@@ -341,11 +341,13 @@ def run_long_on_all_ranks(
 
     def advance() -> list[Any]:
         deadline = time.monotonic() + seconds
-        while not results and time.monotonic() < deadline:
+        while not results:
             try:
                 next(work)
             except StopIteration as end:
                 results.append(end.value)
+            if time.monotonic() >= deadline:
+                break
         return results
 
     while not all(everywhere := run_on_all_ranks(group, advance, describe_error)):

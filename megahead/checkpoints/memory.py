@@ -204,7 +204,6 @@ class ReplicaSource(Source):
                 self._valid.setdefault(copy, {})[name] = path
 
     def choose(self) -> Generator[None, None, tuple[str | None, int]]:
-        yield
         self._chosen = next(self._left, "")
         if not self._chosen:
             return None, 0
@@ -215,6 +214,7 @@ class ReplicaSource(Source):
                 f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no "
                 "node that is here."
             )
+        yield  # not before: a rank that had come no further would be one replica behind the others
         return self._chosen, manifest.total_bytes
 
     def write(self, partial: Path) -> Iterator[None]:
@@ -223,7 +223,11 @@ class ReplicaSource(Source):
                 shutil.copyfile(path, partial / name)
                 (partial / name).chmod(partial.stat().st_mode & 0o666)
                 fsync(partial / name)
-                yield from check_files(partial, {name: self._manifests[self._chosen].files[name]})
+                try:
+                    yield from check_files(partial, {name: self._manifests[self._chosen].files[name]})
+                except CheckpointError:
+                    rule = "must read back as it was written, but does not; check the disk"
+                    raise CheckpointError(f"`{partial / name}` {rule}.") from None
 
     def seal(self, partial: Path, written: list[Any]) -> None:
         self._manifests[self._chosen].write(partial)

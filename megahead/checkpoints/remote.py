@@ -301,8 +301,7 @@ class RemoteLease:
             raise LeaseLostError(
                 f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
                 f"begun on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the "
-                "other's to "
-                "do again."
+                "other's to do again."
             )
 
     def _take(self) -> None:

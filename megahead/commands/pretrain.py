@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megahead.config.loading import load_config
@@ -97,7 +98,8 @@ def described(config: RunConfig, world_size: int) -> str:
 def report_once(message: str) -> None:
     """Prints the error, on only one of the ranks that have it; torchrun repeats it as the last thing that it says."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        with suppress(OSError):  # its disk may be what is full
+            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
         print_error(message)  # alone, without waiting for torch
         return

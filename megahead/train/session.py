@@ -260,33 +260,32 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     this check creates is removed again, so that a run that is refused later leaves nothing.
     """
     missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
-    session_id = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
+    marker = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
 
     def write() -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
-        session_id.touch()
+        marker.touch()
 
     def cannot_write(error: Exception) -> str:
         return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
 
     try:
         run_on_first_rank(world_group, write, cannot_write)
-        run_on_all_ranks(world_group, lambda: _see(session_id, world_group.rank))
+        run_on_all_ranks(world_group, lambda: _see(marker, world_group.rank))
     finally:
         if world_group.rank == 0:
             with contextlib.suppress(OSError):
-                session_id.unlink()
+                marker.unlink()
                 for place in missing:
                     place.rmdir()
 
 
-def _see(session_id: Path, rank: int) -> None:
+def _see(marker: Path, rank: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not session_id.exists():
+    while not marker.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {session_id.parent} "
-                "what rank "
-                "0 wrote there; put it on a file system that all nodes share."
+                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {marker.parent} what "
+                "rank 0 wrote there; put it on a file system that all nodes share."
             )
         time.sleep(0.05)

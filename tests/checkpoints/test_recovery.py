@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import shutil
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megahead.checkpoints import format as checkpoint_format
 from megahead.checkpoints import memory as handing_over
 from megahead.checkpoints.memory import share_replicas
 from megahead.distributed.group import Group
@@ -148,3 +152,32 @@ def test_where_no_copy_is_sound_the_disks_counts(tmp_path: Path) -> None:
     assert [result[:2] for result in results] == [(None, 0)] * 2
     assert "checkpoint.json" in results[0][2][0]
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def rescue_beside_a_slow_rank(group: Group, folder: Path, nodes: str) -> tuple[Any, ...] | None:
+    if group.rank == 1:  # three seconds pass whenever it looks at its clock
+        checkpoint_format.time = SimpleNamespace(monotonic=count(0, 3).__next__)  # type: ignore[attr-defined]
+    return rescue(group, folder, nodes, 1)
+
+
+def test_a_slow_rank_goes_on_from_the_same_copy_as_the_others(tmp_path: Path) -> None:
+    on_ranks(2, keep, tmp_path, "01", (2, 4))
+    for node in (0, 1):
+        for file in memory_of(tmp_path, node).rglob("step-00000004-*/tensors-00001-of-00002.safetensors"):
+            file.unlink()
+    results = on_ranks(2, rescue_beside_a_slow_rank, tmp_path, "01")
+    assert [result[:2] for result in results] == [(2, 1)] * 2
+
+
+def test_a_disk_that_spoils_what_is_copied_to_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    copyfile = shutil.copyfile
+
+    def spoiling(source: Path, target: Path) -> None:
+        copyfile(source, target)
+        flip(target)
+
+    monkeypatch.setattr(handing_over.shutil, "copyfile", spoiling)
+    with pytest.raises(AssertionError, match=r"must read back as it was written, but does not; check the disk\."):
+        on_ranks(2, rescue, tmp_path, "01")
+    assert not list((tmp_path / "run/checkpoints").glob("*step-*"))

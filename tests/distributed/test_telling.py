@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megahead.commands.pretrain import report_once
 from megahead.errors import UserError
 from support.commands import SCRIPT, TORCHRUN, config_file, free_port
 from support.forked import fork_pythons, run_script
@@ -52,3 +53,12 @@ def test_under_torchrun_a_wrong_setting_is_told_once_and_again_at_the_end(
     sentence = "did you mean `model.hidden_size`?"
     assert ours.count(sentence) == 1
     assert sentence in summary.strip().splitlines()[-2], "torchrun's summary of the failure has it last"
+
+
+def test_a_mistake_is_told_where_torchruns_own_folder_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    report_once("the disk must have room, but has none.")
+    assert capsys.readouterr().err == "error: the disk must have room, but has none.\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,18 @@ def test_a_real_s3_server_keeps_what_was_put_there(s3: str, tmp_path: Path) -> N
     assert list(store.sizes("")) == ["a/small"]
     with pytest.raises(RemoteError, match=r"must be a place that exists, .*bucket does not exist"):
         Store("s3://another/run").write("small", b"content")
+
+
+class EndsWhileOneLooks(Future[bytes]):
+    """A request whose error comes right after it was waited for."""
+
+    def done(self) -> bool:
+        was_done = super().done()
+        if not was_done:
+            self.set_exception(OSError("no route to host"))
+        return was_done
+
+
+def test_a_request_that_fails_right_after_its_time_is_reported_as_one_without_an_answer() -> None:
+    with pytest.raises(RemoteError, match="must answer, but has not for 2 s; check the network"):
+        Store("memory://store")._result(EndsWhileOneLooks(), 2)
