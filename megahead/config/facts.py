@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from megahead.config.base import require
+from megahead.errors import FieldError
 from megahead.remote_files import RemoteError, Store, is_remote, join_url, split_url
 
 FORMAT = "megahead-dataset/1"
@@ -62,6 +63,8 @@ def _facts(prefix: str, *, needed: bool) -> dict[str, Any]:
         tokenizer = described.get("tokenizer_file")
         there = None if tokenizer is None else _find(folder, tokenizer)
     except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it is said when a run opens it
+        return {}
+    except FieldError:  # a URL with a password, which the settings' checks report beside other mistakes
         return {}
     except RemoteError:
         if needed:
