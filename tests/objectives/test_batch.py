@@ -64,13 +64,13 @@ KEPT = TokenSelection(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=ra
 def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_shorter_rows(
     packed: bool, known: list[int] | None, shorter: list[int]
 ) -> None:
-    batch = replace(BATCH, kept=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
+    batch = replace(BATCH, selections=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
     found = with_boundaries(batch, 1).to("meta")
-    for mine, expected in ((found.cu_seqlens, known), (found.kept[0].cu_seqlens, shorter)):
+    for mine, expected in ((found.cu_seqlens, known), (found.selections[0].cu_seqlens, shorter)):
         assert (mine is None) == (expected is None)
         assert mine is None or len(mine) == len(expected)
     (late,) = token_subsets_of(found)
     boundaries = late.documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
     assert len(boundaries) == len(shorter)
-    assert with_boundaries(batch, 1).kept[0].cu_seqlens.tolist() == shorter
-    assert len(with_boundaries(batch, 8).kept[0].cu_seqlens) == 8
+    assert with_boundaries(batch, 1).selections[0].cu_seqlens.tolist() == shorter
+    assert len(with_boundaries(batch, 8).selections[0].cu_seqlens) == 8
