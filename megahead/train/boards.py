@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError
+from megahead.errors import ConfigError, message_of
 
 
 class Board(Protocol):
@@ -46,18 +46,29 @@ class TensorBoard:
 
 
 class Tracker:
-    """A service that keeps what it was sent, so that steps which were taken twice are there twice."""
+    """A service that keeps what it was sent, so that steps which were taken twice are there twice. Once it fails, as
+    one on a network may, it gets nothing more of this session: a run goes on without curves."""
 
-    def __init__(self, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
-        self._log, self._finish = log, finish
+    def __init__(self, name: str, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
+        self._name, self._log, self._finish, self._fails = name, log, finish, False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        self._log(dict(values), step)
+        if not self._fails:
+            self._attempt(lambda: self._log(dict(values), step))
 
     def go_back(self, step: int) -> None: ...
 
     def close(self) -> None:
-        self._finish()
+        self._attempt(self._finish)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # of any type: packages have their own
+            if not self._fails:
+                reason = " ".join(message_of(error).split())
+                print(f"{'warning':<12}{self._name} gets no more curves of this session ({reason})", flush=True)
+            self._fails = True
 
 
 def _wandb(wandb: Any, config: RunConfig) -> Board:
@@ -70,14 +81,14 @@ def _wandb(wandb: Any, config: RunConfig) -> Board:
         config=config.model_dump(mode="json"),
     )
     run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
-    return Tracker(lambda values, step: run.log({**values, "step": step}), run.finish)
+    return Tracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
 
 
 def _trackio(trackio: Any, config: RunConfig) -> Board:
     name = f"{config.name}-{_identity(config)[:6]}"  # by which it is found again
     settings = config.model_dump(mode="json")
     run = trackio.init(project=config.training.trackio, name=name, resume="allow", config=settings, embed=False)
-    return Tracker(lambda values, step: run.log(values, step=step), trackio.finish)
+    return Tracker("trackio", lambda values, step: run.log(values, step=step), trackio.finish)
 
 
 def _mlflow(mlflow: Any, config: RunConfig) -> Board:
@@ -86,7 +97,7 @@ def _mlflow(mlflow: Any, config: RunConfig) -> Board:
     found = mlflow.search_runs(filter_string=f"tags.megahead = '{identity}'", output_format="list")
     mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=config.name, tags={"megahead": identity})
     mlflow.log_dict(config.model_dump(mode="json"), "config.json")
-    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
+    return Tracker("mlflow", lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
 
 
 TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
@@ -106,8 +117,16 @@ def require_trackers(config: RunConfig) -> None:
 
 
 def open_boards(config: RunConfig) -> list[Board]:
-    """TensorBoard, and those that the config asks for."""
-    return [TensorBoard(config), *(TRACKERS[name](import_module(name), config) for name in _named(config))]
+    """TensorBoard, and those that the config asks for. ConfigError for one that cannot be opened."""
+    return [TensorBoard(config), *(_opened(name, config) for name in _named(config))]
+
+
+def _opened(name: str, config: RunConfig) -> Board:
+    try:
+        return TRACKERS[name](import_module(name), config)
+    except Exception as error:  # of any type: packages have their own
+        rule, reason = f"be left out where {name} cannot be opened", " ".join(message_of(error).split())
+        raise ConfigError(f"training.{name}", rule, got=f"given ({reason})") from error
 
 
 def _identity(config: RunConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import io
+import json
 import math
 import sys
 import time
@@ -21,6 +22,7 @@ from megahead.engine.engine import Engine
 from megahead.errors import ConfigError
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.report.read import read_metrics
+from megahead.train.boards import open_boards
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
@@ -158,6 +160,42 @@ def test_other_trackers_get_the_curves_where_asked_for(tmp_path: Path, name: str
     assert lines[-1][0].keys() >= {"validation/perplexity", "validation/loss"}
     assert calls[-1][0] == end
     assert "heads" in str(calls[0])
+
+
+def failing(_: Group, config: RunConfig, name: str, method: str) -> int:
+    module, failed = Recorder(name, []), list[str]()
+
+    def fail(*_given: Any, **_named: Any) -> None:
+        failed.append(method)
+        raise ConnectionError("no route to host")
+
+    setattr(module, method, fail)
+    sys.modules[name] = module
+    pretrain(config, Launch())
+    return len(failed)
+
+
+@pytest.mark.parametrize(("name", "log"), [("trackio", "log"), ("mlflow", "log_metrics")])
+def test_a_tracker_that_fails_costs_its_curves_and_not_the_run(
+    tmp_path: Path, name: str, log: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {f"training.{name}": "heads"})
+    assert on_ranks(1, failing, config, name, log) == [1]
+    assert json.loads(config.folder().ending.read_text())["ending"] == "finished"
+    said = f"warning     {name} gets no more curves of this session (no route to host)"
+    assert capfd.readouterr().out.count(said) == 1
+
+
+def test_a_tracker_that_cannot_be_opened_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    module = Recorder("mlflow", [])
+    monkeypatch.setattr(module, "set_experiment", lambda _: int("no server"), raising=False)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    with pytest.raises(
+        ConfigError, match=r"^`training.mlflow` must be left out where mlflow cannot be opened, but is "
+    ):
+        open_boards(small_config(tmp_path, {"training.mlflow": "heads"}))
 
 
 def test_weights_and_biases_that_is_not_installed_is_told_before_anything_starts(
