@@ -54,13 +54,19 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
         return continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
 
 
-def check_login(repository: str) -> None:
-    """UserError unless `repository` is a name on the Hub, and huggingface_hub has a login."""
+def check_login(repository: str, *, private: bool = False) -> None:
+    """UserError unless `repository` is OWNER/NAME, huggingface_hub has a login, and what all can read is not asked to
+    be `private`."""
     from huggingface_hub import HfApi
 
+    if "/" not in repository:
+        raise FieldError("--push", "be a repository of the Hub (OWNER/NAME)", got=repr(repository))
     with _in_a_sentence(repository):
         HfApi().whoami()
-        HfApi().repo_exists(repository)
+        exists = HfApi().repo_exists(repository)
+        if private and exists and not HfApi().model_info(repository).private:
+            rule, hint = "go with a new or private repository", "name another, or change it in its settings on the Hub"
+            raise FieldError("--private", rule, got=f"given for {repository}, which all can read", hint=hint)
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:
@@ -87,6 +93,12 @@ def _in_a_sentence(repository: str) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise FieldError("--push", "be a repository of the Hub (OWNER/NAME)", got=f"{repository} ({error})") from None
-    except (LocalTokenNotFoundError, OfflineModeIsEnabled, unreachable) as error:
+    except (LocalTokenNotFoundError, HfHubHTTPError) as error:
         reason, rule = " ".join(str(error).split()), "name a repository that your login may write"
         raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="`hf auth login` logs in") from None
+    except (OfflineModeIsEnabled, unreachable) as error:
+        reason, rule = " ".join(str(error).split()), "go where the Hub can be reached"
+        raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="export without it for now") from None
+    except ValueError as error:  # by which huggingface_hub says what the Hub finds wrong in a card's first lines
+        reason = " ".join(str(error).split())
+        raise UserError(f"`{repository}` must get a card that the Hub takes, but cannot ({reason}).") from None

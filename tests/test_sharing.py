@@ -18,7 +18,7 @@ import yaml
 from huggingface_hub import constants
 
 from megahead.commands import convert
-from megahead.errors import FieldError
+from megahead.errors import FieldError, UserError
 from megahead.sharing import check_login
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -33,6 +33,7 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
+    private: bool = True
 
     def answer(self, handler: BaseHTTPRequestHandler, method: str, path: str, body: bytes) -> Any:
         """The answer to a request, as the documented endpoints give it; None: there is nothing."""
@@ -43,7 +44,8 @@ class Hub:
             self.created.append(json.loads(body))
             return {"url": f"{address}/{REPOSITORY}", "name": REPOSITORY}
         if path == "/api/validate-yaml":
-            return {"errors": [], "warnings": []}
+            wrong = "license: mine" in json.loads(body)["content"].replace('"', "")
+            return {"errors": [{"message": "license must be one of apache-2.0"}]} if wrong else {"warnings": []}
         if path.startswith(f"/api/models/{REPOSITORY}/preupload"):
             named = [one["path"] for one in json.loads(body)["files"]]
             modes = ["lfs" if name.endswith(("safetensors", "png")) else "regular" for name in named]
@@ -66,7 +68,8 @@ class Hub:
             old = {"type": "file", "path": "model-00001-of-00002.safetensors", "size": 1, "oid": "0" * 40}
             return [old]
         if path.startswith(f"/api/models/{REPOSITORY}"):
-            return {"id": REPOSITORY, "sha": "0" * 40, "siblings": [{"rfilename": "model-00001-of-00002.safetensors"}]}
+            files = [{"rfilename": "model-00001-of-00002.safetensors"}]
+            return {"id": REPOSITORY, "sha": "0" * 40, "private": self.private, "siblings": files}
         return None
 
     def commit(self, lines: list[dict[str, Any]]) -> None:
@@ -89,7 +92,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             answer = found.answer(self, self.command, self.path.partition("?")[0], body)
             content = json.dumps({"error": "Invalid credentials"} if answer is None else answer).encode()
-            self.send_response(401 if answer is None else 200)
+            self.send_response(401 if answer is None else 400 if "errors" in answer else 200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(content)))
             self.end_headers()
@@ -183,9 +186,42 @@ def test_a_login_that_is_missing_or_wrong_is_said_before_anything_is_exported(
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     with pytest.raises(FieldError, match=r"^`--push` must be a repository of the Hub \(OWNER/NAME\), but is a/b/c"):
         check_login("a/b/c")
+    with pytest.raises(FieldError, match=r"^`--push` must be a repository of the Hub \(OWNER/NAME\), but is 'small'"):
+        check_login("small")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(FieldError, match=r"; `hf auth login` logs in\.$"):
         check_login(REPOSITORY)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_card_that_the_hub_refuses_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--push", REPOSITORY, "--license", "mine")
+    with pytest.raises(
+        UserError, match=r"must get a card that the Hub takes, .*license must be one of apache-2.0\)\.$"
+    ):
+        converted(monkeypatch, run_with_log(tmp_path), *given)
+
+
+def test_a_hub_that_cannot_be_reached_is_no_fault_of_the_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    with pytest.raises(FieldError, match=r"^`--push` must go where the Hub can be reached, but is someone/small \("):
+        check_login(REPOSITORY)
+
+
+def test_what_all_can_read_is_not_taken_for_private(hub: Hub) -> None:
+    check_login(REPOSITORY, private=True)
+    hub.private = False
+    with pytest.raises(FieldError, match=r"^`--private` must .* but is given for someone/small, which all can read"):
+        check_login(REPOSITORY, private=True)
+    check_login(REPOSITORY)
+
+
+def test_a_code_that_yaml_takes_for_a_boolean_stays_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = converted(monkeypatch, run_with_log(tmp_path), "--language", "no", "--license", "other: mine")
+    head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+    assert (head["language"], head["license"]) == (["no"], "other: mine")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
     from megahead.sharing import check_login, complete_card, push
 
     if arguments.push is not None:
-        check_login(arguments.push)
+        check_login(arguments.push, private=arguments.private)
     from megahead.hf.card import CardFacts
     from megahead.hf.export import export
     from megahead.run_folder import RunFolder

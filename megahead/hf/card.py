@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +13,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.hf.heads import ExportTarget, Head
 from megahead.hf.trained import EMBEDDING, HEAD, TrainedModel, code_version, dataset_names, last_evaluation
 from megahead.hf.verify import Parity
-from megahead.wording import counted
+from megahead.wording import counted, duration
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
     tag = ("text-generation" if decodes else "fill-mask") if predicts else "feature-extraction"
     loader = f"AutoModelFor{target.family.predicts}" if predicts else "AutoModel"
     use = (_GENERATE if decodes else _FILL) if predicts else _EMBED
-    given = [f"license: {facts.license}"] if facts.license else []
-    given += [f"language: [{', '.join(facts.languages)}]"] if facts.languages else []
+    given = [f"license: {json.dumps(facts.license)}"] if facts.license else []  # quoted: Norwegian's `no` is no boolean
+    given += [f"language: {json.dumps(facts.languages)}"] if facts.languages else []
     does = (
         ("predicts the next token" if decodes else "fills in masked tokens") if predicts else "turns tokens to vectors"
     )
@@ -103,7 +104,7 @@ def _trained(model: TrainedModel) -> dict[str, str]:
     seconds = model.checkpoint.state.get("seconds")
     length = [counted(model.checkpoint.step, "step")]
     length += [] if tokens is None else [counted(tokens, "token")]
-    length += [f"{seconds / 3600:,.2g} hours"] if isinstance(seconds, int | float) and seconds >= 36 else []
+    length += [duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
     rows = {
         "Objective": f"{learned}, temperature {model.temperature():g}",
         "Shape": f"{counted(shape.num_layers, 'layer')}, width {shape.hidden_size}, {counted(shape.num_heads, 'head')}",
