@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
@@ -152,7 +154,7 @@ def start(
         _write_text(text, given, plan.vocab_size, folder, report)
         left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
         _write_config(config, plan, left, header)
-        report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {config}` runs it")
+        report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {quote(str(config))}` runs it")
     ending = "stopped"
     with suppress(KeyboardInterrupt):
         pretrain(config)
@@ -314,6 +316,7 @@ def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
     """What the text's datasets know is left to them."""
     folder, steps, settings = path.parent, plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
     del settings["model"]["vocab_size"]
+    settings["name"] = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.resolve().name).strip("-") or "run"
     settings["output_dir"] = str(folder / "run")
     settings["data"] |= {"train": str(folder / "text"), "validation": str(folder / "text-validation")}
     settings["schedule"]["warmup_steps"] = round(min(0.1, 50 / steps), 4)
@@ -358,11 +361,12 @@ def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 
 
 def _finished(config: Path, report: Report) -> Started:
     """Exports the run, lets it write, and makes its report."""
+    from megahead.hf.card import CardFacts
     from megahead.hf.export import export
     from megahead.report.page import save_page
 
     run, model = load_config(config).folder(), config.parent / "model"
-    export(run.path, model, "pmi")
+    export(run.path, model, "pmi", card=CardFacts(str(model)))
     text = complete_card(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = save_page(read_runs([run.path]), config.parent / "report.html")
@@ -370,5 +374,5 @@ def _finished(config: Path, report: Report) -> Started:
     report(f"{'it writes':<12}{' '.join(text.split())}")
     report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
     report(f"{'report':<12}{page}")
-    report(f"{'model':<12}{model}: megahead generate --model {model} --interactive")
+    report(f"{'model':<12}{model}: megahead generate --model {quote(str(model))} --interactive")
     return Started(config, run.path, model, page, perplexity, text)

@@ -77,6 +77,9 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None
     assert "broken.json has no text" in said
     config = load_config(made.config)
     assert config.objective.name == "headless"
+    card = (made.model / "README.md").read_text()
+    assert "\n# texts-headless\n" in card
+    assert 'from_pretrained("texts-headless/model")' in card
     assert 1 < made.perplexity < config.model.vocab_size
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made.model), AutoTokenizer.from_pretrained(made.model)
     assert model.config.vocab_size == len(tokenizer)
@@ -137,7 +140,10 @@ def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) ->
 
 def test_given_tokenizers_are_taken(quick: Path) -> None:
     (quick / "a.txt").write_text("\n".join(TEXTS[:3]))
-    first = started([], quick / "a.txt", folder=quick / "first")
+    told = list[str]()
+    first = started(told, quick / "a.txt", folder=quick / "my first")
+    assert f"--config '{first.config}'" in "\n".join(told)
+    assert told[-1].endswith(f"--model '{first.model}' --interactive")
     mine = first.config.parent / "tokenizer.json"
     config = load_config(started([], quick / "a.txt", tokenizer=mine, folder=quick / "second").config)
     assert Path(str(config.data.tokenizer)).read_bytes() == mine.read_bytes()
@@ -179,7 +185,7 @@ def test_what_cannot_be_opened_or_is_another_programs_is_left_out(tmp_path: Path
     (tmp_path / "marked.json").write_text(json.dumps([{"text": "one"}], indent=1), encoding="utf-8-sig")
     found = survey(tmp_path)
     assert [item.path.name for item in found.inputs] == ["marked.json", "plain.txt"]
-    why = {file.name: reason for file, reason in found.unread.items()}
+    why = {file.name: reason for file, reason in found.skipped.items()}
     assert why["none.json"] == why["state.json"] == "has no text"
     assert why["dangling.txt"].startswith("must be a text file, but there is none")
 
@@ -193,7 +199,7 @@ def test_files_that_break_off_later_are_named_and_left_out(tmp_path: Path) -> No
     (tmp_path / "sound.csv").write_text(f"id,text\n{rows}")
     found = survey(tmp_path)
     assert [item.path.name for item in found.inputs] == ["sound.csv"]
-    why = {file.name: reason for file, reason in found.unread.items()}
+    why = {file.name: reason for file, reason in found.skipped.items()}
     assert why["broken.csv"].startswith("must be a table in UTF-8 text, but is not")
     assert why["cut.txt.gz"].startswith("must be readable to its end, but is not")
     assert why["cut.jsonl.gz"] == why["cut.txt.gz"]
