@@ -24,7 +24,7 @@ def save(root: Path, step: int, validation: Any, rules: KeepRules, keep: int = 1
 
 
 def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path) -> None:
-    classified = {
+    losses = {
         1: {"step": 1, "loss": 3.0},
         2: {"step": 1, "loss": 1.0},
         3: {"step": 3, "loss": -math.inf},
@@ -33,7 +33,7 @@ def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path
         6: {"step": 6, "loss": 4.0},
         7: {"step": 7, "loss": 9.0},
     }
-    for step, validation in classified.items():
+    for step, validation in losses.items():
         save(tmp_path, step, validation, KeepRules(best=2))
     assert steps_of_history(tmp_path) == [1, 6, 7]
 
