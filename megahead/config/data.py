@@ -116,17 +116,18 @@ class BatchConfig(Settings):
 
     def _way_out(self, data_ranks: int, micro_groups: bool) -> str:
         """The largest micro-batch that keeps the global one; where ranks cannot share that, as many as can, or the
-        nearest that they can."""
-        if self.global_size % self.micro_size == 0:
-            ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
-            micro = gcd(self.global_size // ranks, self.micro_size)
-            fewer = counted(ranks, "data rank") if ranks < data_ranks else ""
-            smaller = f"batch.micro_size={micro}" if micro < self.micro_size else ""
-            if smaller and micro_groups:
-                smaller += f" objective.group_samples={self.micro_size}"
-            kept = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
-            return f"{kept}, or batch.global_size={_multiples(self.global_size, data_ranks)}" if fewer else kept
-        return f"try {_multiples(self.global_size, self.micro_size * data_ranks)}"
+        nearest that they can in these micro-batches."""
+        others = _multiples(self.global_size, self.micro_size * data_ranks)
+        if self.global_size % self.micro_size:
+            return f"try {others}"
+        ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
+        micro = gcd(self.global_size // ranks, self.micro_size)
+        fewer = counted(ranks, "data rank") if ranks < data_ranks else ""
+        smaller = f"batch.micro_size={micro}" if micro < self.micro_size else ""
+        if smaller and micro_groups:
+            smaller += f" objective.group_samples={self.micro_size}"
+        kept = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
+        return f"{kept}, or batch.global_size={others}" if fewer else kept
 
     def most_data_ranks(self, there: int) -> int:
         """The largest number of data ranks up to `there` that the global batch can be split over; 0: none can."""

@@ -10,7 +10,7 @@ import orjson
 
 from megahead.config.base import require
 from megahead.errors import FieldError
-from megahead.remote_files import RemoteError, Store, is_remote, join_url, split_url
+from megahead.remote_files import RemoteError, Store, is_remote, join_url, split_url, without_secrets
 
 FORMAT = "megahead-dataset/1"
 """Of `PREFIX.json`."""
@@ -38,10 +38,25 @@ def with_facts(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**tree, **filled}
 
 
+def why_unknown(tree: Mapping[str, Any]) -> str:
+    """Why the training datasets do not say what the settings leave out, after a comma; empty if none is named."""
+    data = tree.get("data")
+    for prefix in _prefixes(data) if isinstance(data, Mapping) else ():
+        if not _facts(prefix, needed=False):
+            there = is_remote(prefix) or any(Path(f"{prefix}{ending}").exists() for ending in (".idx", ".json"))
+            why = f"{prefix}.json does not say it" if there else f"there is no dataset {prefix}"
+            return f", and {without_secrets(why)}"
+    return ""
+
+
 def _prefixes(data: Mapping[str, Any]) -> list[str]:
     train = data.get("train")
     parts = train if isinstance(train, list) else [{"prefix": train}]
-    return [part["prefix"] for part in parts if isinstance(part, dict) and isinstance(part.get("prefix"), str)]
+    return [
+        part["prefix"]
+        for part in parts
+        if isinstance(part, dict) and part.get("prefix") and isinstance(part["prefix"], str)
+    ]
 
 
 def _one(name: str, values: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.base import find_config, may_be_shipped, not_a_setting, require, shipped_configs
-from megahead.config.facts import with_facts
+from megahead.config.facts import why_unknown, with_facts
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig, without_unused
 from megahead.errors import ConfigError, ConfigErrors, UserError
@@ -77,7 +77,7 @@ def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -
     try:
         config = RunConfig.model_validate(kept, context={"saved": saved})
     except ValidationError as error:
-        problems += _sentences(error.errors())
+        problems += _sentences(error.errors(), kept)
     if problems:
         raise ConfigErrors(source, problems)
     return config
@@ -88,8 +88,12 @@ _RENAMED = {"mirror": "remote_checkpoints", "copy_every": "replicate_every"}
 
 
 def _renamed(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """The settings by their present names; a line on stderr for each earlier one."""
-    training = settings.get("training")
+    """The settings by their present names, also in `resume.allow`; a line on stderr for each earlier one."""
+    training, resume = settings.get("training"), settings.get("resume")
+    if isinstance(resume, Mapping) and isinstance(resume.get("allow"), list | tuple):
+        new = {f"training.{old}": f"training.{name}" for old, name in _RENAMED.items()}
+        allow = [new.get(name, name) if isinstance(name, str) else name for name in resume["allow"]]
+        settings = {**settings, "resume": {**resume, "allow": allow}}
     if not isinstance(training, Mapping):
         return dict(settings)
     for old in [] if quiet else [name for name in training if name in _RENAMED]:
@@ -159,12 +163,12 @@ _RULES |= dict.fromkeys(("model", "dict"), "be a section of settings") | dict.fr
 """Rules by the first word of pydantic's name for an error about a value's type."""
 
 
-def _sentences(errors: Sequence[ErrorDetails]) -> list[str]:
+def _sentences(errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> list[str]:
     """Pydantic's errors as our sentences, one per field: pydantic has an error for each type that a field may have."""
     by_field: dict[str, list[ErrorDetails]] = {}
     for details in errors:
         by_field.setdefault(".".join(_location(details)), []).append(details)
-    return [_sentence(_location(found[0]), found) for found in by_field.values()]
+    return [_sentence(_location(found[0]), found, settings) for found in by_field.values()]
 
 
 def _location(details: ErrorDetails) -> list[str]:
@@ -173,7 +177,7 @@ def _location(details: ErrorDetails) -> list[str]:
     return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in ("str", "int")]
 
 
-def _sentence(location: list[str], errors: Sequence[ErrorDetails]) -> str:
+def _sentence(location: list[str], errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> str:
     details, field = errors[0], ".".join(location)
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
@@ -183,7 +187,8 @@ def _sentence(location: list[str], errors: Sequence[ErrorDetails]) -> str:
         owner = _section_at(location[:-1])
         return not_a_setting(location[:-1], location[-1], list(owner.model_fields) if owner else [])
     if details["type"] == "missing":
-        return f"`{field}` must be given, but is missing{_purpose(location)}."
+        why = why_unknown(settings) if field == "model.vocab_size" else ""
+        return f"`{field}` must be given, but is missing{why}{_purpose(location)}."
     rules = [_rule(each) for each in errors]
     rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])
     got = "empty" if details["input"] is None else without_secrets(repr(details["input"]))

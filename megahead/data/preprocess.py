@@ -364,7 +364,7 @@ def closing_id(tokenizer: Tokenizer, end_token: str | None) -> int:
 
     FieldError where the tokenizer has no such token.
     """
-    known = [name for name in (END_TOKEN, *ROLES["end"]) if tokenizer.find(name) is not None]
+    known = [name for name in dict.fromkeys((END_TOKEN, *ROLES["end"])) if tokenizer.find(name) is not None]
     if end_token is None and END_TOKEN not in known and "end" in tokenizer.roles:
         return tokenizer.roles["end"]
     spelled = next(iter(known), END_TOKEN) if end_token is None else end_token

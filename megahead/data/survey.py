@@ -73,7 +73,8 @@ def survey(path: Path, without: Path | None = None) -> Survey:
     inside = path.is_dir() and not is_saved_dataset(path)
     readable, others = files_below(path) if inside else ([path], [])
     if without is not None:
-        readable, others = ([f for f in files if without not in f.absolute().parents] for files in (readable, others))
+        apart = without.resolve()
+        readable, others = ([f for f in files if apart not in _folders(f)] for files in (readable, others))
     skipped = dict.fromkeys(others, f"does not end in {SUFFIXES}")
     inputs, keys = list[Input](), Counter[str]()
     for file in readable:
@@ -94,6 +95,12 @@ def survey(path: Path, without: Path | None = None) -> Survey:
         raise DataError(f"`{path}` must hold text, but {first}.")
     found = sorted((key for key, _ in keys.most_common() if key != WHOLE), key=lambda key: key not in PREFERRED)
     return Survey(inputs, tuple(found), skipped)
+
+
+def _folders(file: Path) -> tuple[Path, ...]:
+    """Those that it lies in, links followed."""
+    here = file.parent.resolve()
+    return here, *here.parents
 
 
 WHOLE = ""

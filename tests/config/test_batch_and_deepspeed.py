@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from megahead.config.data import BatchConfig
 from megahead.config.plan import KNOWN, REFUSED, deepspeed_config, read_deepspeed
 from megahead.distributed.group import Group
-from megahead.errors import UserError
+from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage
 
@@ -21,6 +22,18 @@ from support.small_run import small_config, stage
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 12), (2, 6), (3, 4), (12, 1)])
 def test_accumulation_fills_the_global_batch(ranks: int, steps: int) -> None:
     assert BatchConfig(global_size=48, micro_size=4).accumulation_steps(ranks) == steps
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "ranks"), [(1024, 64, 7), (256, 2, 12), (256, 32, 512), (250, 8, 4), (1, 1, 8)]
+)
+def test_each_global_batch_that_an_error_names_can_be_shared(size: int, micro: int, ranks: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BatchConfig(global_size=size, micro_size=micro).accumulation_steps(ranks)
+    named = re.search(r"(?:try |batch\.global_size=)(\d+)(?: or (\d+))?\.$", str(caught.value))
+    assert named is not None
+    for other in filter(None, named.groups()):
+        assert BatchConfig(global_size=int(other), micro_size=micro).accumulation_steps(ranks) >= 1
 
 
 def test_the_triad_and_clipping_are_written_for_deepspeed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megahead.config.loading import config_from_checkpoint, load_config
+from megahead.config.loading import config_from_checkpoint, config_from_dict, load_config
 from support.small_run import small_config
 
 OLD = "training.mirror is called training.remote_checkpoints now\n"
@@ -33,3 +33,11 @@ def test_an_earlier_name_is_read_and_answered_with_the_new_one(
     capsys.readouterr()
     assert config_from_checkpoint(tree, "a checkpoint").training.remote_checkpoints == "s3://bucket/run"
     assert capsys.readouterr().err == ""
+
+
+def test_a_setting_may_change_by_its_earlier_name(tmp_path: Path) -> None:
+    tree = small_config(tmp_path).model_dump(mode="json")
+    tree["resume"] = {"allow": ["training.mirror", "training.copy_every", "schedule"]}
+    allowed = ("training.remote_checkpoints", "training.replicate_every", "schedule")
+    assert config_from_dict(tree).resume.allow == allowed
+    assert config_from_checkpoint(tree, "a checkpoint").resume.allow == allowed

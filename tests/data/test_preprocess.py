@@ -126,7 +126,9 @@ def test_a_broken_line_leaves_the_old_dataset(tokenizer_path: Path, json_lines: 
 
 
 def test_the_end_token_must_be_known(tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"`--end-token` must be a token of .* but is </s> instead; name <\|endoftext"):
+    with pytest.raises(
+        FieldError, match=r"`--end-token` must be a token of .* but is </s> instead; name <\|endoftext\|>\.$"
+    ):
         preprocess([json_lines(TEXTS)], tokenizer_path, tmp_path / "out", end_token="</s>")
 
 

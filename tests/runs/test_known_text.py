@@ -194,7 +194,11 @@ def test_a_dataset_of_an_earlier_version_is_read_as_before(given: Path, tmp_path
     del tree["model"]["vocab_size"]
     assert config_from_dict(tree) == config
     tree["data"]["train"] = str(tmp_path / "nowhere")
-    with pytest.raises(ConfigErrors, match=r"`model\.vocab_size` must be given, but is missing"):
+    with pytest.raises(ConfigErrors, match=r"`model\.vocab_size` .* is missing, and there is no dataset \S*nowhere \("):
+        config_from_dict(tree)
+    for ending in (".idx", ".bin"):
+        shutil.copy(given / f"text/bpe{ending}", tmp_path / f"nowhere{ending}")
+    with pytest.raises(ConfigErrors, match=r"is missing, and \S*nowhere\.json does not say it \("):
         config_from_dict(tree)
 
 

@@ -215,6 +215,14 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     assert found == [Path("again/a.txt"), Path("linked/a.txt")]
 
 
+def test_what_a_start_made_is_no_text_where_a_link_leads_to_it(tmp_path: Path) -> None:
+    for name in ("texts/a.txt", "made/notes.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("some text")
+    (tmp_path / "texts/loop").symlink_to(tmp_path)
+    assert [item.path.name for item in survey(tmp_path / "texts", tmp_path / "made").inputs] == ["a.txt"]
+
+
 def test_text_without_a_space_gets_a_tokenizer_in_little_time(tmp_path: Path) -> None:
     drawn = random.Random(0).choices([text[:5] for text in "".join(TEXTS).split() if text.isalpha()], k=60_000)
     began = time.process_time()

@@ -162,17 +162,21 @@ class ExperimentRunner:
 
     def make(self, made: Path, tool: str, *arguments: object, output: Path | None = None) -> None:
         """Runs tools/TOOL with `--output` (`made`, or what it is called by) once, and again if its arguments changed.
+        What lies there from an earlier version, which kept no records, is taken as it is: runs were trained on it.
         UserError when it fails."""
+        once = Once(made.parent / "made", self.console)
+        earlier = made.exists() and not once.known(made.stem)
         words = [os.path.relpath(word, made.parent) if isinstance(word, Path) else str(word) for word in arguments]
 
         def work() -> str:
+            if earlier:
+                return f"{made.name}, of an earlier version"
             if made.is_dir():  # of other arguments, or of a call that was killed before its record was written
                 shutil.rmtree(made)
             command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or made)]
             self._do(f"making {made.name}", command, made.with_name(f"{made.name}.log"))
             return made.name
 
-        once = Once(made.parent / "made", self.console)
         once.run(made.stem, work, settings={"command": [tool, *words]}, outputs=[made])
 
     def _do(self, what: str, command: Sequence[str], log: Path, ranks: int = 1) -> None:

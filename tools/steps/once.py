@@ -28,9 +28,13 @@ from megahead.wording import duration
 def one_at_a_time(output: Path) -> Iterator[None]:
     """Waits until no other process makes `output`, at the longest until that process ends."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_name(f".{output.name}.lock").open("w") as lock:
+    with _lock_of(output).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _lock_of(output: Path) -> Path:
+    return output.with_name(f".{output.name}.lock")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Once:
         note = f"{'reused' if finished.reused else 'done'} ({duration(finished.seconds)}): {say(finished.result)}"
         self._print(("✓", "green"), name, note)
         return finished
+
+    def known(self, name: str) -> bool:
+        """Whether the step was ever begun here, also where it was killed."""
+        record = self.folder / f"{name}.json"
+        return record.exists() or _lock_of(record).exists()
 
     def results(self) -> dict[str, Any]:
         """Of every step that has a record, by name."""
