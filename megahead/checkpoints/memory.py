@@ -226,8 +226,9 @@ class ReplicaSource(Source):
                 try:
                     yield from check_files(partial, {name: self._manifests[self._chosen].files[name]})
                 except CheckpointError:
-                    rule = "must read back as it was written, but does not; check the disk"
-                    raise CheckpointError(f"`{partial / name}` {rule}.") from None
+                    raise CheckpointError(
+                        f"`{partial / name}` must read back as it was written, but does not; check the disk."
+                    ) from None
 
     def seal(self, partial: Path, written: list[Any]) -> None:
         self._manifests[self._chosen].write(partial)
