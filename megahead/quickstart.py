@@ -28,13 +28,14 @@ import yaml
 
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, closing_id, preprocess, suitable_workers
 from megahead.data.records import Selection
 from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
 from megahead.data.writer import Bar, IndexedDatasetWriter
-from megahead.errors import FieldError, UserError
+from megahead.errors import DataError, FieldError, UserError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
@@ -295,7 +296,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():
         make_tokenizer(paths, selection, vocab_size, chosen)
-    if not all((folder / f"text{part}.json").exists() for part in ("", "-validation")):
+    if not all(_is_cut(folder / f"text{part}", chosen) for part in ("", "-validation")):
         few = text.few_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
         workers = suitable_workers(text.bytes, os.cpu_count() or 1)
@@ -310,6 +311,15 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
             f"{'ids':<12}{counted(done.documents, 'document')}, {of_each} held out, {counted(done.tokens, 'token')}"
             f"{left_out}"
         )
+
+
+def _is_cut(prefix: Path, tokenizer: Path) -> bool:
+    """Whether the dataset is there, was cut by this tokenizer and knows it."""
+    with suppress(DataError):
+        dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
+        cut_by = dataset.cut_by()
+        return cut_by is not None and cut_by.sha256 == identity.sha256 and dataset.tokenizer_path() is not None
+    return False
 
 
 def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:

@@ -24,7 +24,7 @@ from megahead.data.survey import survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.errors import DataError, FieldError
-from megahead.quickstart import SHAPES, Plan, Started, folder_of, start
+from megahead.quickstart import SHAPES, Plan, Started, _write_text, folder_of, start
 from support.commands import config_file
 from support.forked import fork_pythons
 
@@ -148,6 +148,21 @@ def test_given_tokenizers_are_taken(quick: Path) -> None:
     config = load_config(started([], quick / "a.txt", tokenizer=mine, folder=quick / "second").config)
     assert Path(str(config.data.tokenizer)).read_bytes() == mine.read_bytes()
     assert not (quick / "second/tokenizer.json").exists()
+
+
+def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("\n".join(TEXTS[:3]))
+    text, folder, told = survey(tmp_path / "texts"), tmp_path / "made", list[str]()
+    folder.mkdir()
+    for size in (300, 310):
+        save_tokenizer(train_bpe(TEXTS[:3], size), tmp_path / f"{size}.json")
+    for size in (300, 310, 310):
+        _write_text(text, tmp_path / f"{size}.json", size, folder, told.append)
+        kept = IndexedDataset(folder / "text").tokenizer_path()
+        assert kept is not None
+        assert kept.read_bytes() == (tmp_path / f"{size}.json").read_bytes()
+    assert len(told) == 2  # the third call reuses the second's
 
 
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
