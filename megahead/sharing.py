@@ -17,7 +17,8 @@ _LARGEST_SAMPLED = 8 * 2**30
 def complete_card(folder: Path, run: Path) -> str | None:
     """Adds a sample of an exported decoder, and the curves of its run, to the folder's model card; returns the sample.
 
-    There is none without a head or a tokenizer, or of more than 8 GiB of weights; no curves of a run without a log.
+    There is none without a head or a tokenizer that names what begins a text, or of more than 8 GiB of weights; no
+    curves of a run without a log.
     """
     from megahead.report.figures import draw_curves, save_figure
 
@@ -36,7 +37,9 @@ def _sample(folder: Path) -> str | None:
     card, weights = (folder / "README.md").read_text(encoding="utf-8"), folder.glob("*.safetensors")
     small = sum(path.stat().st_size for path in weights) <= _LARGEST_SAMPLED
     writes = "pipeline_tag: text-generation" in card and (folder / "tokenizer.json").is_file()
-    return sample(folder) if writes and small else None
+    with suppress(UserError):  # a published tokenizer may name nothing to begin with
+        return sample(folder) if writes and small else None
+    return None
 
 
 def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:

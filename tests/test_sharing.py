@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import constants
+from safetensors import safe_open
 
 from megahead.commands import convert
 from megahead.errors import FieldError, UserError
-from megahead.sharing import check_login
+from megahead.hf.card import CardFacts
+from megahead.hf.export import export
+from megahead.hf.published import from_hf
+from megahead.sharing import check_login, complete_card
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 REPOSITORY = "someone/small"
+MASKS = {"mask_token": 60, "cls_token": 58, "sep_token": 59}
+BERT = {"family": "bert", "max_positions": 32}
 
 
 @dataclass
@@ -166,6 +172,48 @@ def test_the_program_of_the_card_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     exec(compile(program.replace("max_new_tokens=50", "max_new_tokens=5"), "card", "exec"), {})
 
 
+@pytest.mark.parametrize("named", ["out", 'a "b" {c}'])
+def test_the_program_of_a_card_without_a_tokenizer_runs(tmp_path: Path, named: str) -> None:
+    save_small(tmp_path / "run", small_config())
+    output = tmp_path / named
+    export(tmp_path / "run", output, "tied", card=CardFacts(str(output)))
+    exec(compile((output / "README.md").read_text().split("```python\n")[1].split("```")[0], "card", "exec"), {})
+
+
+def test_a_bar_in_a_name_ends_no_cell_of_a_card(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(data={"train": "texts/a|b"}))
+    export(tmp_path / "run", tmp_path / "out", "tied")
+    assert "| Data | a\\|b |" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "head"),
+    [
+        ({"objective": {"name": "vanilla"}}, "trained"),
+        ({"objective": {"name": "vanilla"}}, "none"),
+        ({"model": BERT, "masking": MASKS, "objective": {"replaced_tokens": {"generator_layers": 1}}}, "none"),
+    ],
+)
+def test_a_card_counts_the_parameters_that_are_exported(tmp_path: Path, sections: dict[str, Any], head: Any) -> None:
+    save_small(tmp_path / "run", small_config(**sections))
+    export(tmp_path / "run", tmp_path / "out", head)
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
+    assert f" model of {stored:,} parameters " in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_tokenizer_that_names_no_ends_gives_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = converted(monkeypatch, run_with_log(tmp_path)).rename(tmp_path / "published")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (published / name).unlink()
+    from_hf(published, tmp_path / "run2")
+    export(tmp_path / "run2", tmp_path / "again", "trained")
+    assert complete_card(tmp_path / "again", tmp_path / "run") is None
+    card = (tmp_path / "again/README.md").read_text()
+    assert "## Sample" not in card
+    assert "## Curves" in card
+
+
 def test_the_length_that_was_trained_is_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with_log(tmp_path)
     settings = json.loads((converted(monkeypatch, run) / "tokenizer_config.json").read_text())
@@ -233,8 +281,6 @@ def test_a_code_that_yaml_takes_for_a_boolean_stays_a_language(tmp_path: Path, m
     ],
 )
 def test_the_export_says_who_serves_it(tmp_path: Path, model: dict[str, Any], head: Any, said: str) -> None:
-    from megahead.hf.export import export
-
     masking = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4}} if model.get("family") == "bert" else {}
     save_small(tmp_path / "run", small_config(model=model, **masking))
     report = export(tmp_path / "run", tmp_path / "out", head)

@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 from megahead.config.objective import ObjectiveConfig
 from megahead.hf.heads import ExportTarget, Head
-from megahead.hf.trained import EMBEDDING, HEAD, TrainedModel, code_version, dataset_names, last_evaluation
+from megahead.hf.trained import (
+    BACKBONE,
+    EMBEDDING,
+    HEAD,
+    MASK_HEAD,
+    TrainedModel,
+    code_version,
+    dataset_names,
+    last_evaluation,
+)
 from megahead.hf.verify import Parity
 from megahead.wording import counted, duration
 
@@ -65,6 +74,7 @@ def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
     tag = ("text-generation" if decodes else "fill-mask") if predicts else "feature-extraction"
     loader = f"AutoModelFor{target.family.predicts}" if predicts else "AutoModel"
     use = (_GENERATE if decodes else _FILL) if predicts else _EMBED
+    program = _CALL if target.model.tokenizer() is None else f"{_TOKENIZE}\n{use}"
     given = [f"license: {json.dumps(facts.license)}"] if facts.license else []  # quoted: Norwegian's `no` is no boolean
     given += [f"language: {json.dumps(facts.languages)}"] if facts.languages else []
     does = (
@@ -80,21 +90,22 @@ def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
         does=does,
         trained=_table(trained),
         exported=_table(exported),
-        loader=loader,
-        path=facts.path,
-        use=use,
+        program=program.format(loader=loader, path=json.dumps(facts.path, ensure_ascii=False)),
     )
 
 
 def _parameters(target: ExportTarget) -> int:
-    shapes = target.model.shapes
+    """Those that are exported, without rows of padding: neither what only training used nor a head that is left out."""
+    kept = (BACKBONE, HEAD, MASK_HEAD) if target.has_head() else (BACKBONE,)
+    shapes = {name: shape for name, shape in target.model.shapes.items() if name.startswith(kept)}
     padding = target.model.config.model.padded_vocab_size() - target.vocab_size
     rows = sum(shapes[name][1] for name in (EMBEDDING, HEAD) if name in shapes)
     return sum(map(prod, shapes.values())) - padding * rows
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+    cells = {key: value.replace("|", r"\|") for key, value in rows.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items())])
 
 
 def _trained(model: TrainedModel) -> dict[str, str]:
@@ -155,14 +166,23 @@ def _head(head: Head, objective: ObjectiveConfig) -> str:
     return _HEADS[head.name] + (_BIASED if objective.output_bias else _PADDED) + place
 
 
+_TOKENIZE = """from transformers import AutoTokenizer, {loader}
+
+tokenizer = AutoTokenizer.from_pretrained({path})
+model = {loader}.from_pretrained({path})"""
 _GENERATE = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 output = model.generate(inputs["input_ids"], max_new_tokens=50, do_sample=True)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
-_FILL = """inputs = tokenizer(f"A small {tokenizer.mask_token}.", return_tensors="pt")
+_FILL = """inputs = tokenizer(f"A small {{tokenizer.mask_token}}.", return_tensors="pt")
 masked = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero()[0, 1]
 print(tokenizer.decode(model(**inputs).logits[0, masked].argmax()))"""
 _EMBED = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(model(inputs["input_ids"]).last_hidden_state.shape)"""
+_CALL = """import torch
+from transformers import {loader}
+
+model = {loader}.from_pretrained({path})
+print(model(torch.tensor([[1, 2, 3]]))[0].shape)  # ids, as this model came without a tokenizer"""
 
 _CARD = """---
 library_name: transformers
@@ -184,11 +204,7 @@ A {family} model of {parameters} parameters that {does}, pretrained and exported
 ## Use
 
 ```python
-from transformers import AutoTokenizer, {loader}
-
-tokenizer = AutoTokenizer.from_pretrained("{path}")
-model = {loader}.from_pretrained("{path}")
-{use}
+{program}
 ```
 
 ## Method

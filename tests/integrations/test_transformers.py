@@ -92,6 +92,7 @@ def test_the_saved_head_predicts_what_evaluation_said(tmp_path: Path, name: str)
     trainer = trained(tmp_path, headless, name, per_device_eval_batch_size=8)
     told = trainer.evaluate()["eval_loss"]
     headless.save(tmp_path / "out", "pmi", tokenizer(tmp_path))
+    assert f'from_pretrained("{tmp_path}/out")' in (tmp_path / "out/README.md").read_text()
     kind = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
     opened, rows = kind.from_pretrained(tmp_path / "out").eval(), rows_of(name, rows=8)
     with torch.no_grad():
