@@ -90,18 +90,19 @@ def run_command(
         sys.exit(main() or 0)
     except (UserError, OSError) as error:
         report(str(error))
-        leave(2) if at_once else sys.exit(2)
+        exit_immediately(2) if at_once else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     except Exception:
         if at_once:
             traceback.print_exc()
-            leave(1)
+            exit_immediately(1)
         raise
 
 
-def leave(code: int) -> None:
+def exit_immediately(code: int) -> None:
+    """Without waiting for threads, and without what Python does at exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

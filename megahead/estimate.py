@@ -9,7 +9,7 @@ from typing import Any
 
 from megahead.config.embedding import embedding_memory, shards_embedding
 from megahead.config.model import ModelConfig
-from megahead.config.objective import ON_CPU, ON_GPU
+from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
@@ -441,7 +441,7 @@ def _loss(config: RunConfig, compute: int) -> float:
     targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
     half = compute == 2
-    chunk = (ON_GPU if half else ON_CPU).outputs(targets, math.ceil(rows), score_size=4)
+    chunk = (GPU_CHUNKS if half else CPU_CHUNKS).outputs(targets, math.ceil(rows), score_size=4)
     matrices = 2 * compute * (targets + rows) + (4 * rows if half else 0)
-    slopes = 4 if config.objective.score == "harmonic" else 0
-    return matrices * config.model.hidden_size + ((4 + compute if half else 4) + slopes) * chunk * rows
+    derivatives = 4 if config.objective.score == "harmonic" else 0
+    return matrices * config.model.hidden_size + ((4 + compute if half else 4) + derivatives) * chunk * rows

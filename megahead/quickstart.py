@@ -34,7 +34,7 @@ from megahead.data.records import Selection
 from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
-from megahead.data.writer import Bar, IndexedDatasetWriter
+from megahead.data.writer import IndexedDatasetWriter, ProgressBar
 from megahead.errors import DataError, FieldError, UserError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
@@ -285,7 +285,7 @@ def make_tokenizer(
     paths: Sequence[Path], selection: Selection, vocab_size: int, output: Path, *, max_bytes: int = 20_000_000
 ) -> None:
     """A byte-level BPE trained on so many bytes of the text in `paths`; broken records are left out."""
-    with Bar("Reading") as bar:
+    with ProgressBar("Reading") as bar:
         texts = sample_texts(paths, selection=selection, max_bytes=max_bytes, skip_broken=True, progress=bar)
         save_tokenizer(train_bpe(texts, vocab_size), output)
 
@@ -300,7 +300,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
         few = text.few_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
         workers = suitable_workers(text.bytes, os.cpu_count() or 1)
-        with Bar("Tokenizing") as bar:
+        with ProgressBar("Tokenizing") as bar:
             done = preprocess(
                 paths, chosen, folder / "text", selection=selection, on_error="skip", workers=workers, progress=bar,
                 **held_out,

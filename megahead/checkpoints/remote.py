@@ -36,8 +36,8 @@ from megahead.run_folder import RunFolder
 
 CHECKPOINTS = "checkpoints"
 
-AT_ONCE = 4
-"""Files that are under way together."""
+PARALLEL_TRANSFERS = 4
+"""Files that are sent at the same time."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Remote(Storage):
                 for _ in receive(self.store, target, Expected(entry.bytes, entry.sha256), len):
                     pass
 
-        under_way = [begin(send_some) for _ in range(AT_ONCE)]
+        under_way = [begin(send_some) for _ in range(PARALLEL_TRANSFERS)]
         wait(under_way)  # all have ended before one raises
         for each in under_way:
             each.result()

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megahead.data.inspection import Inspection, inspect_dataset
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.terminal import terminal
 from megahead.wording import counted
 
@@ -23,7 +23,7 @@ TOKENS_SHOWN = 128
 def main() -> None:
     arguments = parse()
     given = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
-    with Bar("Reading") as bar:
+    with ProgressBar("Reading") as bar:
         inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
     dataset, console = inspection.dataset, terminal()
     beside = dataset.tokenizer_path()

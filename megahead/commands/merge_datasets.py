@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from megahead.data.inspection import merge_datasets
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.errors import DataError
 from megahead.wording import counted
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
     arguments = parser.parse_args()
     prefixes = [prefix for given in arguments.input for prefix in datasets_of(Path(given))]
-    with Bar("Merging") as bar:
+    with ProgressBar("Merging") as bar:
         merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
     print(
         f"{arguments.output}: {counted(len(prefixes), 'dataset')}, {counted(len(merged), 'sequence')}, "

@@ -20,7 +20,7 @@ from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_o
 from megahead.data.records import Selection, conditions, text_keys
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file
 from megahead.wording import counted
@@ -46,7 +46,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
     started = time.monotonic()
-    with Bar("Tokenizing") as bar:
+    with ProgressBar("Tokenizing") as bar:
         if arguments.per_file:
             report = preprocess_shards(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
         else:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from megahead.data.records import Selection, conditions
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, extend, sample_texts, save_tokenizer
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file
 
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 def trained(arguments: argparse.Namespace) -> Tokenizer:
     """A new tokenizer of the chosen type, or the one to extend with what the texts need."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
-    with Bar("Reading") as bar:
+    with ProgressBar("Reading") as bar:
         selection = Selection(arguments.text_key, conditions("--keep", arguments.keep))
         texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
         if arguments.extend is not None:

@@ -29,7 +29,7 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 }
 
 
-FRAMING = ("mask_token", "cls_token", "sep_token", "special_tokens")
+SPECIAL_TOKEN_FIELDS = ("mask_token", "cls_token", "sep_token", "special_tokens")
 """Fields by which an encoder's rows are framed, masked or not."""
 
 _OF_OTHER_MASKS = (
@@ -242,7 +242,7 @@ class MaskingConfig(Settings):
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
-        kept = (*FRAMING, "diffusion", "masks_from_layer", "mask_decoder_layers")
+        kept = (*SPECIAL_TOKEN_FIELDS, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})
 
 

@@ -74,11 +74,11 @@ def _config_from(config: RunConfig, step: int) -> RunConfig:
     """That of the phase which begins after `step` steps of a run with a schedule."""
     schedule, steps = config.objective.schedule, config.training.steps
     assert schedule is not None
-    changes: dict[str, object] = {"objective": config.objective.begun()}
+    changes: dict[str, object] = {"objective": config.objective.first_phase()}
     if step < schedule.causal_until(steps):
         changes["model"] = config.model.model_copy(update={"is_causal": True})
     if schedule.vanilla_share is not None and step >= schedule.vanilla_from(steps):
-        changes["objective"] = config.objective.ended()
+        changes["objective"] = config.objective.last_phase()
         changes["engine"] = config.engine.model_copy(update={"embedding": "dense"})
     return without_unused(config.model_copy(update=changes))
 

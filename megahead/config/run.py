@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.config.embedding import check_embedding
-from megahead.config.masking import FRAMING, WEIGHING, MaskedInputsConfig, MaskingConfig
+from megahead.config.masking import SPECIAL_TOKEN_FIELDS, WEIGHING, MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, check_token_subsets
@@ -179,7 +179,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     strategies = set[str]() if masking is None else set(masking.strategies_by_setting().values())
     for field in () if masking is None else masking.changed():
         readers = _READ_BY.get(field, ())
-        if causal and field not in FRAMING:
+        if causal and field not in SPECIAL_TOKEN_FIELDS:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
         elif readers and not strategies.intersection(readers):
             settings = [setting for setting, known in WEIGHING.items() if set(known) & set(readers)]

@@ -86,7 +86,7 @@ class Frequency(WeightedIds):
 
 
 FLOOR = 0.1
-"""Added to all shares of misses, so that an id that is always predicted is asked for at times."""
+"""Added to all shares of misses, so that an id that is always predicted is masked at times."""
 
 PRIOR = 2
 """Targets that every id begins with, missed as often as all are together."""

@@ -236,8 +236,8 @@ class ByteProgress:
         """More bytes were read from disk, and came out as this many bytes of text."""
 
 
-class Bar(ByteProgress):
-    """`with Bar("Tokenizing") as bar`: a bar on stderr with megabytes of text, their rate, and the time left."""
+class ProgressBar(ByteProgress):
+    """`with ProgressBar("Tokenizing") as bar`: on stderr, with megabytes of text, their rate, and the time left."""
 
     def __init__(self, title: str) -> None:
         columns = (
@@ -253,7 +253,7 @@ class Bar(ByteProgress):
         self._task: TaskID = self._progress.add_task(title, total=None, text=0.0, rate=0.0)
         self._text_bytes = 0
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megahead.distributed.group import Group
 from megahead.distributed.watchdog import Connection, LostRankError, MonitorClient, RankMonitor, connect, with_timeout
-from megahead.errors import UserError, leave, print_error
+from megahead.errors import UserError, exit_immediately, print_error
 
 # `deepspeed`, `torchrun`, `srun` and Open MPI's `mpirun` pass a process its rank in environment variables.
 # `read_launch` takes them as a mapping, so that nothing below `launch/` reads the environment itself.
@@ -271,12 +271,12 @@ def connected(
     _disconnect()
 
 
-def spectate(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
+def stand_by(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
     """For a spare rank, one beyond `launch.world_size`: waits until the others leave; LostRankError if they do not.
 
     UserError if it does not find rank 0, or `settings` are not rank 0's.
     """
-    _rendezvous(launch, timeout_seconds, settings)[1].spectate()
+    _rendezvous(launch, timeout_seconds, settings)[1].stand_by()
 
 
 def _rendezvous(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, MonitorClient]:
@@ -323,7 +323,7 @@ def _disconnect() -> None:
 def _end_process(launch: Launch, why: str) -> None:
     """Called in the client's thread, where a rank was lost and the main thread does not end the run within seconds."""
     print_error_once(launch, why)
-    leave(2)
+    exit_immediately(2)
 
 
 @contextmanager

@@ -148,18 +148,18 @@ def _notice_lost_host(connection: socket.socket, seconds: float) -> None:
 class RankMonitor:
     """Expects `size` ranks within `limit_seconds`; listens, from now on, until all have left or one is lost.
 
-    `spectators`: as many ranks beyond these receive the outcome. Nobody waits for them, and they may be lost.
+    `spare_ranks`: as many ranks beyond these receive the outcome. Nobody waits for them, and they may be lost.
     `host_timeout_seconds`: a machine that is silent for that long is lost; by default only its ranks' silence counts.
     """
 
     def __init__(
-        self, size: int, limit_seconds: float, spectators: int = 0, host_timeout_seconds: float | None = None
+        self, size: int, limit_seconds: float, spare_ranks: int = 0, host_timeout_seconds: float | None = None
     ) -> None:
-        self._all, self._spectators = frozenset(range(size)), frozenset(range(size, size + spectators))
+        self._all, self._spare_ranks = frozenset(range(size)), frozenset(range(size, size + spare_ranks))
         self._limits = limit_seconds, host_timeout_seconds
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=size + spectators, dualstack_ipv6=dual)
+        self._listener = socket.create_server(("", 0), family=family, backlog=size + spare_ranks, dualstack_ipv6=dual)
         self.address = f"{self._listener.getsockname()[1]} {secrets.token_hex(8)}"
         """Port and password for the ranks."""
         self._connections, self._over = dict[int, Connection](), False
@@ -174,7 +174,7 @@ class RankMonitor:
 
     def _accept(self) -> None:
         with self._listener:
-            while not self._over and self._connections.keys() != self._all | self._spectators:
+            while not self._over and self._connections.keys() != self._all | self._spare_ranks:
                 if wait([self._listener], 1):
                     connection = Connection(self._listener.accept()[0], *self._limits)
                     self._start("rank monitor's connection", self._receive, connection)
@@ -187,7 +187,7 @@ class RankMonitor:
                 if rank is not None:
                     self._record(rank, *message)
                 else:
-                    expected = (self._all | self._spectators) - self._connections.keys()
+                    expected = (self._all | self._spare_ranks) - self._connections.keys()
                     rank = next((each for each in expected if message == ["hello", self.address, each]), None)
                     if rank is None:
                         return connection.close()
@@ -199,7 +199,7 @@ class RankMonitor:
             self._gave_up.add(rank)
         elif word == "left":
             self._left.add(rank)
-        elif rank not in self._left and (word == "ended" or rank in self._all):  # else `gone`, which spectators may be
+        elif rank not in self._left and (word == "ended" or rank in self._all):  # else `gone`, which spare ranks may be
             self._lost.setdefault(rank, reason)
 
     def _conclude(self) -> None:
@@ -264,8 +264,8 @@ class MonitorClient:
         self._connection.send("left")
         self._expect(self._connection.limit_seconds)
 
-    def spectate(self) -> None:
-        """For a spectator: waits until the others have left; LostRankError if they end otherwise."""
+    def stand_by(self) -> None:
+        """For a spare rank: waits until the others have left; LostRankError if they end otherwise."""
         while self._expect(None) != "left":
             pass
 

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from megahead.checkpoints.disk import find_checkpoint, save_untrained
 from megahead.config.loading import config_from_dict
-from megahead.config.masking import FRAMING
+from megahead.config.masking import SPECIAL_TOKEN_FIELDS
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT += ["init_std", "init_embedding_std"]
 """Settings of a model that change nothing in what its weights compute, or (`is_causal`) what a run may learn anew."""
 
 
-class Place(NamedTuple):
+class StoredSlice(NamedTuple):
     """Where a parameter of ours is stored: in a tensor of its own, or as one of several parts along dimension 0."""
 
     tensor: str
@@ -76,7 +76,7 @@ class PublishedModel:
     files: Mapping[str, Path]
     """Which file holds each stored tensor."""
 
-    stored: Mapping[str, Place]
+    stored: Mapping[str, StoredSlice]
     """Of each of our parameters."""
 
     @staticmethod
@@ -85,7 +85,7 @@ class PublishedModel:
         files, content = weight_files(folder), read_settings(folder)
         family = family_named(content)
         parts = {name: family.ours(name) for name in files}
-        stored = {one: Place(name, k, len(ours)) for name, ours in parts.items() for k, one in enumerate(ours)}
+        stored = {one: StoredSlice(name, k, len(ours)) for name, ours in parts.items() for k, one in enumerate(ours)}
         return PublishedModel(folder, content, family, files, stored)
 
     def settings(self) -> dict[str, Any]:
@@ -232,12 +232,12 @@ def from_hf(
     with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
         tensors = _tensors(published, config, target_counts_V)
-        save_start(run, tensors, config, tokenizer)
+        save_initial_checkpoint(run, tensors, config, tokenizer)
         kept.keep(run)
     return output_dir
 
 
-def save_start(
+def save_initial_checkpoint(
     run: RunFolder, tensors: Iterable[tuple[str, Tensor]], config: RunConfig, tokenizer: Path | None
 ) -> None:
     """Writes what a run can start from: a checkpoint of step 0, the tokenizer, and the sections of the next config that
@@ -245,7 +245,7 @@ def save_start(
     save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
     sections: dict[str, Any] = {"model": config.model.written()}
     if config.masking is not None:
-        sections["masking"] = config.masking.model_dump(mode="json", include={*FRAMING})
+        sections["masking"] = config.masking.model_dump(mode="json", include={*SPECIAL_TOKEN_FIELDS})
     write_atomically(run.model, yaml.safe_dump(sections, sort_keys=False, default_flow_style=None))
     if tokenizer is not None:
         keep_tokenizer(tokenizer, run)
@@ -306,23 +306,23 @@ _LLAMA = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb":
 """Where the parts of a body stay that is not loaded whole."""
 
 
-def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
+def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
     """The language model in `folder`, ready to score; CheckpointError when its weights are not exactly its own.
 
-    A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
-    from disk whenever it is called, those of another dtype from a copy in this folder; a ModernBERT is loaded whole.
+    A folder without a head is refused: transformers would fill in a random one. offload_folder: read each layer's
+    weights from disk whenever it is called, those of another dtype from a copy there; a ModernBERT is loaded whole.
     """
-    return _load(AutoModelForCausalLM, folder, dtype, _offload(folder, stream_to, head=True))
+    return _load(AutoModelForCausalLM, folder, dtype, _offload(folder, offload_folder, head=True))
 
 
-def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
+def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
     """The headless model in `folder`; CheckpointError when its weights are not exactly its own.
 
-    stream_to: as for `load_causal`; an encoder is loaded whole.
+    offload_folder: as for `load_causal`; an encoder is loaded whole.
     """
     folder = Path(folder)
     without_pooler = {"add_pooling_layer": False} if _settings(folder).get("model_type") == "bert" else {}
-    return _load(AutoModel, folder, dtype, without_pooler | _offload(folder, stream_to, head=False))
+    return _load(AutoModel, folder, dtype, without_pooler | _offload(folder, offload_folder, head=False))
 
 
 def is_encoder(folder: Path) -> bool:
@@ -404,15 +404,15 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _offload(folder: Path, stream_to: Path | None, *, head: bool) -> dict[str, Any]:
+def _offload(folder: Path, offload_folder: Path | None, *, head: bool) -> dict[str, Any]:
     """transformers' options to leave a decoder's weights on disk; none for what is loaded whole."""
     kind = _settings(folder).get("model_type")
-    if stream_to is None or kind in encoders.FAMILIES:
+    if offload_folder is None or kind in encoders.FAMILIES:
         return {}
     prefix, places = ("gpt_neox", _NEOX) if kind == "gpt_neox" else ("model", _LLAMA)
     if head:
         places = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
-    return {"device_map": dict(places), "offload_folder": str(stream_to)}
+    return {"device_map": dict(places), "offload_folder": str(offload_folder)}
 
 
 def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from megahead.config.run import RunConfig
 from megahead.data.vocabulary_map import ROLES, SpelledVocabulary, Translation, translate
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
-from megahead.hf.published import from_hf, save_start
+from megahead.hf.published import from_hf, save_initial_checkpoint
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
@@ -123,7 +123,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         old = _old_vocabulary(model, model_dir)
         translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)
-        save_start(RunFolder(staged), _tensors(model, config, translation, method), config, tokenizer)
+        save_initial_checkpoint(RunFolder(staged), _tensors(model, config, translation, method), config, tokenizer)
     kept, pieced, fresh = translation.counts()
     pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)
     return RevocabularyReport(output_dir, len(old.spellings), len(translation.kept_V), kept, pieced, pieces, fresh)

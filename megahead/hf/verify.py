@@ -166,11 +166,11 @@ class _StreamedEmbedding(nn.Module):
 def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
     with tempfile.TemporaryDirectory(dir=folder) as converted:
         if not target.has_head():
-            outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
+            outputs: Tensor = load_backbone(folder, dtype, offload_folder=Path(converted))(rows_BT).last_hidden_state
         elif target.predicts_masked():
             outputs = load_masked(folder, dtype)(rows_BT).logits
         else:
-            outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
+            outputs = load_causal(folder, dtype, offload_folder=Path(converted))(rows_BT).logits
     return outputs.float()
 
 

@@ -168,7 +168,7 @@ class Headless(nn.Module):
         if labels is None:
             hint = "there are no logits: leave label_smoothing_factor at 0; to predict, `save` with a head"
             raise FieldError("labels", "be given", got="missing", hint=hint)
-        self._fit_counts()
+        self._resize_counts()
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         given = {name: value for name, value in optional.items() if value is not None and name in self._body_arguments}
         hidden_BTD = self.body(input_ids=input_ids, **given, **kwargs).last_hidden_state
@@ -191,7 +191,7 @@ class Headless(nn.Module):
 
     def log_frequencies(self) -> Tensor:
         """[V] log q, fp32: added to `E h` it gives log p."""
-        self._fit_counts()
+        self._resize_counts()
         return log_unigram(self.target_counts, self.target_counts.numel())
 
     def save(
@@ -207,7 +207,7 @@ class Headless(nn.Module):
         tokenizer: of transformers; encoders need it to come back into a run. state_dict: this module's, where its
         parameters are not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
         """
-        self._fit_counts()
+        self._resize_counts()
         weights = self.state_dict() if state_dict is None else state_dict
         body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
         if any(part in name for name in body for part in _ADAPTER_PARTS):
@@ -224,10 +224,10 @@ class Headless(nn.Module):
     """The name in transformers before 5.20."""
 
     def _load_from_state_dict(self, *state: Any) -> None:
-        self._fit_counts()
+        self._resize_counts()
         super()._load_from_state_dict(*state)
 
-    def _fit_counts(self) -> None:
+    def _resize_counts(self) -> None:
         """Resizes the counts after `resize_token_embeddings`; new ids have count 0."""
         table: Any = self.body.get_input_embeddings()
         while not hasattr(table, "num_embeddings"):  # an adapter of PEFT

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megahead.config.objective import ON_CPU
+from megahead.config.objective import CPU_CHUNKS
 from megahead.distributed.group import Group, multiplies_bf16_fast
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Score
@@ -55,7 +55,7 @@ class Residuals(NamedTuple):
     """The gradient by this rank's scores, in the type that products read, divided by `weight_n1`; a buffer."""
     weight_n1: Tensor | None
     """None: ones."""
-    slopes_nw: Tensor | None = None
+    derivatives_nw: Tensor | None = None
     """Of the scores by the products that they come from, divided by the scale; None: ones."""
 
     def weighted(self, weight_n: Tensor) -> Residuals:
@@ -103,7 +103,7 @@ class TorchChunkSoftmax(ChunkSoftmax):
         bias_w, target_bias_w = candidates.bias_U, candidates.target_bias_U
         self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
         self._target_bias_w = None if target_bias_w is None else target_bias_w.to(dtype)
-        self.chunk = ON_CPU.outputs(outputs_ND.shape[0], width, dtype.itemsize)
+        self.chunk = CPU_CHUNKS.outputs(outputs_ND.shape[0], width, dtype.itemsize)
         self._buffer, self.gradient_dtype = rows_wD.new_empty(self.chunk, width, dtype=dtype), dtype
 
     def sums(self, outputs_nD: Tensor, target_n: Tensor) -> RowSums:
@@ -116,14 +116,14 @@ class TorchChunkSoftmax(ChunkSoftmax):
         return RowSums(lse_n, target_n, biased_n, self._group.all_reduce_max_(scores_nw.amax(dim=1)))
 
     def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
-        scores_nw, index_n1, held_n1, of_targets_n2, slopes_nw = self._scored(outputs_nD, target_n)
+        scores_nw, index_n1, held_n1, of_targets_n2, derivatives_nw = self._scored(outputs_nD, target_n)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
         sums_n3 = torch.cat([scores_nw.sum(dim=1, keepdim=True), of_targets_n2], dim=1)
         total_n1, *own_n2 = self._group.all_reduce_(sums_n3).split(1, dim=1)
         scores_nw.scatter_add_(1, index_n1, -total_n1 * held_n1)
         loss_n1 = top_n1 + total_n1.log() - self._numerator(*own_n2)
-        return Residuals(loss_n1.squeeze(1), scores_nw, 1 / total_n1, slopes_nw)
+        return Residuals(loss_n1.squeeze(1), scores_nw, 1 / total_n1, derivatives_nw)
 
     def draws(self, outputs_nD: Tensor, target_n: Tensor, uniform_n: Tensor) -> Tensor:
         """int64 [n]: of each output the place of a candidate drawn from its softmax, or -1 where that is another
@@ -147,7 +147,7 @@ class TorchChunkSoftmax(ChunkSoftmax):
 
     def _scored(self, outputs_nD: Tensor, target_n: Tensor) -> _Scored:
         scores_nw, width = self._buffer[: len(outputs_nD)], self._buffer.shape[1]
-        slopes_nw = self._biased_(scores_nw, outputs_nD)
+        derivatives_nw = self._biased_(scores_nw, outputs_nD)
         held_n1 = ((target_n >= 0) & (target_n < width))[:, None]
         index_n = target_n.clamp(0, width - 1)
         biased_n1 = scores_nw.gather(1, index_n[:, None])
@@ -160,16 +160,16 @@ class TorchChunkSoftmax(ChunkSoftmax):
             biased_n1 = biased_n1.where(~held_n1, target_n1 + self._target_bias_w[index_n, None])
             scores_nw.scatter_(1, index_n[:, None], biased_n1)
         of_targets_n2 = torch.cat([target_n1, biased_n1], dim=1).where(held_n1, 0.0)
-        return _Scored(scores_nw, index_n[:, None], held_n1, of_targets_n2, slopes_nw)
+        return _Scored(scores_nw, index_n[:, None], held_n1, of_targets_n2, derivatives_nw)
 
     def _biased_(self, scores_nw: Tensor, outputs_nD: Tensor) -> Tensor | None:
-        """Fills in scores with biases; returns the slopes of the similarities."""
+        """Fills in scores with biases; returns the derivatives of the similarities."""
         if self._score.is_product:
             torch.addmm(self._bias_w, outputs_nD, self._rows_wD.T, alpha=self._score.scale, out=scores_nw)
             return None
-        slopes_nw = self._score.similarity_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
+        derivatives_nw = self._score.similarity_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
         scores_nw.mul_(self._score.scale).add_(self._bias_w)
-        return slopes_nw
+        return derivatives_nw
 
 
 _BLOCK = 512
@@ -207,7 +207,7 @@ class _Scored(NamedTuple):
     """bool: whether this rank holds the target; if not, `index_n1` points anywhere."""
     of_targets_n2: Tensor
     """Scores of targets without and with their biases; 0 for those of other ranks."""
-    slopes_nw: Tensor | None
+    derivatives_nw: Tensor | None
     """As in `Residuals`."""
 
 
@@ -407,15 +407,15 @@ class _Gradients:
 
     def add(self, part: slice, residuals: Residuals) -> None:
         """The gradients of the outputs of `part`, and what they add to those of rows and biases."""
-        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, slopes_nw) = self._inputs, residuals
+        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, derivatives_nw) = self._inputs, residuals
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
         if self.bias is not None:  # the loss subtracts the target's bias: its gradient has the same -1 as the scores'
             if weight_n1 is None:
                 self.bias.add_(matrix_nw.sum(0, dtype=self.bias.dtype))
             else:
                 self._step.add_product_(self.bias[None], weight_n1.T, matrix_nw)
-        if slopes_nw is not None:
-            matrix_nw.mul_(slopes_nw)
+        if derivatives_nw is not None:
+            matrix_nw.mul_(derivatives_nw)
         self._step.product_(gradient_nD, matrix_nw, rows_wD)
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)

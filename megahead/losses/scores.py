@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DividesOutputs = Callable[[Tensor], Tensor]
+TemperatureScaling = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Score(ABC):
     """`scale * similarity(outputs(h) . rows(e))`."""
 
-    temperature: float | DividesOutputs = 1.0
+    temperature: float | TemperatureScaling = 1.0
     """Scores are divided by it; a learned one divides what is made of outputs."""
 
     is_product: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class Score(ABC):
         return rows_UD
 
     def similarity_(self, products_nw: Tensor) -> Tensor | None:
-        """Puts similarities in place of the products; returns their slopes by these, or None for ones."""
+        """Puts similarities in place of the products; returns their derivatives by these, or None for ones."""
         return None
 
     @abstractmethod
@@ -78,9 +78,9 @@ class Dot(Score):
 # is the inverse of the temperature (the paper's is the root of D).
 
 
-LEAST_SQUARE = 1e-3
+MIN_SQUARED_DISTANCE = 1e-3
 """Squared distances count as at least this: where |h|^2 is in the hundreds, float32 knows |h|^2 + |e|^2 - 2 h.e to
-some 1e-4. Nearer ones have no slope, since they count all the same."""
+some 1e-4. Nearer ones have no gradient, since they count all the same."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Harmonic(Score):
         return torch.cat([rows_UD, torch.ones_like(squares_U1), squares_U1], dim=-1)
 
     def similarity_(self, products_nw: Tensor) -> Tensor:
-        nearer_nw = products_nw < LEAST_SQUARE
-        slopes_nw = products_nw.clamp_min_(LEAST_SQUARE).reciprocal().masked_fill_(nearer_nw, 0)
+        nearer_nw = products_nw < MIN_SQUARED_DISTANCE
+        derivatives_nw = products_nw.clamp_min_(MIN_SQUARED_DISTANCE).reciprocal().masked_fill_(nearer_nw, 0)
         products_nw.log_()
-        return slopes_nw
+        return derivatives_nw
 
     def reference(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         squares_NU = (outputs_ND[:, None] - rows_UD).square().sum(dim=-1)
-        return squares_NU.clamp_min(LEAST_SQUARE).log() * self.scale
+        return squares_NU.clamp_min(MIN_SQUARED_DISTANCE).log() * self.scale
 
 
 def _full(x: Tensor) -> Tensor:

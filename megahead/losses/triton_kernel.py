@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.config.objective import ON_GPU
+from megahead.config.objective import GPU_CHUNKS
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import ChunkSoftmax, Residuals, RowSums
@@ -40,7 +40,7 @@ class TritonChunkSoftmax(ChunkSoftmax):
         biases = candidates.bias_U, candidates.target_bias_U
         bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
         self._biases = None if bias_w is None else padded(bias_w), target_bias_w
-        self.chunk = ON_GPU.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
+        self.chunk = GPU_CHUNKS.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
         shape = self.chunk, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
         self._residuals, self.gradient_dtype = rows_wD.new_empty(shape), rows_wD.dtype

@@ -148,12 +148,12 @@ def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
     """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
     dims = rotation.cos.shape[-1]
     if dims == x_BTHd.shape[-1]:
-        return _turned(x_BTHd, rotation)
+        return _rotated(x_BTHd, rotation)
     turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
-    return torch.cat([_turned(turning, rotation), passing], -1)
+    return torch.cat([_rotated(turning, rotation), passing], -1)
 
 
-def _turned(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
+def _rotated(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
     """In the wider of both formats: a CPU multiplies two of differing formats several times as slowly."""
     wide_BTHr = x_BTHr.to(torch.promote_types(x_BTHr.dtype, rotation.cos.dtype))
     partner_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)

@@ -88,7 +88,7 @@ def running_mean(values: Any, half_width: int) -> Any:
 def build_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The panels for which any run has values, in the order of the page; every number is finite or null."""
     drawn = [(panel, [run.metrics.validation for run in runs]) for panel in HELD_OUT]
-    drawn += [(panel, [run.metrics.training for run in runs]) for panel in (*TRAINING, *_own_panels(runs))]
+    drawn += [(panel, [run.metrics.training for run in runs]) for panel in (*TRAINING, *_custom_panels(runs))]
     drawn += [(panel, [_along(run.metrics.tasks, panel.key) for run in runs]) for panel in _task_panels(runs)]
     drawn += [(panel, [run.geometry for run in runs]) for panel in GEOMETRY]
     built = []
@@ -108,10 +108,10 @@ def _series(run: int, records: Sequence[Record], panel: Panel) -> dict[str, Any]
         return None
     size = ceil(len(y) / MAX_POINTS)
     x = {name: _numbers(column(records, name)[size - 1 :: size]) for name in X_AXES}
-    return {"run": run, "x": x, "y": _thin(y, size), "mean": _thin(panel.smoothed(y), size)}
+    return {"run": run, "x": x, "y": _downsample(y, size), "mean": _downsample(panel.smoothed(y), size)}
 
 
-def _thin(values: Any, size: int) -> list[float | None]:
+def _downsample(values: Any, size: int) -> list[float | None]:
     """Means of `size` consecutive values, those that are not finite left out; an incomplete last group is dropped."""
     groups = values[: len(values) // size * size].reshape(-1, size)
     counted = np.isfinite(groups).sum(axis=1)
@@ -122,7 +122,7 @@ def _numbers(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if isfinite(value) else None for value in values.tolist()]
 
 
-def _own_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+def _custom_panels(runs: Sequence[Run]) -> Iterator[Panel]:
     """A panel for each number that an objective of one's own logged beside its loss."""
     own, known = f"{CustomConfig.metric}_", {panel.key for panel in TRAINING}
     for key in dict.fromkeys(key for run in runs for record in run.metrics.training for key in record):

@@ -68,8 +68,8 @@ class RateHistory:
         """Appends steps with these rates."""
         before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
         decay = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
-        steps_apart = np.maximum(rates, before) > _JUMP_FACTOR * np.minimum(rates, before)
-        _accumulate(self._jumps, steps_apart)
+        is_jump = np.maximum(rates, before) > _JUMP_FACTOR * np.minimum(rates, before)
+        _accumulate(self._jumps, is_jump)
         _accumulate(self._log_decay, np.log(decay))
         self._rates.extend(rates)
 
@@ -261,7 +261,7 @@ Moments = Mapping[str, Literal["each", "row"]]
 WEIGHT = "weight"
 
 
-class RowRule(ABC):
+class RowOptimizer(ABC):
     """The optimizer of a rank's rows. Updates them in place, and records the learning rate of every applied step."""
 
     moments: ClassVar[Moments]
@@ -290,7 +290,7 @@ class RowRule(ABC):
         """The step without weight decay. The history has this step already."""
 
 
-class DeferredAdamW(RowRule):
+class LazyAdamW(RowOptimizer):
     """Equal to AdamW on every row at every step, up to rounding."""
 
     moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "each"}
@@ -327,7 +327,7 @@ class DeferredAdamW(RowRule):
         return gradients_nD.square()
 
 
-class RowwiseAdamW(DeferredAdamW):
+class RowwiseAdamW(LazyAdamW):
     """AdamW with one second moment per row, the mean over its weights; needs a third less memory."""
 
     moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "row"}
@@ -336,7 +336,7 @@ class RowwiseAdamW(DeferredAdamW):
         return gradients_nD.square().mean(1, keepdim=True)
 
 
-class RowwiseAdaGrad(RowRule):
+class RowwiseAdaGrad(RowOptimizer):
     """AdaGrad with one number per row, the sum of its mean squared gradients; weight decay as in AdamW."""
 
     moments: ClassVar[Moments] = {"square_sum": "row"}
@@ -350,12 +350,16 @@ class RowwiseAdaGrad(RowRule):
         rows[WEIGHT].addcdiv_(gradients_nD, total.sqrt().add_(self._config.eps), value=-rate)
 
 
-RULES: Mapping[str, type[RowRule]] = {"adamw": DeferredAdamW, "adamw_row": RowwiseAdamW, "adagrad": RowwiseAdaGrad}
+ROW_OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {
+    "adamw": LazyAdamW,
+    "adamw_row": RowwiseAdamW,
+    "adagrad": RowwiseAdaGrad,
+}
 
 
-def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
-    """The rule of that name, with the betas, eps and decay of all other weights."""
-    return RULES[name](config)
+def build_row_optimizer(name: str, config: OptimizerConfig) -> RowOptimizer:
+    """The optimizer of that name, with the betas, eps and decay of all other weights."""
+    return ROW_OPTIMIZERS[name](config)
 
 
 def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:

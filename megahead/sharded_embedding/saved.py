@@ -18,7 +18,7 @@ from torch import Tensor
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.tensors import block_ranges
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import build_row_rule
+from megahead.sharded_embedding.optimizer import build_row_optimizer
 
 _LAZY = "late/"
 """What the names of a sharded embedding's tensors begin with in a checkpoint."""
@@ -80,10 +80,10 @@ def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
     """`name`, saved as rows with pending updates, with these updates."""
     kind, _, parameter = name.partition("/")
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
-    rule = build_row_rule(config.table.rule, config)
-    rule.resume(checkpoint.read(f"{_LAZY}{RATES}/{parameter}").numpy())
-    kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_LAZY}{name}"].shape[0]
+    row_optimizer = build_row_optimizer(config.table.rule, config)
+    row_optimizer.resume(checkpoint.read(f"{_LAZY}{RATES}/{parameter}").numpy())
+    kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_LAZY}{name}"].shape[0]
     for block in block_ranges(count):
         rows = {each: checkpoint.read_rows(f"{_LAZY}{each}/{parameter}", block) for each in kinds}
-        rule.catch_up_(rows, checkpoint.read_rows(f"{_LAZY}{LAST_STEP}/{parameter}", block))
+        row_optimizer.catch_up_(rows, checkpoint.read_rows(f"{_LAZY}{LAST_STEP}/{parameter}", block))
         yield rows[kind]

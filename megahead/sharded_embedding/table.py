@@ -23,7 +23,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import WEIGHT, RowRule, Rows, build_row_rule
+from megahead.sharded_embedding.optimizer import WEIGHT, RowOptimizer, Rows, build_row_optimizer
 from megahead.sharded_embedding.saved import LAST_STEP, RATES
 
 # The exchange of a step's rows, planned ahead of it.
@@ -127,16 +127,18 @@ class OwnedRows:
     would not go on bitwise.
     """
 
-    def __init__(self, count: int, features: int, rule: RowRule, device: torch.device) -> None:
-        self.rule = rule
-        widths = {WEIGHT: features} | {n: features if kind == "each" else 1 for n, kind in rule.moments.items()}
+    def __init__(self, count: int, features: int, row_optimizer: RowOptimizer, device: torch.device) -> None:
+        self.row_optimizer = row_optimizer
+        widths = {WEIGHT: features} | {
+            n: features if kind == "each" else 1 for n, kind in row_optimizer.moments.items()
+        }
         self.rows = {name: torch.zeros(count, width, device=device) for name, width in widths.items()}
         self.last_step_n = torch.zeros(count, dtype=torch.int32)
 
     @property
     def steps(self) -> int:
         """Steps applied so far."""
-        return self.rule.history.steps
+        return self.row_optimizer.history.steps
 
     def count_stale(self, owned_O: Tensor) -> int:
         """How many of these have not been updated by the last step (int64 on the CPU)."""
@@ -146,7 +148,7 @@ class OwnedRows:
         """Copies of these rows, brought up to date."""
         there_O = owned_O.to(self.rows[WEIGHT].device)
         taken = {name: values.index_select(0, there_O) for name, values in self.rows.items()}
-        self.rule.catch_up_(taken, self.last_step_n[owned_O])
+        self.row_optimizer.catch_up_(taken, self.last_step_n[owned_O])
         return taken
 
     def put(self, owned_O: Tensor, rows: Rows) -> None:
@@ -165,7 +167,7 @@ class OwnedRows:
         """Weights are as new: everything else is as before the first step."""
         for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.last_step_n):
             values.zero_()
-        self.rule.resume(np.empty(0))
+        self.row_optimizer.resume(np.empty(0))
 
 
 class FetchedRows:
@@ -267,13 +269,21 @@ class RowTable(nn.Module):
     """
 
     def __init__(
-        self, rows: int, features: int, rule: RowRule, mesh: Mesh, device: torch.device, rate_ratio: float = 1.0
+        self,
+        rows: int,
+        features: int,
+        row_optimizer: RowOptimizer,
+        mesh: Mesh,
+        device: torch.device,
+        rate_ratio: float = 1.0,
     ) -> None:
         """`rate_ratio`: the learning rate of rows over that of a step."""
         super().__init__()
         self.num_rows, self._rate_ratio = rows, rate_ratio
         self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
-        self.owned = OwnedRows(len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, rule, device)
+        self.owned = OwnedRows(
+            len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, row_optimizer, device
+        )
         self._mesh, self._planning_group = mesh, mesh.world_group.side_channel()
         self._fetched: FetchedRows | None = None
         self._now_nD: Tensor | None = None
@@ -303,14 +313,14 @@ class RowTable(nn.Module):
         """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last updated,
         `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
         shards = {kind: RoundRobinShard(part, self.num_rows) for kind, part in self._shards().items()}
-        return {**shards, RATES: torch.from_numpy(self.owned.rule.history.rates)}
+        return {**shards, RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
 
     def restore(self, state: Tensors) -> None:
         """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
         for kind, part in self._shards().items():
             blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
             fill_shard_(part, blocks, self._mesh.world_group)
-        self.owned.rule.resume(state.read(RATES).numpy())
+        self.owned.row_optimizer.resume(state.read(RATES).numpy())
         self._now_nD = None
 
     def _shards(self) -> dict[str, Tensor]:
@@ -326,7 +336,7 @@ class RowTable(nn.Module):
         fetched = self._fetched
         if fetched is None or fetched.sums_OD is None:
             raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
-        self.owned.rule.step_(fetched.served, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
+        self.owned.row_optimizer.step_(fetched.served, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
         self.owned.put(self._plan.owned_O, fetched.served)
         self.discard()
 
@@ -374,8 +384,8 @@ def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device:
     Collective over `mesh`."""
     if shards_embedding(config):
         rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
-        rule = build_row_rule(settings.rule, config.optimizer)
-        table = RowTable(rows, features, rule, mesh, device, settings.learning_rate_ratio)
+        row_optimizer = build_row_optimizer(settings.rule, config.optimizer)
+        table = RowTable(rows, features, row_optimizer, mesh, device, settings.learning_rate_ratio)
         backbone.register_module("embedding", table)
 
 

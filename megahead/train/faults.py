@@ -59,7 +59,7 @@ class FaultPolicy:
 
     def __init__(self, rules: FaultsConfig) -> None:
         self._rules = rules
-        self.in_a_row = 0
+        self.consecutive_faults = 0
         """Bad steps since the last good one."""
         self._rollbacks = 0
 
@@ -83,11 +83,11 @@ class FaultPolicy:
         policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
         policy = policies.get(kind, self._rules.bad_step)
         if policy in ("apply", "note"):
-            self.in_a_row = 0
+            self.consecutive_faults = 0
             return "apply"
-        self.in_a_row += 1
+        self.consecutive_faults += 1
         self._rollbacks += policy == "rollback"
-        if max(self.in_a_row, self._rollbacks) >= self._rules.most_in_a_row:
+        if max(self.consecutive_faults, self._rollbacks) >= self._rules.most_in_a_row:
             return "stop"
         return policy  # type: ignore[return-value]
 

@@ -57,7 +57,7 @@ class Training:
         return self.progress.state
 
 
-# What is done about bad steps, and about replicas of weights that differ: told, rolled back, or the end of the run.
+# What is done about bad steps, and about replicas of weights that differ: a report, a rollback, or the end of the run.
 
 
 def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
@@ -72,8 +72,9 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     message = run.logger.fault(report, bad or [(None, rows)], action, state)
     if action == "stop":
         raise UserError(
-            f"steps must be finite and without spikes, but {message}, {run.fault_policy.in_a_row} bad in a row; lower "
-            "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
+            f"steps must be finite and without spikes, but {message}, {run.fault_policy.consecutive_faults} bad in a "
+            "row; lower optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and "
+            "resume."
         )
     if action == "rollback":
         _roll_back(run)

@@ -20,7 +20,7 @@ from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import ErrorCounts
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
-from megahead.distributed.launch import Launch, choose_device, connected, spectate
+from megahead.distributed.launch import Launch, choose_device, connected, stand_by
 from megahead.distributed.tensors import Tensors
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
@@ -120,7 +120,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
             flush=True,
         )
     with sharing_replicas(config, launch):
-        spectate(launch, config.engine.timeout_seconds, settings_of(config))
+        stand_by(launch, config.engine.timeout_seconds, settings_of(config))
     ending = json.loads(config.folder().ending.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
 

@@ -15,7 +15,7 @@ from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import build_row_rule
+from megahead.sharded_embedding.optimizer import build_row_optimizer
 from support.on_ranks import on_ranks
 from support.saved import save_checkpoint
 
@@ -25,9 +25,9 @@ WRITTEN = {"optimizer": CONFIG.model_dump(mode="json")}
 
 
 def course() -> tuple[dict[str, Tensor], Tensor, Any]:
-    """Rows, touched and the rule after 30 steps that updated some of them."""
+    """Rows, touched and the optimizer after 30 steps that updated some of them."""
     torch.manual_seed(0)
-    rule = build_row_rule("adamw", CONFIG)
+    row_optimizer = build_row_optimizer("adamw", CONFIG)
     rows = {
         "weight": torch.randn(ROWS, WIDTH),
         "exp_avg": torch.zeros(ROWS, WIDTH),
@@ -37,21 +37,21 @@ def course() -> tuple[dict[str, Tensor], Tensor, Any]:
     for step in range(30):
         ids = torch.tensor([0, 1 + step % 7, 10 + step % 13])
         taken = {name: values[ids] for name, values in rows.items()}
-        rule.catch_up_(taken, touched[ids])
-        rule.step_(taken, torch.randn(3, WIDTH), 0.05)
+        row_optimizer.catch_up_(taken, touched[ids])
+        row_optimizer.step_(taken, torch.randn(3, WIDTH), 0.05)
         for name, values in rows.items():
             values[ids] = taken[name]
         touched[ids] = step + 1
-    return rows, touched, rule
+    return rows, touched, row_optimizer
 
 
 def save(group: Group, root: Path) -> None:
-    rows, touched, rule = course()
+    rows, touched, row_optimizer = course()
     kept = {**rows, "touched": touched}
     tensors = {
         f"late/{kind}/{NAME}": RoundRobinShard(values[group.rank :: group.size], ROWS) for kind, values in kept.items()
     }
-    tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
+    tensors[f"late/rates/{NAME}"] = torch.from_numpy(row_optimizer.history.rates)
     save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group)
 
 
@@ -59,13 +59,13 @@ def save(group: Group, root: Path) -> None:
 def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     on_ranks(ranks, save, tmp_path)
     monkeypatch.setattr(blocks, "BLOCK", 10)
-    checkpoint, (rows, touched, rule) = open_checkpoint(tmp_path), course()
+    checkpoint, (rows, touched, row_optimizer) = open_checkpoint(tmp_path), course()
     assert len(checkpoint.files) == ranks
     read = [name for name in checkpoint.names() if not name.startswith("late/")]
     assert sorted(read) == sorted(f"{kind}/{NAME}" for kind in rows)
     for kind, values in rows.items():
         assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
-    rule.catch_up_(rows, touched)
+    row_optimizer.catch_up_(rows, touched)
     for kind, values in rows.items():
         torch.testing.assert_close(checkpoint.read(f"{kind}/{NAME}"), values, rtol=0, atol=1e-7)
 

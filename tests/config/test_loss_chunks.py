@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.config.objective import ON_CPU, ON_GPU, ChunkSize
+from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, ChunkSize
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from megahead.config.objective import ON_CPU, ON_GPU, ChunkSize
 def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(
     total: int, candidates: int, outputs: int
 ) -> None:
-    assert ON_GPU.outputs(total, candidates, 4) == outputs
+    assert GPU_CHUNKS.outputs(total, candidates, 4) == outputs
 
 
-@pytest.mark.parametrize("size", [ON_CPU, ON_GPU, ChunkSize(1, 1, 1)])
+@pytest.mark.parametrize("size", [CPU_CHUNKS, GPU_CHUNKS, ChunkSize(1, 1, 1)])
 @pytest.mark.parametrize("total", [1, 100, 1025, 40_000])
 @pytest.mark.parametrize("candidates", [1, 3000, 1_000_000])
 def test_scores_stay_within_the_bytes_unless_a_chunk_has_the_least_outputs(
@@ -30,4 +30,4 @@ def test_scores_stay_within_the_bytes_unless_a_chunk_has_the_least_outputs(
 ) -> None:
     outputs = size.outputs(total, candidates, 4)
     assert 1 <= outputs <= total
-    assert outputs * candidates * 4 <= size.score_bytes or outputs <= size.least_outputs
+    assert outputs * candidates * 4 <= size.score_bytes or outputs <= size.min_outputs

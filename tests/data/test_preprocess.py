@@ -21,7 +21,7 @@ from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.errors import DataError, FieldError
 
 JsonLines = Callable[..., Path]
@@ -227,7 +227,7 @@ def peak_megabytes(path: Path, tokenizer_path: Path) -> float:
 
 
 def test_a_bar_ends_with_the_text_that_was_read_and_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    with Bar("Reading") as bar:
+    with ProgressBar("Reading") as bar:
         bar.begin(3)
         for _ in range(3):
             bar.advance(1, 40_000_000)

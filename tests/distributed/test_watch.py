@@ -198,11 +198,11 @@ def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> 
 
 
 def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
-    address = RankMonitor(1, 60, spectators=2).address
+    address = RankMonitor(1, 60, spare_ranks=2).address
     lines = [connect("127.0.0.1", address, rank, 60, None) for rank in range(3)]
     watches = [MonitorClient(line, rank, print) for rank, line in enumerate(lines)]
     watches[0].wait_for_all()
-    looking = [ThreadPoolExecutor(1).submit(each.spectate) for each in watches[1:]]
+    looking = [ThreadPoolExecutor(1).submit(each.stand_by) for each in watches[1:]]
     lines[1]._socket.shutdown(socket.SHUT_RDWR)  # it is lost
     assert "rank 0 died" in outcome(looking[0])
     time.sleep(0.5)

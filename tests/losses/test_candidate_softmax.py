@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megahead.config.objective import ON_CPU, ChunkSize
+from megahead.config.objective import CPU_CHUNKS, ChunkSize
 from megahead.losses import contrastive, fused_softmax
 from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
 from megahead.losses.contrastive import cwt_loss
@@ -66,7 +66,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
-        monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+        monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(chunk_bytes, min_outputs=1, multiple=1))
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
@@ -92,7 +92,7 @@ def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
     with LargestTensor() as largest:
         candidate_loss(outputs, rows, candidates).backward()
         Softmax(outputs, rows, candidates).sums()
-    assert largest.bytes <= ON_CPU.score_bytes < 4 * 3000 * 2000
+    assert largest.bytes <= CPU_CHUNKS.score_bytes < 4 * 3000 * 2000
 
 
 @pytest.mark.parametrize("others_learn", [True, False])

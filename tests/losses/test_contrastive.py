@@ -106,7 +106,7 @@ def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     assert candidates.target_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
-        monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+        monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(chunk_bytes, min_outputs=1, multiple=1))
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)

@@ -29,7 +29,7 @@ SCORE = Dot(0.7)
 def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with units for bf16, in chunks of a few outputs; others multiply it slowly, to the same results."""
     monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: True)
-    monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
+    monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(score_bytes=1, min_outputs=8, multiple=1))
 
 
 def exact(outputs: Tensor, rows: Tensor, candidates: Candidates, *others: Tensor) -> list[Tensor]:

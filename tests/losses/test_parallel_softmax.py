@@ -43,7 +43,8 @@ def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor,
     shard, table = shard_of(rows, group)
     outputs.requires_grad_()
     table.requires_grad_()
-    with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
+    four_outputs = ChunkSize(8 * 4 * table.shape[0], 1, 1)
+    with mock.patch.object(fused_softmax, "CPU_CHUNKS", four_outputs):
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
     (3 * loss).backward()
     assert outputs.grad is not None
@@ -75,7 +76,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     shard, table = shard_of(rows, group)
     assert candidates.bias_U is not None
     bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
-    with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
+    with mock.patch.object(fused_softmax, "CPU_CHUNKS", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
     return torch.autograd.grad(3 * loss, bias)[0]
 

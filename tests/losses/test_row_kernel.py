@@ -180,7 +180,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
     outputs, rows, candidates = drawn(40, 48, 16, torch.float32, torch.device("cpu"))
     counts = []
     for chunk in (8, 40):
-        monkeypatch.setattr("megahead.losses.triton_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))
+        monkeypatch.setattr("megahead.losses.triton_kernel.GPU_CHUNKS", ChunkSize(1, min_outputs=chunk, multiple=1))
         monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", sums_of_nothing)
         with Operations() as operations:
             torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])

@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_definition_in_any_chunks(
     exact = solved((biased.logsumexp(1) - positive[:, 0]).sum(), [outputs, rows])
     for way in (candidate_loss, candidate_loss_reference):
         for size in (1, 10**9):
-            monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(size, least_outputs=5, multiple=1))
+            monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(size, min_outputs=5, multiple=1))
             mine = solved(way(outputs, rows, candidates, score), [outputs, rows])
             torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
 

@@ -19,7 +19,7 @@ from support.row_kernel_cases import drawn, on_device
 def test_blocks_and_chunks_give_what_the_whole_gives(
     biased: bool, block: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+    monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(chunk_bytes, min_outputs=1, multiple=1))
     torch.manual_seed(block)
     outputs, rows = 3 * torch.randn(20, 8), torch.randn(50, 8)
     bias = torch.randn(50) if biased else None

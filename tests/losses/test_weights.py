@@ -53,7 +53,7 @@ def exact(inputs: list[Tensor], candidates: Candidates, score: Score = SCORE) ->
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fused_softmax, "ON_CPU", ChunkSize(1, least_outputs=5, multiple=1))
+    patch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(1, min_outputs=5, multiple=1))
 
 
 def test_an_output_of_weight_three_is_one_that_is_there_three_times() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.training import OptimizerConfig
-from megahead.sharded_embedding.optimizer import RowRule, build_row_rule
+from megahead.sharded_embedding.optimizer import RowOptimizer, build_row_optimizer
 from support.long import long
 
 ROWS, WIDTH, STEPS, PEAK = 400, 6, 2000, 3e-3
@@ -35,29 +35,29 @@ class LateTable:
     """A table whose rows are updated when they are used, as an owner of rows does it."""
 
     def __init__(self, rule: str, config: OptimizerConfig, start: Tensor) -> None:
-        self.rule: RowRule = build_row_rule(rule, config)
+        self.row_optimizer: RowOptimizer = build_row_optimizer(rule, config)
         widths = {"each": start.shape[1], "row": 1}
-        moments = {name: torch.zeros(len(start), widths[kind]) for name, kind in self.rule.moments.items()}
+        moments = {name: torch.zeros(len(start), widths[kind]) for name, kind in self.row_optimizer.moments.items()}
         self.rows = {"weight": start.clone(), **moments}
         self.last_step = torch.zeros(len(start), dtype=torch.int32)
 
     def step(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
         used = {name: values[ids] for name, values in self.rows.items()}
-        self.rule.catch_up_(used, self.last_step[ids])
-        self.rule.step_(used, gradients, rate)
+        self.row_optimizer.catch_up_(used, self.last_step[ids])
+        self.row_optimizer.step_(used, gradients, rate)
         for name, values in self.rows.items():
             values[ids] = used[name]
-        self.last_step[ids] = self.rule.history.steps
+        self.last_step[ids] = self.row_optimizer.history.steps
 
     def go_on_from(self, other: LateTable) -> None:
         """From what a checkpoint holds of another table."""
         self.rows = {name: values.clone() for name, values in other.rows.items()}
         self.last_step = other.last_step.clone()
-        self.rule.resume(other.rule.history.rates)
+        self.row_optimizer.resume(other.row_optimizer.history.rates)
 
     def now(self) -> dict[str, Tensor]:
         copies = {name: values.clone() for name, values in self.rows.items()}
-        self.rule.catch_up_(copies, self.last_step)
+        self.row_optimizer.catch_up_(copies, self.last_step)
         return copies
 
 
@@ -113,7 +113,7 @@ def trained(rule: str, config: OptimizerConfig, course: list[tuple[Tensor, Tenso
         ((0.0, 0.95), 0.1, 1e-8, cosine),
     ],
 )
-def test_deferred_adamw_is_dense_adamw(betas: tuple[float, float], decay: float, eps: float, rate: Rates) -> None:
+def test_lazy_adamw_is_dense_adamw(betas: tuple[float, float], decay: float, eps: float, rate: Rates) -> None:
     config, course = optimizer_config(betas, decay, eps), gradients_of(STEPS)
     rates = [rate(step) for step in range(STEPS)]
     table = trained("adamw", config, course, rates)

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
 from megahead.commands.pretrain import main
 from megahead.distributed.agent import keep_rendezvous_open
-from megahead.errors import leave
+from megahead.errors import exit_immediately
 from soak.hosts import Host
 from support.forked import FORK
 from support.killable import speak_to
@@ -115,4 +115,4 @@ def _rank(command: list[str]) -> None:
         main()
     except SystemExit as leaving:
         if leaving.code:  # else the agent waits for what this returns
-            leave(int(leaving.code))
+            exit_immediately(int(leaving.code))

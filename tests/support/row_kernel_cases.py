@@ -19,7 +19,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(fused_softmax, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
     patch.setattr(row_kernel, "BLOCK", 16)
-    patch.setattr(row_kernel, "ON_GPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
+    patch.setattr(row_kernel, "GPU_CHUNKS", ChunkSize(score_bytes=1, min_outputs=8, multiple=1))
 
 
 def on_device(kind: str, patch: pytest.MonkeyPatch) -> torch.device:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.command import config_of, report
 from benchmarks.engines import SETTINGS, build, one_micro_batch
 from benchmarks.timing import in_child
-from megahead.config.objective import ON_GPU
+from megahead.config.objective import GPU_CHUNKS
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
@@ -99,7 +99,7 @@ def resources(binary: bytes) -> tuple[int, int, int]:
 
 def summed_up(outputs: int, candidates: int, features: int) -> Line:
     """One loss, forward and backward, on one rank in bf16."""
-    chunks = -(-outputs // ON_GPU.outputs(outputs, candidates, 4))
+    chunks = -(-outputs // GPU_CHUNKS.outputs(outputs, candidates, 4))
     kernels = 5 * chunks + 10  # three products, the row step, a difference; then biases, sums and scaling
     operations = 6 * outputs * candidates * features
     row_bytes = 18 * outputs * candidates  # at most: scores and residuals written and read twice

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -294,7 +294,7 @@ def shared_runs(train: Iterable[Runs], held_out: Sequence[Runs]) -> float:
 def _read(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, Runs]]:
     """All pages in the order of `sources`, then the language reference's topics."""
     pool_of_workers = ProcessPoolExecutor(workers, initializer=gc.disable)  # parsing makes no cycles
-    with pool_of_workers as pool, Bar("Reading docstrings") as bar:
+    with pool_of_workers as pool, ProgressBar("Reading docstrings") as bar:
         bar.begin(sum(source.size for source in sources))
         for source, pages in zip(sources, pool.map(_pages_and_runs, sources, chunksize=8), strict=True):
             yield from pages

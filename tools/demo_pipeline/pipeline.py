@@ -20,7 +20,7 @@ from megahead.config.objective import HeadName
 from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.writer import Bar
+from megahead.data.writer import ProgressBar
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
@@ -81,7 +81,7 @@ class Text:
         self.data.mkdir(parents=True, exist_ok=True)
         reports = []
         for half in ("train", "held_out"):
-            with Bar(f"Tokenizing {half}") as bar:
+            with ProgressBar(f"Tokenizing {half}") as bar:
                 text = [self.corpus / f"{half}.jsonl"]
                 reports.append(preprocess(text, self.tokenizer, self.data / half, progress=bar))
         train_tokens, held_tokens = (report.tokens for report in reports)
