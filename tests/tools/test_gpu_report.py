@@ -78,7 +78,7 @@ def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens
     assert len(trainings) == 4
     for size, share in SHARES.items():
         for objective, candidates in (("headless", 9_000), ("vanilla", 50_277)):
-            changes = [*base, f"model.size=pythia-{size}", f"objective.name={objective}"]
+            changes = [*base, f"model.size=pythia-{size}", f'objective={{"name":"{objective}"}}']
             a_token = run_flops(load_config("configs/pythia-70m-headless.yaml", changes), candidates).total
             seconds = TOKENS * a_token / (share * (peak_flops("NVIDIA H100", "bf16") or 0))
             assert trainings[f"train-{size}-{objective}"] >= START_UP + seconds
