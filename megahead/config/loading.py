@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,9 @@ _RENAMED = {"mirror": "remote_checkpoints", "copy_every": "replicate_every"}
 
 
 def _renamed(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """The settings by their present names, also in `resume.allow`; a line on stderr for each earlier one."""
+    """The settings by their present names, also in `resume.allow`; a line of the first rank on stderr for each earlier
+    one."""
+    quiet = quiet or any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
     training, resume = settings.get("training"), settings.get("resume")
     if isinstance(resume, Mapping) and isinstance(resume.get("allow"), list | tuple):
         new = {f"training.{old}": f"training.{name}" for old, name in _RENAMED.items()}

@@ -14,7 +14,7 @@ OLD = "training.mirror is called training.remote_checkpoints now\n"
 
 
 def test_an_earlier_name_is_read_and_answered_with_the_new_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = small_config(tmp_path).model_dump(mode="json")
     tree["training"] |= {"mirror": "s3://bucket/run", "copy_every": 1}
@@ -31,6 +31,9 @@ def test_an_earlier_name_is_read_and_answered_with_the_new_one(
     assert load_config(path, "training.mirror=s3://bucket/other").training.remote_checkpoints == "s3://bucket/other"
     assert load_config(path, "training.remote_checkpoints=null").training.remote_checkpoints is None
     capsys.readouterr()
+    monkeypatch.setenv("RANK", "1")
+    assert load_config(path).training.replicate_every == 1
+    monkeypatch.delenv("RANK")
     assert config_from_checkpoint(tree, "a checkpoint").training.remote_checkpoints == "s3://bucket/run"
     assert capsys.readouterr().err == ""
 
