@@ -132,21 +132,15 @@ def start(
     """
     if minutes < 1:
         raise FieldError("--minutes", "be at least 1", got=minutes)
-    begun, folder = time.monotonic(), folder_of(Path(path), folder)
+    folder = folder_of(Path(path), folder)
     config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"
     if config.exists() and not dry_run:
         _refuse_another_text(config, header)
         idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
         report(f"{config} is there: the run goes on with it, and {idle}")
     else:
-        text, given = survey(Path(path), folder.absolute()), None if tokenizer is None else Path(tokenizer)
-        if given is not None:
-            _require_end(given)
-        if text.text_bytes() < LEAST_BYTES:
-            rule = f"hold at least {LEAST_BYTES:,} bytes of text to learn from"
-            raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
-        for line in text.lines():
-            report(line)
+        given, begun = None if tokenizer is None else Path(tokenizer), time.monotonic()
+        text = _readable(Path(path), folder, given, report)
         if not dry_run:
             _require_writable(folder)
         plan = make_plan(text, given, 60 * minutes - RESERVE, report)
@@ -174,6 +168,19 @@ def _refuse_another_text(config: Path, header: str) -> None:
     if first.startswith(_HEADER) and first != header:
         rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_HEADER) :]}"
         raise FieldError("--folder", rule, got=got, hint="name another folder")
+
+
+def _readable(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> Survey:
+    """What of `path` is text; FieldError where that is too little, or where the tokenizer cannot close documents."""
+    text = survey(path, folder.absolute())
+    if tokenizer is not None:
+        _require_end(tokenizer)
+    if text.text_bytes() < LEAST_BYTES:
+        rule = f"hold at least {LEAST_BYTES:,} bytes of text to learn from"
+        raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
+    for line in text.lines():
+        report(line)
+    return text
 
 
 def _require_writable(folder: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -321,23 +321,12 @@ def write_dataset(
     end = closing_id(loaded, recipe.end_token)
     encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error, recipe.holdout_tail)
     report = PreprocessReport()
-    share = recipe.held_out
-    identity = loaded.identity()
+    known: Any = {"vocab_size": loaded.vocab_size, "tokenizer": loaded.identity(), "tokenizer_file": loaded.path}
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                IndexedDatasetWriter(
-                    each,
-                    vocab_size=loaded.vocab_size,
-                    tokenizer=identity,
-                    tokenizer_file=loaded.path,
-                    end_token=end,
-                )
-            )
-            for each in recipe.outputs(output)
-        ]
+        opened = (IndexedDatasetWriter(each, end_token=end, **known) for each in recipe.outputs(output))
+        writers = [stack.enter_context(writer) for writer in opened]
         for encoded in pool.encode(chunks, encoder):
-            _add(encoded, writers, share)
+            _add(encoded, writers, recipe.held_out)
             report.add(encoded.report)
             progress.advance(encoded.consumed, int(encoded.text_bytes.sum()))
         without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
