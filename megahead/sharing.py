@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import FieldError, UserError
+from megahead.files import write_atomically
 from megahead.report.read import read_metrics
 
 _LARGEST_SAMPLED = 8 * 2**30
@@ -29,7 +30,7 @@ def complete_card(folder: Path, run: Path) -> str | None:
         added.append("## Curves\n\n![Loss and held-out perplexity while it was trained](curves.png)")
     card = folder / "README.md"
     before, method, after = card.read_text(encoding="utf-8").partition("## Method\n")
-    card.write_text(before + "".join(f"{part}\n\n" for part in added) + method + after, encoding="utf-8")
+    write_atomically(card, before + "".join(f"{part}\n\n" for part in added) + method + after)
     return sample
 
 
