@@ -66,8 +66,9 @@ def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[st
     the peak in operations a second is known."""
     if device_peak is None:
         return []
-    config, micro_size = plan.config, plan.config.batch.micro_size
-    operations = run_flops(config, candidate_rows(config)).total * micro_size * config.data.sequence_length
+    config = plan.config
+    tokens = config.batch.micro_size * config.data.sequence_length
+    operations = run_flops(config, candidate_rows(config)).total * tokens / config.parallel.tensor
     computing = 1000 * operations / (USUAL_UTILIZATION * device_peak)
     launching = HOST_MILLISECONDS_A_LAYER[bool(config.engine.compile)] * config.model.num_layers
     if computing >= launching:

@@ -115,11 +115,12 @@ def test_a_run_in_slow_bf16_says_so_first(
     ("settings", "told"),
     [
         (["batch.micro_size=8"], "about 5.4 ms, launching it the host about 17: "),
+        (["batch.micro_size=16", "parallel.tensor=2"], "about 5.7 ms, launching it the host about 17: "),
         ([], ""),
     ],
 )
 def test_micro_batches_too_small_for_the_device_are_told_with_the_way_out(settings: list[str], told: str) -> None:
-    plan = RunPlan.of(load_config("pythia-70m-headless", settings), 1)
+    plan = RunPlan.of(load_config("pythia-70m-headless", settings), 2)
     assert describe_launches(plan, None) == []
     said = "".join(line for _, line in describe_launches(plan, peak_flops("NVIDIA H100", "bf16")))
     assert told in said
