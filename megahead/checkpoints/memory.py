@@ -109,7 +109,7 @@ class NodeMemory:
         return f"{boot} {root.st_dev} {root.st_ino}"
 
     def rank_folder(self, session_id: str, rank: int) -> Path:
-        """Where a rank of the session with that session_id keeps its replicas."""
+        """Where a rank of the session with that id keeps its replicas."""
         return self._session(session_id) / f"rank-{rank:05d}"
 
     def replicas(self, session_id: str) -> list[Path]:
@@ -302,11 +302,8 @@ class Replicas:
 
     def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:
         memory.remove()
-        self._memory, self._session_id, self._disk = (
-            memory,
-            session_id,
-            Disk(memory.rank_folder(session_id, world_group.rank)),
-        )
+        self._memory, self._session_id = memory, session_id
+        self._disk = Disk(memory.rank_folder(session_id, world_group.rank))
         self._world_group, self._group = world_group, world_group.side_channel()
         self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None

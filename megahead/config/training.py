@@ -364,10 +364,7 @@ class ParallelConfig(Settings):
         """Data-parallel ranks among `world_size` ranks."""
         ranks, remainder = divmod(world_size, self.tensor)
         fits = ranks > 0 and not remainder
-        whole = max(ranks, 1) * self.tensor
-        rule, hint = (
-            f"divide the number of ranks ({world_size})",
-            f"try {whole} ranks, or parallel.tensor={gcd(self.tensor, world_size)}",
-        )
+        rule = f"divide the number of ranks ({world_size})"
+        hint = f"try {max(ranks, 1) * self.tensor} ranks, or parallel.tensor={gcd(self.tensor, world_size)}"
         require(fits, "parallel.tensor", rule, got=self.tensor, hint=hint)
         return ranks
