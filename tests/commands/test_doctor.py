@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from megahead.commands import doctor
-from support.commands import call
+from support.commands import call, free_port
 from support.forked import run_script
 
 
 def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        free = probe.getsockname()[1]
-    done = run_script("tools/doctor.py", "--output-dir", tmp_path, "--port", free)
+    done = run_script("tools/doctor.py", "--output-dir", tmp_path, "--port", free_port())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ready to train" in done.stdout
     for subject in ("Python", "torch", "deepspeed", "GPU", "disk", "shared memory", "collectives"):

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import megahead
 import support.heavy_imports  # noqa: F401 - else every rank would import them
 from megahead.__main__ import answer
 from oracle.cases import CASES, HEADS, IDS, tree_of
+from support.commands import free_port
 
 ROOT = Path(__file__).parents[2]
 UNEQUAL = ("second", "tokens_per", "stall", "wait", "mfu", "utilization", "memory", "bytes", "session", "source")
@@ -89,9 +89,7 @@ def recorded(names: list[str]) -> Recording:
 
 def on_ranks(count: int, command: list[str]) -> str | None:
     """Calls `megahead COMMAND` on forked ranks; what they print where one of them fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = int(free_port())
     logs = [Path(f"rank-{rank}.log") for rank in range(count)]
     ranks = [fork(command, rank, count, port, log) for rank, log in enumerate(logs)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -34,6 +33,7 @@ from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 from megahead.train.run import pretrain
 from soak.node_loss import ROOT, made_up_text
+from support.commands import free_port
 
 WARM_UP = 5
 """Steps that are not counted."""
@@ -88,8 +88,7 @@ def _measured(config: RunConfig, ranks: int) -> Line:
 
 def _start(config: RunConfig, memories: list[Path]) -> list[BaseProcess]:
     context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = int(free_port())
     launches = [Launch(rank, len(memories), rank, "127.0.0.1", port) for rank in range(len(memories))]
     places = zip(launches, memories, strict=True)
     ranks: list[BaseProcess] = [context.Process(target=_rank, args=(config, *place)) for place in places]

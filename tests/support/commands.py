@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -31,9 +33,13 @@ def config_file(folder: Path, changes: dict[str, object] | None = None) -> str:
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port that nobody listens on, below those that Linux gives to outgoing connections: another test's connection
+    cannot take it before it is used, as it can take what `bind` to port 0 finds."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return str(port)
 
 
 def call(*command: str) -> subprocess.CompletedProcess[str]:
