@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megahead.config.embedding import embedding_memory, shards_embedding
+from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
 from megahead.config.model import ModelConfig
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS
 from megahead.config.plan import RunPlan, phases_of
@@ -102,21 +102,21 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of what a run trains, in its last phase."""
     objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
     counts = count_parameters(
-        config.trained_model(),
+        config.model_in_training(),
         untied_head=objective.trains_head(),
         mask_head=encoder and objective.has_mask_head(),
         output_bias=objective.output_bias,
     )
     counts = replace(counts, head=counts.head + objective.learned_temperature)
-    generator = config.generator()
+    generator = config.generator_config()
     body = 0 if generator is None else count_parameters(generator).body
     return replace(counts, generator=body, head=counts.head + _auxiliary_head(config))
 
 
 def _encoders(config: RunConfig) -> list[ModelConfig]:
     """The shape of what is trained, and that of a generator beside it."""
-    generator = config.generator()
-    return [config.trained_model(), *([] if generator is None else [generator])]
+    generator = config.generator_config()
+    return [config.model_in_training(), *([] if generator is None else [generator])]
 
 
 def _auxiliary_head(config: RunConfig) -> int:
@@ -165,7 +165,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
     t too, but gathers one layer's at a time.
     """
-    model, tensor = config.trained_model(), config.parallel.tensor
+    model, tensor = config.model_in_training(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
     heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
@@ -256,7 +256,7 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     those of the model, which reads all tokens. Of an auxiliary objective the comparisons do not count whose number the
     text decides."""
     length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
-    model, generator, head = config.trained_model(), config.generator(), _scores(config, candidate_rows)
+    model, generator, head = config.model_in_training(), config.generator_config(), _scores(config, candidate_rows)
     head += 0.0 if auxiliary is None else auxiliary.head_flops(model)
     if generator is None:
         computed = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
@@ -271,9 +271,9 @@ def _scores(config: RunConfig, candidate_rows: int) -> float:
     """The scores of targets: three products, one more for what is drawn from them and one for the targets that are
     missed; and of all ids three, where a share of the loss is vanilla, or the one that is drawn from."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    auxiliary, products, drawn = config.objective.auxiliary(), 3 + (masking is not None and masking.adapts()), 0
-    if auxiliary is not None and auxiliary.draws_tokens:
-        drawn = config.model.vocab_size if auxiliary.draws_all_ids() else candidate_rows
+    auxiliary, products, drawn = config.objective.auxiliary(), 3 + (masking is not None and masking.is_adaptive()), 0
+    if auxiliary is not None and auxiliary.samples_tokens:
+        drawn = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     return share * 2 * config.model.hidden_size * (products * candidate_rows + drawn + of_all_ids)
 
@@ -352,7 +352,7 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     compute = 4 if precision == "fp32" else 2
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
-    embedding = embedding_memory(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
+    embedding = sharded_embedding_bytes(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
     peak = activation_bytes(config, compute), _loss(config, compute), embedding
     return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
 
@@ -418,7 +418,7 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 def rank_parameters(config: RunConfig) -> int:
     """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
     heads than there are ranks, are held in full by each, and a sharded embedding is none of them."""
-    model, tensor = config.trained_model(), config.parallel.tensor
+    model, tensor = config.model_in_training(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     in_block += 2 * model.head_size() if model.qk_norm else 0

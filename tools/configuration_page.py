@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megahead.config.model import DEFAULTS, NAMED_SIZES, ModelConfig
+from megahead.config.model import FAMILY_DEFAULTS, NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
@@ -35,7 +35,7 @@ def render() -> str:
     """The page: the run's own settings, then section by section."""
     schema, parts = RunConfig.model_json_schema(), [HEAD]
     for name, settings in sections(schema, schema["$defs"]):
-        families = DEFAULTS if settings["title"] == ModelConfig.__name__ else {}
+        families = FAMILY_DEFAULTS if settings["title"] == ModelConfig.__name__ else {}
         rows = [
             _row(field, info, families, required=field in settings.get("required", ()))
             for field, info in settings["properties"].items()

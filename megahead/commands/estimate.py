@@ -11,7 +11,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from megahead.config.loading import load_config
-from megahead.config.plan import RunPlan, names_of, phases_of
+from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError
 from megahead.estimate import (
@@ -56,7 +56,7 @@ def parameter_lines(config: RunConfig) -> list[str]:
     total += f", generator {counts.generator:,}" if counts.generator else ""
     phases = phases_of(config)
     lines = [total]
-    for phase_name, phase in zip(names_of(phases), phases, strict=True):
+    for phase_name, phase in zip(phase_names(phases), phases, strict=True):
         flops = _flops(phase.config)
         parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
         shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())

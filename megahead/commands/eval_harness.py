@@ -44,7 +44,7 @@ def main() -> None:
     at_least(1, limit=arguments.limit, batch_size=arguments.batch_size)
     if not arguments.model and not arguments.write_tasks:
         raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
-    tasks = (arguments.tasks or suited_tasks(arguments.model)).split(",")
+    tasks = (arguments.tasks or default_tasks(arguments.model)).split(",")
     files = task_files(tasks, arguments.data, arguments.cloze, arguments.text)
     console = terminal()
     if arguments.write_tasks:
@@ -75,7 +75,7 @@ def main() -> None:
         console.print(f"wrote {save_figure(draw_task_curves(points), arguments.curve)}", soft_wrap=True)
 
 
-def suited_tasks(models: Sequence[Path]) -> str:
+def default_tasks(models: Sequence[Path]) -> str:
     """Those of the paper; where one of the models is an encoder, those that all of them can be scored on."""
     if not models:
         return PAPER

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
-from megahead.config.base import Settings, load_named, require_named
+from megahead.config.base import Settings, load_class, require_class_path
 from megahead.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -36,19 +36,19 @@ class AuxiliarySettings(Settings):
     needs_all_outputs: ClassVar[bool] = False
     """Whether it needs the hidden states of all tokens; else those that have targets."""
 
-    weights_ids: ClassVar[bool] = False
+    skews_targets: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
-    draws_tokens: ClassVar[bool] = False
+    samples_tokens: ClassVar[bool] = False
     """Whether it draws tokens from the predictions of targets."""
 
-    why_headless: ClassVar[str | None] = None
+    no_head_reason: ClassVar[str | None] = None
     """Why exports have no head; None where they have one."""
 
-    why_dense: ClassVar[tuple[str, str] | None] = None
+    dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
     """Why the embedding cannot be sharded by rows: what the banner says, and the rule."""
 
-    whose_targets: ClassVar[str] = ""
+    predictor_label: ClassVar[str] = ""
     """Who predicts held-out targets, where that is not the model: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
@@ -60,15 +60,15 @@ class AuxiliarySettings(Settings):
     def check(self, config: RunConfig) -> None:
         """ConfigError unless it goes with the other settings."""
 
-    def generator(self, model: ModelConfig) -> ModelConfig | None:
+    def generator_config(self, model: ModelConfig) -> ModelConfig | None:
         """The shape of a second encoder, which learns the targets in the model's place; None where there is none."""
         return None
 
-    def needs_token_counts(self) -> str | None:
+    def token_counts_needed_by(self) -> str | None:
         """The setting, below `objective`, by which the dataset must have token counts; None where it need not."""
         return None
 
-    def draws_all_ids(self) -> bool:
+    def samples_vocabulary(self) -> bool:
         """Whether it draws from all ids by the training-free head, and not from the candidates."""
         return False
 
@@ -89,22 +89,24 @@ class AuxiliarySettings(Settings):
         count = max(sums.get("count", 0.0), 1.0)
         return {name: value / count for name, value in sums.items() if name != "count"}
 
-    def logged(self, means: Mapping[str, float]) -> dict[str, float]:
+    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """By their names in the log: of several steps, from the means of all that is logged."""
         return {}
 
-    def progress(self, means: Mapping[str, float]) -> str:
+    def progress_text(self, means: Mapping[str, float]) -> str:
         """Its part of a progress line, from what is logged: as `held_out`, of all that it logs."""
         own = f"{self.metric}_"
-        return self.held_out({name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)})
+        return self.evaluation_text(
+            {name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)}
+        )
 
-    def held_out(self, means: Mapping[str, float]) -> str:
+    def evaluation_text(self, means: Mapping[str, float]) -> str:
         """What the line on an evaluation says of it; `means` by NAME."""
         return f"{self.metric} {means['loss']:.4f}"
 
-    def exported(self, means: Mapping[str, float]) -> str:
+    def export_text(self, means: Mapping[str, float]) -> str:
         """What an export says of its last evaluation."""
-        return self.held_out(means)
+        return self.evaluation_text(means)
 
 
 class CustomConfig(AuxiliarySettings):
@@ -124,23 +126,23 @@ class CustomConfig(AuxiliarySettings):
     @field_validator("objective")
     @classmethod
     def _names_a_class(cls, value: str) -> str:
-        return require_named("objective", value)
+        return require_class_path("objective", value)
 
     def implementation(self) -> str:
         return self.objective
 
-    def held_out(self, means: Mapping[str, float]) -> str:
+    def evaluation_text(self, means: Mapping[str, float]) -> str:
         """For example: auxiliary 4.2310, right 0.3121"""
         others = [f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss"]
-        return ", ".join([super().held_out(means), *others])
+        return ", ".join([super().evaluation_text(means), *others])
 
     @property
     def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a constant of the others
         """As the class says. Imports it, and with it torch."""
-        kind = load_named("objective.custom.objective", self.objective)
+        kind = load_class("objective.custom.objective", self.objective)
         return bool(getattr(kind, "needs_all_outputs", False))
 
     def head_parameters(self, model: ModelConfig) -> int:
         """Imports the class, and with it torch."""
-        kind = load_named("objective.custom.objective", self.objective)
+        kind = load_class("objective.custom.objective", self.objective)
         return int(getattr(kind, "head_parameters", lambda _: 0)(model))  # another class is refused where it is built

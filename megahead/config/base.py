@@ -57,7 +57,7 @@ def refuse(field: str, value: Any, why: str) -> None:
     require(not value, field, f"be left out {why}", got=value)
 
 
-def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
+def unknown_setting_message(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
     """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
     fix = nearest(key, known, "".join(f"{parent}." for parent in parents)) or f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
@@ -66,7 +66,7 @@ def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str
 # Classes of one's own, named in a setting by the file or the package that they are in.
 
 
-def require_named(field: str, name: str) -> str:
+def require_class_path(field: str, name: str) -> str:
     """`name`; ConfigError unless it is `path/to/file.py:Class` or `package.module:Class`."""
     where, _, what = name.rpartition(":")
     if not where or not what.isidentifier():
@@ -75,10 +75,10 @@ def require_named(field: str, name: str) -> str:
     return name
 
 
-def load_named(field: str, name: str) -> Any:
+def load_class(field: str, name: str) -> Any:
     """The class of that name, imported once; ConfigError where it cannot be. A path is seen from the working
     directory."""
-    where, _, what = require_named(field, name).rpartition(":")
+    where, _, what = require_class_path(field, name).rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else import_module(where)
         return getattr(module, what)
@@ -127,7 +127,7 @@ def find_config(path: Path) -> Path:
     return path
 
 
-def find_named(name: str, by: Path | None = None) -> Path:
+def find_referenced_file(name: str, by: Path | None = None) -> Path:
     """The file that the config file `by` calls `name`, or `name` itself if there is none.
 
     Looks for it from the working directory, then from the folder of `by` and those above it, then in the shipped

@@ -129,7 +129,7 @@ class BatchConfig(Settings):
         kept = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
         return f"{kept}, or batch.global_size={others}" if fewer else kept
 
-    def most_data_ranks(self, there: int) -> int:
+    def max_data_ranks(self, there: int) -> int:
         """The largest number of data ranks up to `there` that the global batch can be split over; 0: none can."""
         micro_batches, remainder = divmod(self.global_size, self.micro_size)
         return 0 if remainder else max((d for d in range(1, there + 1) if micro_batches % d == 0), default=0)

@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megahead.config.base import find_config, may_be_shipped, not_a_setting, require, shipped_configs
-from megahead.config.facts import why_unknown, with_facts
+from megahead.config.base import find_config, may_be_shipped, require, shipped_configs, unknown_setting_message
+from megahead.config.dataset_defaults import missing_dataset_note, with_dataset_defaults
 from megahead.config.plan import read_deepspeed
-from megahead.config.run import RunConfig, without_unused
+from megahead.config.run import RunConfig, reset_unused
 from megahead.errors import ConfigError, ConfigErrors, UserError
 from megahead.remote_files import without_secrets
 from megahead.wording import nearest
@@ -59,18 +59,18 @@ def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
     """A checked RunConfig from plain nested dicts, as in YAML, and overrides. What the training datasets say of
-    themselves is taken from them where it is left out (`facts.py`)."""
+    themselves is taken from them where it is left out (`dataset_defaults.py`)."""
     settings = _renamed(deepcopy(dict(tree)))
     for override in overrides:
         _apply(settings, override)
         settings = _renamed(settings)
-    return _checked(with_facts(settings), source + (" with --set" if overrides else ""))
+    return _checked(with_dataset_defaults(settings), source + (" with --set" if overrides else ""))
 
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
     """That of the phase which saved a checkpoint, from its JSON. It ran, so its sections are not held against each
     other by the rules of now, and settings that nothing reads are left out: earlier versions saved them."""
-    return without_unused(_checked(_renamed(tree, quiet=True), source, saved=True))
+    return reset_unused(_checked(_renamed(tree, quiet=True), source, saved=True))
 
 
 def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
@@ -188,9 +188,9 @@ def _sentence(location: list[str], errors: Sequence[ErrorDetails], settings: Map
         return str(ConfigError(field, inner.rule, got=inner.got, hint=inner.hint))
     if details["type"] == "extra_forbidden":
         owner = _section_at(location[:-1])
-        return not_a_setting(location[:-1], location[-1], list(owner.model_fields) if owner else [])
+        return unknown_setting_message(location[:-1], location[-1], list(owner.model_fields) if owner else [])
     if details["type"] == "missing":
-        why = why_unknown(settings) if field == "model.vocab_size" else ""
+        why = missing_dataset_note(settings) if field == "model.vocab_size" else ""
         return f"`{field}` must be given, but is missing{why}{_purpose(location)}."
     rules = [_rule(each) for each in errors]
     rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from megahead.config.base import Settings, refuse, require, require_named
+from megahead.config.base import Settings, refuse, require, require_class_path
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
@@ -17,7 +17,7 @@ from megahead.wording import nearest
 
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
-WEIGHING: Mapping[str, Sequence[str]] = {
+STRATEGIES_BY_SETTING: Mapping[str, Sequence[str]] = {
     "masking.strategy": STRATEGIES,
     "masking.dropping.by": get_args(DroppingConfig.model_fields["by"].annotation),
 }
@@ -134,7 +134,7 @@ class MaskingConfig(Settings):
         rule = f"be one of {', '.join(STRATEGIES)}, or name a class"
         known = value in STRATEGIES or ":" in value
         require(known, "strategy", rule, got=repr(value), hint=nearest(value, STRATEGIES))
-        return require_named("strategy", value) if ":" in value else value
+        return require_class_path("strategy", value) if ":" in value else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
@@ -174,7 +174,7 @@ class MaskingConfig(Settings):
         require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")
         require(length >= 4, "data.sequence_length", "have room for text between [CLS] and [SEP]", got=length)
         rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
-        late = self.adapts() and self.adapt_every < data.prefetch
+        late = self.is_adaptive() and self.adapt_every < data.prefetch
         require(not late, "masking.adapt_every", rule, got=self.adapt_every)
         if not self.diffusion and not model.is_causal:
             self._leaves_targets(data)
@@ -192,13 +192,13 @@ class MaskingConfig(Settings):
         there = data.validation is None or length >= 6
         require(there, "data.sequence_length", rule, got=length, hint="set at least 6")
 
-    def longest_unit(self, length: int) -> int:
+    def max_unit_length(self, length: int) -> int:
         """Most tokens that are masked together in rows of `length`: of more than a row has targets none would be."""
         rate = self.rate if self.final_rate is None else min(self.rate, self.final_rate)
         fitting = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
         return max(min(self.longest_span, fitting), 1)
 
-    def masks_from(self, model: ModelConfig) -> int:
+    def first_masked_layer(self, model: ModelConfig) -> int:
         """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
         return model.num_layers if self.mask_decoder_layers else self.masks_from_layer
 
@@ -210,7 +210,7 @@ class MaskingConfig(Settings):
         last = self.rate if self.final_rate is None else self.final_rate
         return self.rate + (last - self.rate) * _COURSES[self.rate_course](min(max(progress, 0.0), 1.0))
 
-    def never_masked(self, end_token: int) -> list[int]:
+    def unmaskable_ids(self, end_token: int) -> list[int]:
         """Ids that are never selected for masking, and never replace another token."""
         return [self.mask_token, self.cls_token, self.sep_token, end_token, *self.special_tokens]
 
@@ -218,7 +218,7 @@ class MaskingConfig(Settings):
         """Whether it is a class of the user's."""
         return ":" in self.strategy
 
-    def weights_ids(self) -> bool:
+    def skews_targets(self) -> bool:
         """Whether some ids are selected more often than others: by weight, or since they are of long words or
         collocations, which fit less often into what is left of a row's number. A strategy of one's own may."""
         if self.strategy_is_custom():
@@ -226,7 +226,7 @@ class MaskingConfig(Settings):
         together = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
         return together or self.strategy in ("frequency", "informative", "hardest", "weights")
 
-    def reads_weights(self) -> bool:
+    def uses_id_weights(self) -> bool:
         """Whether a file says how important ids are."""
         return "weights" in self.strategies_by_setting().values()
 
@@ -235,11 +235,11 @@ class MaskingConfig(Settings):
         kept = {"masking.dropping.by": self.dropping.by} if self.dropping else {}
         return {"masking.strategy": self.strategy} | kept
 
-    def adapts(self) -> bool:
+    def is_adaptive(self) -> bool:
         """Whether what is selected, or kept, follows what the model has learned."""
         return "hardest" in self.strategies_by_setting().values()
 
-    def held_out(self) -> MaskingConfig:
+    def for_evaluation(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
         kept = (*SPECIAL_TOKEN_FIELDS, "diffusion", "masks_from_layer", "mask_decoder_layers")

@@ -61,7 +61,7 @@ ENCODERS = ("bert", "modernbert")
 _SEQUENTIAL: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
 _NO_BIASES: dict[str, Any] = {"attention_bias": "none", "mlp_bias": False}
 
-DEFAULTS: dict[str, dict[str, Any]] = {
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "llama": {**_SEQUENTIAL, **_NO_BIASES, "activation": "silu", "init": "megatron"},
     "bert": {
@@ -94,7 +94,7 @@ _ONE_KIND_OF_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False,
 _ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
 _OF_MODERNBERT_ALONE = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
 
-FIXED: dict[str, dict[str, Any]] = {
+FAMILY_FIXED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"is_causal": True, "token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
     "llama": {"is_causal": True, "token_types": 0, **_SEQUENTIAL, **_OF_MODERNBERT_ALONE},
     "bert": {**_SEQUENTIAL, "rotary_pct": 0.0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
@@ -243,7 +243,7 @@ class ModelConfig(Settings):
             raise ConfigError("size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")
-        return {**(DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}
+        return {**(FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -256,7 +256,7 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _is_of_its_family(self) -> ModelConfig:
-        for field, value in FIXED[self.family].items():
+        for field, value in FAMILY_FIXED[self.family].items():
             given = getattr(self, field)
             require(given == value, field, f"be left out of a {self.family}", got=given)
         if self.family != "llama":
@@ -275,10 +275,10 @@ class ModelConfig(Settings):
             require(not (self.mlp_bias and qwen2), "mlp_bias", rule, got="true")
         return self
 
-    def written(self) -> dict[str, Any]:
+    def non_default_settings(self) -> dict[str, Any]:
         """The settings by which a config says this shape: its family, and all that are not defaults of that."""
         fields = type(self).model_fields
-        defaults = {name: field.default for name, field in fields.items()} | DEFAULTS[self.family]
+        defaults = {name: field.default for name, field in fields.items()} | FAMILY_DEFAULTS[self.family]
         given = self.model_dump(mode="json", exclude={"size"})
         return {name: value for name, value in given.items() if name == "family" or value != defaults[name]}
 

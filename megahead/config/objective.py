@@ -35,18 +35,18 @@ class ObjectiveScheduleConfig(Settings):
         require(given, "causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
         return self
 
-    def causal_until(self, steps: int) -> int:
+    def causal_steps(self, steps: int) -> int:
         """How many of a run's `steps` are causal because of the schedule."""
         return 0 if self.causal_share is None else round(self.causal_share * steps)
 
-    def vanilla_from(self, steps: int) -> int:
+    def vanilla_start(self, steps: int) -> int:
         """How many of a run's `steps` come before the vanilla softmax; all without it."""
         return steps if self.vanilla_share is None else steps - round(self.vanilla_share * steps)
 
     def check(self, steps: int) -> None:
         """ConfigError unless each objective has a step."""
         rule = f"leave both objectives a step of training.steps ({steps})"
-        switches = {"causal_share": self.causal_until(steps), "vanilla_share": self.vanilla_from(steps)}
+        switches = {"causal_share": self.causal_steps(steps), "vanilla_share": self.vanilla_start(steps)}
         for name, switch in switches.items():
             share = getattr(self, name)
             require(share is None or 0 < switch < steps, f"objective.schedule.{name}", rule, got=share)
@@ -95,13 +95,13 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 
 
 _Kinds = dict[str, type[AuxiliarySettings]]
-_AUXILIARY: _Kinds = {"phrases": PhrasesConfig, "replaced_tokens": ReplacedTokensConfig, "custom": CustomConfig}
+_AUXILIARY_CLASSES: _Kinds = {"phrases": PhrasesConfig, "replaced_tokens": ReplacedTokensConfig, "custom": CustomConfig}
 """Fields of `ObjectiveConfig` for auxiliary objectives."""
 
 
 def auxiliary_curves() -> list[Curve]:
     """Charts of what auxiliary objectives log."""
-    return [curve for kind in _AUXILIARY.values() for curve in kind.curves]
+    return [curve for kind in _AUXILIARY_CLASSES.values() for curve in kind.curves]
 
 
 class ObjectiveConfig(Settings):
@@ -179,20 +179,20 @@ class ObjectiveConfig(Settings):
             fields = ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
             for field, value in self.changed(*fields).items():
                 raise ConfigError(field, rule, got=value, hint=hint)
-            require(not self.ends_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
+            require(not self.ends_with_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
         else:
-            if self.vanilla_weight == 0 and not self.ends_vanilla():
+            if self.vanilla_weight == 0 and not self.ends_with_vanilla():
                 refuse("tied", self.tied, "of a headless objective without vanilla_weight")
             refuse("output_bias", self.output_bias, "of a headless objective")
         if self.score == "harmonic":
             refuse("learned_temperature", self.learned_temperature, "with score: harmonic")
         if self.vanilla_weight:
             why = "with vanilla_weight, whose head is trained from the beginning"
-            refuse("schedule.vanilla_share", self.ends_vanilla() and "given", why)
+            refuse("schedule.vanilla_share", self.ends_with_vanilla() and "given", why)
         drawn = self.negatives_from == "unigram" or self.negatives
         rule = "be left out without negatives"
         require(drawn, "negatives_from", rule, got=self.negatives_from, hint="set negatives")
-        for field in _AUXILIARY:
+        for field in _AUXILIARY_CLASSES:
             beside = getattr(self, field) is not None and field != self.auxiliary_name()
             refuse(field, beside and "given", f"with {self.auxiliary_name()}: a run has one auxiliary objective")
         return self
@@ -203,7 +203,7 @@ class ObjectiveConfig(Settings):
 
     def auxiliary_name(self) -> str:
         """Its section's name; empty where there is none."""
-        return next((field for field in _AUXILIARY if getattr(self, field) is not None), "")
+        return next((field for field in _AUXILIARY_CLASSES if getattr(self, field) is not None), "")
 
     def trains_head(self) -> bool:
         """Whether there is an output matrix beside the input embedding."""
@@ -225,14 +225,14 @@ class ObjectiveConfig(Settings):
         """Whether an encoder has BERT's transform."""
         return self.has_vocabulary_softmax() and not self.output_bias
 
-    def ends_vanilla(self) -> bool:
+    def ends_with_vanilla(self) -> bool:
         """Whether the run ends with the vanilla softmax by its `schedule`."""
         return self.schedule is not None and self.schedule.vanilla_share is not None
 
     def first_phase(self) -> ObjectiveConfig:
         """What a run with a `schedule` begins with."""
         unscheduled = self.model_copy(update={"schedule": None})
-        return unscheduled.model_copy(update={"tied": False}) if self.ends_vanilla() else unscheduled
+        return unscheduled.model_copy(update={"tied": False}) if self.ends_with_vanilla() else unscheduled
 
     def last_phase(self) -> ObjectiveConfig:
         """The vanilla softmax that a run with `schedule.vanilla_share` ends with."""
@@ -243,12 +243,12 @@ class ObjectiveConfig(Settings):
         """Whether a smaller micro-batch has fewer candidates."""
         return self.name == "headless" and self.group_samples == "micro_batch"
 
-    def needs_token_counts(self) -> str | None:
+    def token_counts_needed_by(self) -> str | None:
         """The setting by which the dataset must have token counts; None where it need not."""
         if self.bias == "corrected":
             return "bias"
         auxiliary = self.auxiliary()
-        if auxiliary is not None and (needing := auxiliary.needs_token_counts()):
+        if auxiliary is not None and (needing := auxiliary.token_counts_needed_by()):
             return needing
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 

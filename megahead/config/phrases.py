@@ -46,7 +46,7 @@ class PhrasesConfig(AuxiliarySettings):
 
     metric: ClassVar = "phrase"
     needs_all_outputs: ClassVar = True
-    weights_ids: ClassVar = True
+    skews_targets: ClassVar = True
     curves: ClassVar = (
         Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
         Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),
@@ -79,6 +79,6 @@ class PhrasesConfig(AuxiliarySettings):
         ends = max(sums["ends"], 1)
         return {"loss": sums["loss"] / ends, "found": sums["found"] / ends, "ends": sums["ends"]}
 
-    def held_out(self, means: Mapping[str, float]) -> str:
+    def evaluation_text(self, means: Mapping[str, float]) -> str:
         """For example: phrases 3.1000, found 12.0%"""
         return f"phrases {means['loss']:.4f}, found {means['found']:.1%}"

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megahead.config.base import find_named, not_a_setting, require
+from megahead.config.base import find_referenced_file, require, unknown_setting_message
 from megahead.config.objective import resolve_candidate_group_samples
-from megahead.config.run import RunConfig, without_unused
+from megahead.config.run import RunConfig, reset_unused
 from megahead.errors import UserError
 
 
@@ -36,11 +36,11 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     steps, schedule = config.training.steps, config.objective.schedule
     if schedule is None:
         return (Phase(config, range(steps)),)
-    bounds = sorted({0, schedule.causal_until(steps), schedule.vanilla_from(steps), steps})
+    bounds = sorted({0, schedule.causal_steps(steps), schedule.vanilla_start(steps), steps})
     return tuple(Phase(_config_from(config, start), range(start, stop)) for start, stop in pairwise(bounds))
 
 
-def names_of(phases: Sequence[Phase]) -> list[str]:
+def phase_names(phases: Sequence[Phase]) -> list[str]:
     """What each learns: the objective, and which tokens where these are not the same in all."""
     turns = len({phase.config.model.is_causal for phase in phases}) > 1
     return [_name(phase.config, turns) for phase in phases]
@@ -52,7 +52,7 @@ def phase_at(config: RunConfig, step: int) -> Phase:
     return next((phase for phase in phases if step < phase.steps.stop), phases[-1])
 
 
-def phase_that_saved(config: RunConfig, saved: RunConfig) -> Phase:
+def matching_phase(config: RunConfig, saved: RunConfig) -> Phase:
     """The phase of `config` that learns as `saved`, the config of a checkpoint; the first one where none does."""
     phases = phases_of(config)
     return next((phase for phase in phases if same_objective(phase.config, saved)), phases[0])
@@ -75,12 +75,12 @@ def _config_from(config: RunConfig, step: int) -> RunConfig:
     schedule, steps = config.objective.schedule, config.training.steps
     assert schedule is not None
     changes: dict[str, object] = {"objective": config.objective.first_phase()}
-    if step < schedule.causal_until(steps):
+    if step < schedule.causal_steps(steps):
         changes["model"] = config.model.model_copy(update={"is_causal": True})
-    if schedule.vanilla_share is not None and step >= schedule.vanilla_from(steps):
+    if schedule.vanilla_share is not None and step >= schedule.vanilla_start(steps):
         changes["objective"] = config.objective.last_phase()
         changes["engine"] = config.engine.model_copy(update={"embedding": "dense"})
-    return without_unused(config.model_copy(update=changes))
+    return reset_unused(config.model_copy(update=changes))
 
 
 # DeepSpeed's settings if a run gives none: gradient buckets and their communication, by device.
@@ -98,7 +98,7 @@ _CUDA_BUCKET = 50_000_000
 backward pass. With buckets of a few MB the host could not run far ahead of the device."""
 
 
-def tuned_settings(zero: Mapping[str, Any], device: str, precision: str, data_ranks: int) -> dict[str, Any]:
+def communication_settings(zero: Mapping[str, Any], device: str, precision: str, data_ranks: int) -> dict[str, Any]:
     """Defaults for a DeepSpeed JSON whose section `zero_optimization` is `zero`; `device`: cpu or cuda.
 
     At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor, and sends that at the end.
@@ -146,7 +146,7 @@ _ZERO: _Keys = {
         f"{_OFFLOAD} pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc"
     ),
 }
-KNOWN: _Keys = {
+KNOWN_KEYS: _Keys = {
     **_keys("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"),
     **_keys("managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     **_keys("communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
@@ -169,7 +169,7 @@ _OTHERS = """nebula compression_training amp quantize_training sparse_gradients 
     graph_harvesting curriculum_learning progressive_layer_drop"""
 _PARALLEL = "`parallel` splits the model, and no model here has experts or stages of a pipeline"
 _SAVES = "runs save and resume checkpoints of their own, `training.checkpoint_every`"
-REFUSED: Mapping[str, str] = {
+REFUSED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
         ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), "runs log into their own folder"
     ),
@@ -206,13 +206,13 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     """
     given = run.engine.deepspeed
     given = read_deepspeed(given) if isinstance(given, str) else given
-    _check_keys(given, KNOWN)
+    _check_keys(given, KNOWN_KEYS)
     stage = zero_stage(given)
     kept = stage < 3 or run.engine.activation_checkpointing != "selective"
     rule = "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept"
     require(kept, "engine.activation_checkpointing", rule, got="`selective`")
     zero = _section(given, "zero_optimization")
-    given = _completed(given, tuned_settings(zero, device, run.engine.precision, data_ranks))
+    given = _completed(given, communication_settings(zero, device, run.engine.precision, data_ranks))
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
@@ -237,7 +237,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
 def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
     """The content of the JSON file that the config file `by` calls `name`; UserError if it cannot be read."""
     try:
-        content = json.loads(find_named(name, by).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(find_referenced_file(name, by).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(
             f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."
@@ -289,9 +289,9 @@ def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None
         path = (*parents, key)
         place = "".join(f"[{name!r}]" for name in path)
         off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
-        if off and (".".join(path) in REFUSED or key in known):
+        if off and (".".join(path) in REFUSED_KEYS or key in known):
             continue
-        reason = REFUSED.get(".".join(path))
+        reason = REFUSED_KEYS.get(".".join(path))
         require(not reason, f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
         if key not in known:
             raise UserError(_unknown(["engine.deepspeed", *parents], key, known))
@@ -304,10 +304,10 @@ def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None
 
 def _unknown(parents: list[str], key: str, known: _Keys) -> str:
     """The sentence for a key that is not known in this section: of the section that it belongs to, if there is one."""
-    elsewhere = [path for path in _paths(KNOWN, "engine.deepspeed") if path.endswith(f".{key}")]
+    elsewhere = [path for path in _paths(KNOWN_KEYS, "engine.deepspeed") if path.endswith(f".{key}")]
     if elsewhere:
         return f"`{'.'.join([*parents, key])}` is not a setting; did you mean `{elsewhere[0]}`?"
-    return not_a_setting(parents, key, list(known))
+    return unknown_setting_message(parents, key, list(known))
 
 
 def _paths(keys: _Keys, above: str) -> Iterator[str]:
@@ -358,11 +358,13 @@ class RunPlan:
     zero_stage: int
     """What is partitioned over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
 
-    precision_by_auto: bool = False
+    precision_was_auto: bool = False
     """Whether `engine.precision` is what `auto` came to."""
 
     @staticmethod
-    def of(config: RunConfig, ranks: int = 1, device: str | None = None, *, precision_by_auto: bool = False) -> RunPlan:
+    def of(
+        config: RunConfig, ranks: int = 1, device: str | None = None, *, precision_was_auto: bool = False
+    ) -> RunPlan:
         """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
         these are in a file that cannot be read.
 
@@ -372,7 +374,7 @@ class RunPlan:
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
         deepspeed = deepspeed_config(config, data_ranks, device)
-        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), precision_by_auto)
+        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), precision_was_auto)
 
     @property
     def zero(self) -> Mapping[str, Any]:

@@ -36,10 +36,10 @@ class ReplacedTokensConfig(AuxiliarySettings):
     """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
 
     metric: ClassVar = "detection"
-    draws_tokens: ClassVar = True
-    whose_targets: ClassVar = "generator's "
-    why_headless: ClassVar = "tells replaced tokens and predicts none"
-    why_dense: ClassVar = (
+    samples_tokens: ClassVar = True
+    predictor_label: ClassVar = "generator's "
+    no_head_reason: ClassVar = "tells replaced tokens and predicts none"
+    dense_embedding_reason: ClassVar = (
         "replaced tokens are drawn",
         "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once",
     )
@@ -75,15 +75,15 @@ class ReplacedTokensConfig(AuxiliarySettings):
         keep_best = config.training.keep_best
         _refuse("training.keep_best", keep_best, "where held-out loss is the generator's and not the model's")
 
-    def generator(self, model: ModelConfig) -> ModelConfig:
+    def generator_config(self, model: ModelConfig) -> ModelConfig:
         """A model of fewer layers."""
         return model.model_copy(update={"num_layers": self.generator_layers})
 
-    def needs_token_counts(self) -> str | None:
+    def token_counts_needed_by(self) -> str | None:
         """Where tokens are drawn from all ids."""
-        return "replaced_tokens.draws" if self.draws_all_ids() else None
+        return "replaced_tokens.draws" if self.samples_vocabulary() else None
 
-    def draws_all_ids(self) -> bool:
+    def samples_vocabulary(self) -> bool:
         """As `draws` says."""
         return self.draws == "vocabulary"
 
@@ -98,7 +98,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
     def describe(self) -> str:
         """What replaces tokens, and what finding them counts."""
         layers = counted(self.generator_layers, "layer")
-        drawn = ", drawn from all ids" if self.draws_all_ids() else ""
+        drawn = ", drawn from all ids" if self.samples_vocabulary() else ""
         return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {self.weight:g})"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -112,19 +112,19 @@ class ReplacedTokensConfig(AuxiliarySettings):
             "kept": sums["kept"] / max(classified - replaced, 1),
         }
 
-    def logged(self, means: Mapping[str, float]) -> dict[str, float]:
+    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """The generator's loss, which the run's has beside the detection's."""
         return {"generator_loss": means["loss"] - self.weight * means["detection_loss"]}
 
-    def progress(self, means: Mapping[str, float]) -> str:
+    def progress_text(self, means: Mapping[str, float]) -> str:
         """For example: generator 6.1000  detection 0.2431, found 48.2% and kept 98.1%"""
-        return f"generator {means['generator_loss']:.4f}  {super().progress(means)}"
+        return f"generator {means['generator_loss']:.4f}  {super().progress_text(means)}"
 
-    def held_out(self, means: Mapping[str, float]) -> str:
+    def evaluation_text(self, means: Mapping[str, float]) -> str:
         """For example: detection 0.2431, found 48.2% and kept 98.1%"""
         return f"detection {means['loss']:.4f}, found {means['found']:.1%} and kept {means['kept']:.1%}"
 
-    def exported(self, means: Mapping[str, float]) -> str:
+    def export_text(self, means: Mapping[str, float]) -> str:
         """For example: 48.2% of replaced tokens found and 98.1% of others kept"""
         return f"{means['found']:.1%} of replaced tokens found and {means['kept']:.1%} of others kept"
 

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.config.embedding import check_embedding
-from megahead.config.masking import SPECIAL_TOKEN_FIELDS, WEIGHING, MaskedInputsConfig, MaskingConfig
+from megahead.config.masking import SPECIAL_TOKEN_FIELDS, STRATEGIES_BY_SETTING, MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, check_token_subsets
@@ -66,15 +66,15 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> RunConfig:
         if not (info.context or {}).get("saved"):
-            check_fit(self)
-            check_unused(self)
+            check_consistency(self)
+            refuse_unused(self)
         return self
 
-    def why_headless_exports(self) -> str | None:
+    def no_head_reason(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
         auxiliary = self.objective.auxiliary()
-        if auxiliary is not None and auxiliary.why_headless is not None:
-            return auxiliary.why_headless
+        if auxiliary is not None and auxiliary.no_head_reason is not None:
+            return auxiliary.no_head_reason
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
         if self.masking and self.masking.mask_decoder_layers:
@@ -82,15 +82,15 @@ class RunConfig(Settings):
         late = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {late} on" if late else None
 
-    def trained_model(self) -> ModelConfig:
+    def model_in_training(self) -> ModelConfig:
         """The model with the layers that are there in training alone."""
         more = self.masking.mask_decoder_layers if self.masking else 0
         return self.model.model_copy(update={"num_layers": self.model.num_layers + more}) if more else self.model
 
-    def generator(self) -> ModelConfig | None:
+    def generator_config(self) -> ModelConfig | None:
         """The shape of what fills in masked tokens beside the model; None where the model itself does."""
         auxiliary = self.objective.auxiliary()
-        return None if auxiliary is None else auxiliary.generator(self.model)
+        return None if auxiliary is None else auxiliary.generator_config(self.model)
 
     def usable_ranks(self, there: int) -> int:
         """How many of the launcher's ranks train: under `parallel.elastic` the most that batch and tensor ranks allow.
@@ -101,17 +101,17 @@ class RunConfig(Settings):
             return there
         if there < self.parallel.tensor:
             raise ConfigError("parallel.tensor", f"be at most the number of ranks ({there})", got=self.parallel.tensor)
-        return self.parallel.tensor * self.batch.most_data_ranks(there // self.parallel.tensor)
+        return self.parallel.tensor * self.batch.max_data_ranks(there // self.parallel.tensor)
 
     def sample_length(self) -> int:
         """The `sequence_length` of the run's `Samples`, which read one token more than it. A masked row has
         data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one of them."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
-    def masked_from(self) -> int:
+    def steps_before_masking(self) -> int:
         """How many of a run's steps come before the first one that masks."""
         schedule = self.objective.schedule
-        return schedule.causal_until(self.training.steps) if schedule else 0
+        return schedule.causal_steps(self.training.steps) if schedule else 0
 
     def targets_per_row(self) -> int:
         """Targets of a whole row, on average over the steps that learn as this config says: of an encoder that is
@@ -157,14 +157,14 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 """Fields of `masking`, and the strategies that read them."""
 
 
-def check_unused(config: RunConfig) -> None:
+def refuse_unused(config: RunConfig) -> None:
     """ConfigError for the first of them."""
     for section, field, why in _unused(config):
         got = getattr(getattr(config, section), field)
         raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
 
 
-def without_unused(config: RunConfig) -> RunConfig:
+def reset_unused(config: RunConfig) -> RunConfig:
     """With their defaults in their places."""
     for section, field, _ in list(_unused(config)):
         given: Settings = getattr(config, section)
@@ -182,10 +182,10 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         if causal and field not in SPECIAL_TOKEN_FIELDS:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
         elif readers and not strategies.intersection(readers):
-            settings = [setting for setting, known in WEIGHING.items() if set(known) & set(readers)]
+            settings = [setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(readers)]
             yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(readers)}"
-    if config.data.id_weights is not None and (masking is None or causal or not masking.reads_weights()):
-        yield "data", "id_weights", f"without {' or '.join(WEIGHING)}: weights"
+    if config.data.id_weights is not None and (masking is None or causal or not masking.uses_id_weights()):
+        yield "data", "id_weights", f"without {' or '.join(STRATEGIES_BY_SETTING)}: weights"
 
 
 # Encoders that learn next tokens, always or at first: what only masked tokens have is refused beside it.
@@ -205,7 +205,7 @@ def _check_causal(config: RunConfig) -> None:
         for field, value in masking.changed(*SUBSET_FIELDS).items():
             refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
-        require(not masking.adapts(), "masking.strategy", rule, got=masking.strategy)
+        require(not masking.is_adaptive(), "masking.strategy", rule, got=masking.strategy)
     if model.is_encoder():
         why = "of a run whose encoder is causal at first or throughout: they are those of masked tokens"
         refuse("tasks", config.tasks and "given", why)
@@ -221,14 +221,14 @@ def _check_corrected(config: RunConfig) -> None:
     if objective.bias != "corrected" or masking is None or config.model.is_causal:
         return
     auxiliary = objective.auxiliary()
-    by_auxiliary = auxiliary is not None and auxiliary.weights_ids
+    by_auxiliary = auxiliary is not None and auxiliary.skews_targets
     other = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
     rule = f"be another with {other}, by which ids are targets more or less often than in the text"
-    weighs = by_auxiliary or masking.weights_ids()
+    weighs = by_auxiliary or masking.skews_targets()
     require(not weighs, "objective.bias", rule, got="corrected", hint="take paper or once")
 
 
-def check_fit(config: RunConfig) -> None:
+def check_consistency(config: RunConfig) -> None:
     """ConfigError for the first settings that do not."""
     _check_rows(config)
     _check_masking(config)
@@ -239,8 +239,8 @@ def check_fit(config: RunConfig) -> None:
         auxiliary.check(config)
     _check_corrected(config)
     _check_masking_schedule(config)
-    if config.masking is not None and config.masking.reads_weights():
-        rule = f"be given with {' or '.join(WEIGHING)}: weights"
+    if config.masking is not None and config.masking.uses_id_weights():
+        rule = f"be given with {' or '.join(STRATEGIES_BY_SETTING)}: weights"
         require(config.data.id_weights is not None, "data.id_weights", rule, got="missing")
     check_embedding(config)
     _check_elastic(config)
@@ -278,7 +278,7 @@ def _check_elastic(config: RunConfig) -> None:
     if config.parallel.elastic:
         rule = f"be a multiple of batch.micro_size ({batch.micro_size}) under parallel.elastic"
         hint = "no number of ranks can serve it"
-        require(batch.most_data_ranks(1), "batch.global_size", rule, got=batch.global_size, hint=hint)
+        require(batch.max_data_ranks(1), "batch.global_size", rule, got=batch.global_size, hint=hint)
         rule, hint = "not depend on the number of ranks under parallel.elastic", "write a number of samples"
         require(group != "data_parallel", "objective.group_samples", rule, got=group, hint=hint)
 
@@ -305,7 +305,7 @@ def _check_tasks(config: RunConfig) -> None:
     if config.tasks:
         rule = "name the tokenizer that `tasks` are read with"
         require(config.data.tokenizer is not None, "data.tokenizer", rule, got="missing")
-        reason = config.why_headless_exports()
+        reason = config.no_head_reason()
         refuse("tasks", reason and "given", f"of a run that {reason}, whose exports have no head")
 
 

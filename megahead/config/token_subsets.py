@@ -102,7 +102,7 @@ def subset_layers(config: RunConfig) -> list[SubsetLayers]:
     if masking is None:
         return []
     found = []
-    if late := masking.masks_from(config.model):
+    if late := masking.first_masked_layer(config.model):
         masked = masking.mask_share * config.targets_per_row() / config.data.sequence_length
         found.append(SubsetLayers(range(late), 1 - masked))
     if masking.dropping:

@@ -101,7 +101,7 @@ class ScheduleConfig(Settings):
         """Steps of the final decay in a run of so many; 0 for schedules that have none."""
         return _steps_of(self.decay_steps or 0, total_steps)
 
-    def in_steps(self, total_steps: int) -> dict[str, int]:
+    def resolved_steps(self, total_steps: int) -> dict[str, int]:
         """What may be written as a share, by full names: equal for schedules that are the same in such a run."""
         return {"schedule.warmup_steps": self.warmup(total_steps), "schedule.decay_steps": self.decay(total_steps)}
 
@@ -120,14 +120,14 @@ def _steps_of(given: float, total: int) -> int:
     return round(given * total) if isinstance(given, float) else given
 
 
-REPLICATED = {"zero_optimization": {"stage": 0}}
+DEFAULT_DEEPSPEED = {"zero_optimization": {"stage": 0}}
 """DeepSpeed's settings if none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
 
 
 class EngineConfig(Settings):
     """DeepSpeed's settings, number format, attention, compilation, device."""
 
-    deepspeed: str | dict[str, Any] = REPLICATED
+    deepspeed: str | dict[str, Any] = DEFAULT_DEEPSPEED
     """DeepSpeed's settings, or a JSON file searched for from the working directory, this config's folder and its
     parents, and the shipped `configs/deepspeed`. Batch sizes, clipping and precision come from this config;
     contradictions and unknown keys are refused. Communication settings (`reduce_bucket_size`, `overlap_comm`)

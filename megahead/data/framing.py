@@ -58,7 +58,7 @@ class Framing:
 
     def unmaskable(self) -> Sequence[int]:
         """Ids that are never masked."""
-        return self.masking.never_masked(self.end_token)
+        return self.masking.unmaskable_ids(self.end_token)
 
     def rows(self, text: Array, document_starts: Array | None = None) -> FramedRows:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megahead.config.facts import FORMAT
+from megahead.config.dataset_defaults import FORMAT
 from megahead.errors import DataError
 from megahead.files import write_atomically
 from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, split_url

@@ -61,7 +61,7 @@ def _collator(config: RunConfig, text: TrainingText | None = None, masked_from: 
     """`text`: that of a run; None for held-out rows, of which single tokens are masked by the same seed everywhere."""
     if config.masking is None:
         return CausalRows(config.data)
-    masking = config.masking.held_out() if text is None else config.masking
+    masking = config.masking.for_evaluation() if text is None else config.masking
     framing = Framing(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
         return NextTokens(framing, config.data.boundary_targets)

@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 from torch import Tensor
 
-from megahead.config.base import load_named
+from megahead.config.base import load_class
 from megahead.config.masking import MaskingConfig
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
@@ -45,7 +45,7 @@ class Pmi(EqualWeights):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Pmi:
         """Counts neighbours in the text."""
-        pairs, longest = text.pair_counts(), masking.longest_unit(text.config.data.sequence_length)
+        pairs, longest = text.pair_counts(), masking.max_unit_length(text.config.data.sequence_length)
         return Pmi.of(pairs, masking.least_pmi, masking.least_count, longest, text.special_ids())
 
     @staticmethod
@@ -163,7 +163,7 @@ class Spans(EqualWeights):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Spans:
         """By the settings alone."""
-        return Spans(masking.span_stop, masking.longest_unit(text.config.data.sequence_length))
+        return Spans(masking.span_stop, masking.max_unit_length(text.config.data.sequence_length))
 
     def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         rows, length = tokens_BT.shape
@@ -242,7 +242,7 @@ def strategy_of(masking: MaskingConfig, text: TrainingText) -> Strategy:
 
 def custom_strategy(name: str) -> Any:
     """The class of one's own; ConfigError where it cannot be imported or is none."""
-    kind, methods = load_named("masking.strategy", name), ("build", "at", "starts", "weights")
+    kind, methods = load_class("masking.strategy", name), ("build", "at", "starts", "weights")
     if lacking := [method for method in methods if not callable(getattr(kind, method, None))]:
         rule = f"name a class with {', '.join(methods)}"
         raise ConfigError("masking.strategy", rule, got=f"{name!r} without {lacking[0]}", hint="see docs/extending.md")

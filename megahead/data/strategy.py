@@ -203,7 +203,7 @@ class TrainingText:
     """The setting that names the strategy, for errors."""
 
     error_counts: ErrorCounts | None = None
-    """Error counts of the run, for an adaptive strategy (`MaskingConfig.adapts`)."""
+    """Error counts of the run, for an adaptive strategy (`MaskingConfig.is_adaptive`)."""
 
     @property
     def vocab_size(self) -> int:
@@ -213,7 +213,7 @@ class TrainingText:
     def special_ids(self) -> list[int]:
         """Ids that are never masked."""
         assert self.config.masking is not None
-        return self.config.masking.never_masked(self.config.data.end_token)
+        return self.config.masking.unmaskable_ids(self.config.data.end_token)
 
     def bytes_of_ids(self) -> Sequence[bytes | None]:
         """The bytes of each id of the run's tokenizer."""

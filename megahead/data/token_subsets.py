@@ -68,10 +68,10 @@ class TokenSubsets:
         """As the settings ask for; held-out rows, which have no `text` by which tokens are important, drop none."""
         masking, settings = framing.masking, framing.masking.dropping
         if text is None or settings is None:
-            return TokenSubsets(masking.mask_token, masking.masks_from(model))
+            return TokenSubsets(masking.mask_token, masking.first_masked_layer(model))
         importance = STRATEGIES[settings.by](masking, replace(text, setting="masking.dropping.by"))
         dropping = TokenDropping(framing, settings.layers(model), settings.keep_share, importance)
-        return TokenSubsets(masking.mask_token, masking.masks_from(model), dropping)
+        return TokenSubsets(masking.mask_token, masking.first_masked_layer(model), dropping)
 
     def select(
         self, chosen_BT: Array, read_BT: Array, text: Array, step: int, rng: CounterRng

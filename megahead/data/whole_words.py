@@ -49,7 +49,7 @@ class WholeWords(EqualWeights):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> WholeWords:
         """From the settings and the tokenizer of the run."""
-        return WholeWords.of(text.bytes_of_ids(), masking.longest_unit(text.config.data.sequence_length))
+        return WholeWords.of(text.bytes_of_ids(), masking.max_unit_length(text.config.data.sequence_length))
 
     @staticmethod
     def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:

@@ -208,7 +208,7 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
 
     Raises UserError where the model cannot have it, or no class of transformers.
     """
-    objective, reason = model.config.objective, model.config.why_headless_exports()
+    objective, reason = model.config.objective, model.config.no_head_reason()
     require_head(name, model)
     if name == "none":
         return Head(name)
@@ -254,7 +254,7 @@ def best_head(model: TrainedModel) -> HeadName:
     A tied matrix that was trained as a softmax is called `trained`.
     """
     objective = model.config.objective
-    if model.config.why_headless_exports() is not None:
+    if model.config.no_head_reason() is not None:
         return "none"
     return "trained" if objective.name == "vanilla" else objective.head()
 

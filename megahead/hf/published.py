@@ -243,7 +243,7 @@ def save_initial_checkpoint(
     """Writes what a run can start from: a checkpoint of step 0, the tokenizer, and the sections of the next config that
     say which model it is."""
     save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
-    sections: dict[str, Any] = {"model": config.model.written()}
+    sections: dict[str, Any] = {"model": config.model.non_default_settings()}
     if config.masking is not None:
         sections["masking"] = config.masking.model_dump(mode="json", include={*SPECIAL_TOKEN_FIELDS})
     write_atomically(run.model, yaml.safe_dump(sections, sort_keys=False, default_flow_style=None))

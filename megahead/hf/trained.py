@@ -62,7 +62,7 @@ class TrainedModel:
         masking = self.config.masking
         if masking is None or not masking.mask_decoder_layers:
             return self
-        layers = range(self.config.model.num_layers, self.config.trained_model().num_layers)
+        layers = range(self.config.model.num_layers, self.config.model_in_training().num_layers)
         unused = tuple(f"{BACKBONE}blocks.{layer}." for layer in layers)
         shapes = {name: shape for name, shape in self.shapes.items() if not name.startswith(unused)}
         config = self.config.model_copy(update={"masking": masking.model_copy(update={"mask_decoder_layers": 0})})
@@ -214,8 +214,8 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
 def _summary(step: int, found: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
     if auxiliary is not None and (means := found.get(auxiliary.metric)):
-        whose = auxiliary.whose_targets
-        return f"{auxiliary.exported(means)} (step {step:,}), its {whose}perplexity {found['perplexity']:,.4g}"
+        whose = auxiliary.predictor_label
+        return f"{auxiliary.export_text(means)} (step {step:,}), its {whose}perplexity {found['perplexity']:,.4g}"
     bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
     parts = [f"perplexity {most}{found['perplexity']:,.4g}"]
     parts += [] if bits is None else [f"{most}{bits:.4g} bits a byte"]

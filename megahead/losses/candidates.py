@@ -286,10 +286,10 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     if config.masking is None or config.model.is_causal:
         return None
     auxiliary = config.objective.auxiliary()
-    weights_ids = config.masking.weights_ids() or (auxiliary is not None and auxiliary.weights_ids)
-    if not weights_ids or token_counts_V is None or not token_counts_V.any():
+    skews_targets = config.masking.skews_targets() or (auxiliary is not None and auxiliary.skews_targets)
+    if not skews_targets or token_counts_V is None or not token_counts_V.any():
         return None
-    special = config.masking.never_masked(config.data.end_token)
+    special = config.masking.unmaskable_ids(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()
     counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
     return counts_V

@@ -102,10 +102,10 @@ class Headless:
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
         self._config, auxiliary = config, config.auxiliary()
-        self._draws_tokens = auxiliary is not None and auxiliary.draws_tokens
+        self._draws_tokens = auxiliary is not None and auxiliary.samples_tokens
         self._log_q_V, self._log_r_V = None, None
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
-        needing = config.needs_token_counts()
+        needing = config.token_counts_needed_by()
         if needing is not None and counts_V is None:
             raise ConfigError(
                 f"objective.{needing}",

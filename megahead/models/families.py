@@ -23,7 +23,7 @@ from megahead.models.documents import Documents
 from megahead.models.layers import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotation, dropout, rotary_at
 from megahead.models.parallel import SPLIT_HEADS, SPLIT_TOKENS, SPLIT_WEIGHTS
 
-# What blocks are made of. A family fixes the settings that belong to others (`FIXED` in megahead/config/model.py).
+# What blocks are made of. Settings of other families are fixed (`FAMILY_FIXED` in megahead/config/model.py).
 
 
 def _attention(config: ModelConfig) -> SelfAttention:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from megahead.config.auxiliary import AuxiliarySettings, CustomConfig
-from megahead.config.base import load_named
+from megahead.config.base import load_class
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, RowCollator
@@ -148,7 +148,7 @@ class _Preparing(RowCollator):
 
 def auxiliary_kind(settings: AuxiliarySettings) -> type[Auxiliary]:
     """The class that computes it. ConfigError where one's own cannot be imported or is none."""
-    kind = load_named("objective.custom.objective", settings.implementation())
+    kind = load_class("objective.custom.objective", settings.implementation())
     if not (isinstance(kind, type) and issubclass(kind, Auxiliary)):
         rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
         raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))

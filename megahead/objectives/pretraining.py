@@ -267,7 +267,7 @@ TEMPERATURE = "temperature.log_value"
 
 def build_pretraining(config: RunConfig) -> Pretraining:
     """The full model on torch's default device, weights undefined; runs use `assemble`, which shards it."""
-    model, objective = config.trained_model(), config.objective
+    model, objective = config.model_in_training(), config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
     output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
@@ -305,8 +305,8 @@ class InitialWeights:
 
     def _model_of(self, name: str) -> ModelConfig:
         """The one whose parameter it is, and on whose depth its first value may depend."""
-        generator = self.config.generator() if ".generator." in name else None
-        return generator or self.config.trained_model()
+        generator = self.config.generator_config() if ".generator." in name else None
+        return generator or self.config.model_in_training()
 
 
 def initial_weights(config: RunConfig) -> InitialWeights:

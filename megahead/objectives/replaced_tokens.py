@@ -58,12 +58,12 @@ class ReplacedTokens(Auxiliary):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        generator, settings = config.generator(), config.objective.replaced_tokens
+        generator, settings = config.generator_config(), config.objective.replaced_tokens
         assert generator is not None
         assert settings is not None
         self.generator = without_table(build_backbone(generator))
         self.head = DetectionHead(generator)
-        self._draws_all_ids = settings.draws_all_ids()
+        self._draws_all_ids = settings.samples_vocabulary()
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Prepared:
@@ -71,7 +71,7 @@ class ReplacedTokens(Auxiliary):
         assert config.masking is not None
         index_N = batch.target_index_N
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
-        classified_M = ~np.isin(tokens_M.numpy(), config.masking.never_masked(config.data.end_token))
+        classified_M = ~np.isin(tokens_M.numpy(), config.masking.unmaskable_ids(config.data.end_token))
         draw_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
         return Prepared(torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(classified_M)))
 

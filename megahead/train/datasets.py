@@ -17,7 +17,7 @@ from megahead.checkpoints.reading import Checkpoint
 from megahead.config.base import require
 from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
-from megahead.config.plan import Phase, phase_that_saved, same_objective
+from megahead.config.plan import Phase, matching_phase, same_objective
 from megahead.config.run import RunConfig
 from megahead.data.blending import Blend, describe_samples, token_counts, training_samples
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_one_tokenizer
@@ -210,10 +210,12 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     `data_fingerprints` gives now; the checkpoint's state has what it gave then.
     """
     saved = config_of(checkpoint)
-    phase = phase_that_saved(config, saved)
+    phase = matching_phase(config, saved)
     steps = saved.training.steps
-    then = saved.flat() | saved.schedule.in_steps(steps) | checkpoint.state_value("texts", dict, absent=fingerprints)
-    now = phase.config.flat() | phase.config.schedule.in_steps(steps) | fingerprints
+    then = (
+        saved.flat() | saved.schedule.resolved_steps(steps) | checkpoint.state_value("texts", dict, absent=fingerprints)
+    )
+    now = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
     if then[TOKENIZER] and config.data.tokenizer and has_fingerprint(config.data.tokenizer, then[TOKENIZER]):
         then[TOKENIZER] = now[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)

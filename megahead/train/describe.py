@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megahead.config.embedding import dense_rate, describe_embedding
+from megahead.config.embedding import dense_embedding_lr_ratio, describe_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
-from megahead.config.plan import RunPlan, names_of, phases_of
+from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
@@ -22,7 +22,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()
     warm_up = f"{counted(schedule.warmup(steps), 'step')} of warm-up" if schedule.warmup(steps) else "no warm-up"
-    precision = f"{config.engine.precision}{' (by auto)' if plan.precision_by_auto else ''}"
+    precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
@@ -83,7 +83,7 @@ def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[st
 def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
     """Which objective has which steps, where there is more than one."""
     phases = phases_of(config)
-    named = zip(names_of(phases), phases, strict=True)
+    named = zip(phase_names(phases), phases, strict=True)
     told = [f"{name} for {counted(len(phase.steps), 'step')}" for name, phase in named]
     return [("phases", ", then ".join(told))] if len(phases) > 1 else []
 
@@ -91,7 +91,7 @@ def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
 def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
     """What moves otherwise than the rest."""
     optimizer = config.optimizer
-    table, lines = dense_rate(config), []
+    table, lines = dense_embedding_lr_ratio(config), []
     if optimizer.name == "muon":
         ratio = optimizer.muon.learning_rate_ratio
         lines.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")

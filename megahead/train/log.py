@@ -126,7 +126,7 @@ class Interval:
         if self._auxiliary is not None:
             found = [self._auxiliary.means(r.auxiliary) for r in reports]
             means |= {f"{self._auxiliary.metric}_{name}": _mean(each[name] for each in found) for name in found[0]}
-            means |= self._auxiliary.logged(means)
+            means |= self._auxiliary.derived_metrics(means)
         return means | {name: _mean(r.counts[name] for r in reports) for name in reports[0].counts}
 
 
@@ -161,7 +161,7 @@ def progress_line(
         f"{thousands(scalars['tokens_per_second'])} tokens/s",
     ]
     if auxiliary is not None:
-        parts.append(auxiliary.progress(scalars))
+        parts.append(auxiliary.progress_text(scalars))
     if "mfu" in scalars:
         parts.append(f"MFU {scalars['mfu']:.1%}")
     if scalars["candidates"]:
@@ -180,7 +180,7 @@ def held_out_line(
     most = "at most " if result.upper_bound else ""
     whose, more = "", ""
     if auxiliary is not None and result.auxiliary is not None:
-        whose, more = auxiliary.whose_targets, f"; {auxiliary.held_out(result.auxiliary)}"
+        whose, more = auxiliary.predictor_label, f"; {auxiliary.evaluation_text(result.auxiliary)}"
     bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
     return (
         f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "

@@ -148,7 +148,7 @@ def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> 
 
 def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
     """The line where `device` computes more slowly in the bf16 that was asked for than in fp32."""
-    given = plan.config.engine.precision == "bf16" and not plan.precision_by_auto
+    given = plan.config.engine.precision == "bf16" and not plan.precision_was_auto
     if not given or device.type != "cpu" or multiplies_bf16_fast(device):
         return []
     slow = "this processor does not multiply bf16, and may take many times as long as in fp32"
@@ -239,7 +239,7 @@ def _what_is_compiled(config: RunConfig) -> str:
     """Which blocks are compiled: all except those whose shapes change with each batch."""
     plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     auxiliary = config.objective.auxiliary()
-    needs_all = config.model.is_causal or config.generator() or (auxiliary and auxiliary.needs_all_outputs)
+    needs_all = config.model.is_causal or config.generator_config() or (auxiliary and auxiliary.needs_all_outputs)
     if config.model.is_encoder() and not needs_all:
         plain.append("the last (masked tokens alone)")
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
@@ -284,7 +284,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
             resolved, by_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
-            plan = RunPlan.of(resolved, ranks.size, device.type, precision_by_auto=by_auto)
+            plan = RunPlan.of(resolved, ranks.size, device.type, precision_was_auto=by_auto)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, launch, ranks, device, resume)
 
@@ -354,7 +354,7 @@ def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Pro
 def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
     """Sets the training-free head's constant bias, for an auxiliary objective that samples from all ids."""
     settings, auxiliary = config.objective.auxiliary(), cast(Pretraining, engine.module).auxiliary
-    if settings is not None and auxiliary is not None and settings.draws_all_ids():
+    if settings is not None and auxiliary is not None and settings.samples_vocabulary():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
         bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
         auxiliary.drawn_bias_V = None if bias_V is None else bias_V.to(device)
@@ -375,7 +375,7 @@ def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState
     state.data_fingerprints = data_fingerprints(session.plan.config, session.datasets)
     state.dataset_counts = session.datasets.token_counts
     masking, batch = plan.config.masking, plan.config.batch
-    if masking is not None and masking.adapts():
+    if masking is not None and masking.is_adaptive():
         state.error_counts = ErrorCounts(state.padded_vocab_size, masking.adapt_every, batch.global_size)
     if start.checkpoint is not None:
         refuse_another_run(start.checkpoint, session.plan.config, state.data_fingerprints)
@@ -399,7 +399,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
 
 def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with process groups of its own."""
-    masked_from, settings = session.plan.config.masked_from(), config.objective.auxiliary()
+    masked_from, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
     auxiliary = None if settings is None else auxiliary_kind(settings)
     return StepLoader(
         session.datasets.samples,

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from megahead.config.data import BatchConfig
-from megahead.config.plan import KNOWN, REFUSED, deepspeed_config, read_deepspeed
+from megahead.config.plan import KNOWN_KEYS, REFUSED_KEYS, deepspeed_config, read_deepspeed
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
@@ -173,11 +173,11 @@ def known_keys(keys: Mapping[str, Any], *parents: str) -> set[tuple[str, ...]]:
 
 def test_each_key_that_the_installed_deepspeed_reads_is_used_or_refused_by_name() -> None:
     (theirs,) = on_ranks(1, keys_that_deepspeed_reads)
-    refused = {tuple(path.split(".")) for path in REFUSED}
+    refused = {tuple(path.split(".")) for path in REFUSED_KEYS}
     below_refused = {path for path in theirs if any(path[:n] in refused for n in range(1, len(path)))}
     not_read_by_its_config = {("timers", "throughput"), ("data_types", "grad_accum_dtype"), ("moe",)}
-    assert theirs - below_refused - known_keys(KNOWN) - refused == set()
-    assert (known_keys(KNOWN) | refused) - theirs == not_read_by_its_config
+    assert theirs - below_refused - known_keys(KNOWN_KEYS) - refused == set()
+    assert (known_keys(KNOWN_KEYS) | refused) - theirs == not_read_by_its_config
 
 
 def test_what_is_switched_off_passes_but_no_unknown_key(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_every_setting_is_described_and_frozen() -> None:
 def test_a_shape_is_written_without_defaults_and_read_back() -> None:
     for size in NAMED_SIZES:
         model = ModelConfig(size=size, vocab_size=100, norm_eps=1e-4)
-        written = model.written()
+        written = model.non_default_settings()
         assert ModelConfig(**written) == model.model_copy(update={"size": None})
         assert {"family", "hidden_size", "vocab_size", "norm_eps"} <= {*written}
         assert not {"size", "init_std", "mlp_bias", "hidden_dropout"} & {*written}

@@ -10,7 +10,7 @@ from megahead.config.data import DataConfig
 from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_checkpoint, config_from_dict
 from megahead.config.masking import MaskingConfig
-from megahead.config.plan import phase_at, phase_that_saved, phases_of, same_objective
+from megahead.config.plan import matching_phase, phase_at, phases_of, same_objective
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigErrors
 from support.good_settings import GOOD
@@ -57,7 +57,7 @@ def test_each_step_has_an_objective_and_a_direction(
     assert told(run) == phases
     for phase in phases_of(run):
         assert all(phase_at(run, step) == phase for step in phase.steps)
-        assert phase_that_saved(run, phase.config) == phase
+        assert matching_phase(run, phase.config) == phase
     assert phase_at(run, 20) == phases_of(run)[-1]
 
 

@@ -127,7 +127,7 @@ def test_the_rate_is_reached_in_scripts_of_many_bytes_and_no_character_is_cut(
     stream = np.frombuffer(SCRIPTS[script].encode() * 700, np.uint8).astype(np.int64) + 4
     text = stream[: len(stream) // length * length].reshape(-1, length)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, count=count)
-    words = WholeWords.of(spelled, config.longest_unit(length + 2))
+    words = WholeWords.of(spelled, config.max_unit_length(length + 2))
     selected = chosen(words, text, count=count)
     if length == 126:
         assert selected.mean() == pytest.approx(0.15, abs=0.012)

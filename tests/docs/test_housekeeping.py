@@ -26,8 +26,8 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
     """A name in backticks, and the file that the same step names."""
     named = {
         "NAMED_SIZES": "config/model.py",
-        "DEFAULTS": "config/model.py",
-        "FIXED": "config/model.py",
+        "FAMILY_DEFAULTS": "config/model.py",
+        "FAMILY_FIXED": "config/model.py",
         "Backbone": "models/backbone.py",
         "encode": "models/backbone.py",
         "encode_at": "models/backbone.py",

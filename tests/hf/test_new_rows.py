@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megahead.commands.convert import METHODS as TOLD
+from megahead.commands.convert import METHODS as COMMAND_METHODS
 from megahead.hf.revocabulary import METHODS, mean_rows, random_rows, rarity_rows
 
 TABLE = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
@@ -40,4 +40,4 @@ def test_drawn_rows_have_the_tables_mean_and_deviation() -> None:
 
 
 def test_the_command_tells_every_method() -> None:
-    assert list(TOLD) == list(METHODS)
+    assert list(COMMAND_METHODS) == list(METHODS)

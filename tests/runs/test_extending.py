@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from megahead.config.auxiliary import CustomConfig
-from megahead.config.base import load_named
+from megahead.config.base import load_class
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.loader import training_collator
@@ -125,7 +125,7 @@ def test_the_strategy_masks_windows_and_an_encoder_exports(folder: Path) -> None
 def test_where_there_is_nothing_to_learn_the_same_layers_are_called(folder: Path) -> None:
     """Under ZeRO 3, and where rows are fetched, ranks wait for each other in them."""
     config = encoder(folder, "run", {})
-    kind = load_named("objective", f"{folder}/second_next.py:SecondNext")
+    kind = load_class("objective", f"{folder}/second_next.py:SecondNext")
     apart = Batch(torch.ones(1, 6, dtype=torch.long), None, torch.tensor([0, 3, 5]), torch.tensor([7, 8, 9]))
     batch = replace(apart, auxiliary=kind.prepare(apart, config, None))
     looked_up: list[torch.Tensor] = []
@@ -138,13 +138,13 @@ def test_where_there_is_nothing_to_learn_the_same_layers_are_called(folder: Path
 def test_a_progress_line_tells_all_that_it_logs() -> None:
     custom = CustomConfig(objective="o.py:O")
     logged = {"loss": 4.0, "auxiliary_loss": 1.0, "auxiliary_right": 0.5}
-    assert custom.progress(logged) == "auxiliary 1.0000, right 0.5000"
+    assert custom.progress_text(logged) == "auxiliary 1.0000, right 0.5000"
 
 
 def test_a_file_may_hold_postponed_annotations(folder: Path) -> None:
     later = folder / "later.py"
     later.write_text(f"from __future__ import annotations\n{(folder / 'windows.py').read_text()}")
-    assert load_named("masking.strategy", f"{later}:Windows")(2).size == 2
+    assert load_class("masking.strategy", f"{later}:Windows")(2).size == 2
 
 
 @pytest.mark.parametrize("name", ["broken.py:Mine", ".relative:Mine"])
@@ -155,7 +155,7 @@ def test_what_fails_while_it_is_imported_is_one_sentence(
     (folder / "broken.py").write_text("class Mine(Missing): ...\n")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"must name a class that can be imported, but is '.*Error: "):
-            load_named("masking.strategy", name)
+            load_class("masking.strategy", name)
 
 
 @pytest.mark.parametrize("kept", ["torch.nn.Parameter(torch.zeros(()))", "torch.nn.Buffer(torch.ones(2))"])

@@ -89,7 +89,7 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, by_auto: bool, fast: bool, warns: bool
 ) -> None:
     monkeypatch.setattr(run, "multiplies_bf16_fast", lambda _: fast)
-    plan = RunPlan.of(small_config(tmp_path, {"engine.precision": precision}), precision_by_auto=by_auto)
+    plan = RunPlan.of(small_config(tmp_path, {"engine.precision": precision}), precision_was_auto=by_auto)
     lines = dict(describe_precision(plan, torch.device("cpu")))
     assert lines.get("warning", "").endswith("set engine.precision to fp32 or auto") == warns
     assert not describe_precision(plan, torch.device("cuda"))

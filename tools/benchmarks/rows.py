@@ -80,7 +80,7 @@ def _collator(config: RunConfig) -> RowCollator:
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_rows(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    asked, late = config.masking.dropping, config.masking.masks_from(config.model)
+    asked, late = config.masking.dropping, config.masking.first_masked_layer(config.model)
     dropping = (
         None if asked is None else TokenDropping(framing, asked.layers(config.model), asked.keep_share, Uniform())
     )
@@ -103,7 +103,7 @@ class _Given(RowSource):
 def rule_of(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
     """The config's; ids are counted in `rows`, int64 with -1 for padding, where it asks how often each is there."""
     objective, size, counts_V = config.objective, config.model.vocab_size, None
-    if objective.needs_token_counts():
+    if objective.token_counts_needed_by():
         ids = np.concatenate([each.reshape(-1) for each in rows])
         counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=size))
     return build_objective(objective, size, counts_V)

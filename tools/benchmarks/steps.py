@@ -117,7 +117,7 @@ class Variant:
         self.accumulation = self.config.batch.accumulation_steps(1)
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), initial_weights(self.config))
-        if self.config.masking is not None and self.config.masking.adapts():
+        if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # what is missed costs a product, whoever notes it
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = rule_of(self.config, self.rows)

@@ -19,7 +19,7 @@ _TAKEN = (("model", "vocab_size"), ("data", "end_token"), ("data", "tokenizer"))
 """Settings that default to what the datasets say."""
 
 
-def with_facts(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_dataset_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with those of `_TAKEN` that they lack, as far as the training datasets are there and say them.
 
     ConfigError where the parts of a blend differ; RemoteError where a store must be read and cannot be. Reads nothing
@@ -38,7 +38,7 @@ def with_facts(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**tree, **filled}
 
 
-def why_unknown(tree: Mapping[str, Any]) -> str:
+def missing_dataset_note(tree: Mapping[str, Any]) -> str:
     """Why the training datasets do not say what the settings leave out, after a comma; empty if none is named."""
     data = tree.get("data")
     for prefix in _prefixes(data) if isinstance(data, Mapping) else ():
