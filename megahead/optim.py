@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config.training import OptimizerConfig, ScheduleConfig
-from megahead.distributed.group import multiplies_bf16_fast
+from megahead.distributed.group import has_fast_bf16
 
 # Which weights move how: which of them decay, which have a learning rate of their own, and which Muon moves.
 
@@ -187,7 +187,7 @@ def _each_orthogonal(matrices: Tensor) -> Tensor:
     the same but for the order of sums."""
     a, b, c = _COEFFICIENTS
     add_product: Callable[..., Tensor] = torch.addmm if matrices.ndim == 2 else torch.baddbmm
-    held = torch.bfloat16 if multiplies_bf16_fast(matrices.device) else torch.float32
+    held = torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32
 
     def rounded(numbers: Tensor) -> Tensor:
         return numbers.bfloat16().to(held)

@@ -34,7 +34,7 @@ from megahead.checkpoints.format import (
 )
 from megahead.checkpoints.reading import Resumed, open_together
 from megahead.checkpoints.store import KeepRules, highest_first, step_of
-from megahead.distributed.group import Group, pass_on
+from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import fsync, read_if_there, sha256_of
@@ -304,7 +304,7 @@ class Replicas:
         memory.remove()
         self._memory, self._session_id = memory, session_id
         self._disk = Disk(memory.rank_folder(session_id, world_group.rank))
-        self._world_group, self._group = world_group, world_group.side_channel()
+        self._world_group, self._group = world_group, world_group.new_gloo_group()
         self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None
         self._ends = threading.Event()
@@ -388,7 +388,7 @@ class Replicas:
 
         run_on_all_ranks(self._group, make_places)
         mine = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
-        if not pass_on(self._group, mine, peer, theirs, ends.is_set):
+        if not exchange_bytes(self._group, mine, peer, theirs, ends.is_set):
             raise CheckpointError("a copy must be complete to be kept, but was ended before.")
         for name in served.values():
             if sha256_of(folder / name) != files[name].sha256:

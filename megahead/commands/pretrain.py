@@ -85,13 +85,13 @@ def parse() -> argparse.Namespace:
 
 def described(config: RunConfig, world_size: int) -> str:
     """The resolved run, and which of its files are missing; UserError for one that cannot be used."""
-    from megahead.train.preflight import check_present, files_of
+    from megahead.train.preflight import check_available_files, describe_files
 
-    check_present(config)
-    from megahead.train.describe import describe_assumed, describe_run
+    check_available_files(config)
+    from megahead.train.describe import describe_assumed_device, describe_run
 
     plan = RunPlan.of(config, world_size)
-    lines = [*describe_run(plan), describe_assumed(plan), files_of(config)]
+    lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 

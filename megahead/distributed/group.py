@@ -38,7 +38,7 @@ class Group:
             return Group()
         return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, timeout_seconds)
 
-    def side_channel(self) -> Group:
+    def new_gloo_group(self) -> Group:
         """The same ranks over a separate gloo connection, for CPU tensors; usable from another thread. Collective."""
         if self.size == 1:
             return self
@@ -217,7 +217,7 @@ PIECE = 16 << 20
 """Bytes that are sent at a time: an eighth of a second at 1 Gb/s."""
 
 
-def pass_on(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], ends: Callable[[], bool]) -> bool:
+def exchange_bytes(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], ends: Callable[[], bool]) -> bool:
     """Sends `mine` (uint8 [n]) to rank `to`, while the bytes that other ranks send here are received into `theirs`, by
     rank. Returns whether all came. Collective: `to` and `theirs` must agree over the ranks of `group` (gloo).
 
@@ -269,7 +269,7 @@ def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
         yield
 
 
-def multiplies_bf16_fast(device: torch.device) -> bool:
+def has_fast_bf16(device: torch.device) -> bool:
     """Whether training in bf16 is faster than in fp32: on GPUs since Ampere, and on CPUs that multiply bf16, by AMX or
     by AVX-512 (measured: products 7 and 2.4 times as fast, the demo's whole headless step 1.6 and 1.5 times). A CPU
     whose capabilities torch does not know counts as slow."""

@@ -59,19 +59,19 @@ class Launch:
     ranks_per_node: int = 0
     """Ranks on this node; 0 where the launcher does not say."""
 
-    restarts: bool = False
+    restarts_ranks: bool = False
     """Whether the launcher (torchrun with --max-restarts) starts ranks again when some are lost or come."""
 
-    keeps_store: bool = False
+    uses_agent_store: bool = False
     """Whether the launcher (torchrun by default) keeps one store, at one address, however often ranks meet again."""
 
-    job_tasks: int = 0
+    slurm_tasks: int = 0
     """Tasks of the Slurm job (SLURM_NTASKS) in whose shell or batch script this process runs alone, without srun."""
 
     host_timeout_seconds: float | None = None
     """A machine that does not answer for so long is lost; None: only whether its ranks take part counts."""
 
-    def using(self, ranks: int, timeout_seconds: float) -> Launch:
+    def with_world_size(self, ranks: int, timeout_seconds: float) -> Launch:
         """The same, but only the first `ranks` train, and others can take the place of a lost machine."""
         return replace(
             self, world_size=ranks, spare_ranks=self.world_size - ranks, host_timeout_seconds=timeout_seconds
@@ -92,7 +92,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if not values[size] and values[rank]:
         raise UserError(_missing(size, f"{rank} is {values[rank]}"))
     if not values[size]:
-        return Launch(**_torchrun(environment), job_tasks=_number(environment, "SLURM_NTASKS"))
+        return Launch(**_torchrun(environment), slurm_tasks=_number(environment, "SLURM_NTASKS"))
     if values[size] == "1":
         return Launch(**_torchrun(environment))
     if local_rank == "SLURM_LOCALID" and "," not in environment.get("CUDA_VISIBLE_DEVICES", ","):
@@ -135,12 +135,12 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
     """What torchrun's agent sets beside a rank's place; it counts the restarts of its own node alone."""
-    keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    uses_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {
-        "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
+        "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT") if uses_agent_store else 0,
         "ranks_per_node": _number(environment, "LOCAL_WORLD_SIZE"),
-        "restarts": _number(environment, "TORCHELASTIC_MAX_RESTARTS") > 0,
-        "keeps_store": keeps_store,
+        "restarts_ranks": _number(environment, "TORCHELASTIC_MAX_RESTARTS") > 0,
+        "uses_agent_store": uses_agent_store,
     }
 
 
@@ -261,13 +261,13 @@ def connected(
     store, monitor = _rendezvous(launch, timeout_seconds, settings)
     with _counting_lost_ranks(store, launch):
         monitor.wait_for_all()
-        with _failing_to(launch, timeout_seconds, "connect to the others"), monitor.naming_lost_ranks():
+        with _failing_to(launch, timeout_seconds, "connect to the others"), monitor.explain_lost_ranks():
             limit, backend = timedelta(seconds=timeout_seconds), "nccl" if device.type == "cuda" else "gloo"
             rank, size = launch.rank, launch.world_size
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        with monitor.naming_lost_ranks():
+        with monitor.explain_lost_ranks():
             yield Group.world(timeout_seconds)
-            monitor.leave()
+            monitor.finish()
     _disconnect()
 
 
@@ -284,7 +284,7 @@ def _rendezvous(launch: Launch, seconds: float, settings: Settings) -> tuple[Sto
     with _failing_to(launch, seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, connection, first = with_timeout(seconds + 1, lambda: _open_connection(launch, seconds, settings))
     monitor = MonitorClient(connection, launch.rank, partial(_end_process, launch))
-    with monitor.naming_lost_ranks():
+    with monitor.explain_lost_ranks():
         _refuse_other_settings(launch.rank, settings, first)
     return store, monitor
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 
-BLOCK = 1 << 14
+BLOCK_ROWS = 1 << 14
 """Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """A source of full CPU tensors by name. The source raises an error for a missing or unsuitable tensor."""
 
     def read(self, name: str, /) -> Tensor:
@@ -47,7 +47,7 @@ class WholeTensors:
 class RoutedTensors:
     """Tensors of several sources."""
 
-    route: Callable[[str], tuple[Tensors, str]]
+    route: Callable[[str], tuple[TensorSource, str]]
     """From a name to its source, and the name that it has there."""
 
     def read(self, name: str, /) -> Tensor:
@@ -63,18 +63,18 @@ class RoutedTensors:
 class FiniteTensors:
     """The same tensors, which must hold finite numbers only: CheckpointError for the first that does not."""
 
-    tensors: Tensors
+    tensors: TensorSource
     place: Path
     """Their file or folder, for the error."""
 
     def read(self, name: str, /) -> Tensor:
-        return next(all_finite(iter([self.tensors.read(name)]), self.place, name))
+        return next(finite_blocks(iter([self.tensors.read(name)]), self.place, name))
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return all_finite(self.tensors.blocks(name), self.place, name)
+        return finite_blocks(self.tensors.blocks(name), self.place, name)
 
 
-def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
+def finite_blocks(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
     """The same blocks of the tensor `name` in `place`. CheckpointError at the first block with NaN or infinity, which
     counts these values in all blocks."""
     others = 0
@@ -91,10 +91,10 @@ def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[T
 
 
 def require_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Checks named tensors as `all_finite` does, except those on `meta`."""
+    """Checks named tensors as `finite_blocks` does, except those on `meta`."""
     for name, tensor in tensors:
         if not tensor.is_meta:
-            deque(all_finite([tensor.detach()], place, name), maxlen=0)
+            deque(finite_blocks([tensor.detach()], place, name), maxlen=0)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -104,7 +104,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def block_ranges(rows: int) -> Iterator[range]:
     """The row ranges of the blocks of `rows` rows; at least one."""
-    return (range(first, min(first + BLOCK, rows)) for first in range(0, max(rows, 1), BLOCK))
+    return (range(first, min(first + BLOCK_ROWS, rows)) for first in range(0, max(rows, 1), BLOCK_ROWS))
 
 
 def join_blocks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:

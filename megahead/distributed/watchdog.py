@@ -35,7 +35,7 @@ T = TypeVar("T")
 GRACE_SECONDS = 5.0
 """Seconds that ranks have to report after one gave up waiting, and then to end by themselves."""
 
-_MORE_SECONDS = 1.0
+_SETTLE_SECONDS = 1.0
 """Seconds to wait for further lost ranks after the first, since ranks seldom die alone."""
 
 
@@ -55,7 +55,7 @@ class LostRankError(UserError):
         super().__init__(f"all ranks must take part in the run, but {found}; start again to resume.")
 
 
-def is_waiting_error(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether torch raised `error` because other ranks do not take part; only some of these errors have a type."""
     signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe", "timed out")
     by_text = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -76,7 +76,7 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
 # Short JSON messages over TCP, and heartbeats.
 
 
-_LONGEST_MESSAGE = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 20
 """Bytes; what is longer is not our format."""
 
 
@@ -98,7 +98,7 @@ class Connection:
     def __init__(self, to: socket.socket, limit_seconds: float, host_timeout_seconds: float | None = None) -> None:
         to.settimeout(1)
         if host_timeout_seconds is not None:
-            _notice_lost_host(to, host_timeout_seconds)
+            _enable_keepalive(to, host_timeout_seconds)
         self._socket, self._sending, self.limit_seconds = to, threading.Lock(), limit_seconds
 
     def send(self, *words: Any) -> None:
@@ -117,7 +117,7 @@ class Connection:
                     received = self._socket.recv(1 << 16)
                     *complete, rest = (rest + received).split(b"\n")
                     messages = [[word, *more] for word, *more in map(json.loads, complete)]
-                    if not received or len(rest) > _LONGEST_MESSAGE:
+                    if not received or len(rest) > _MAX_MESSAGE_BYTES:
                         raise EOFError
                     silent_beats = 0
                     yield from (message for message in messages if message != ["beat"])
@@ -134,7 +134,7 @@ class Connection:
         self._socket.close()
 
 
-def _notice_lost_host(connection: socket.socket, seconds: float) -> None:
+def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
     """Breaks `connection` when the machine at the other end is silent for `seconds`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("KEEPIDLE", seconds / 4), ("KEEPINTVL", seconds / 4), ("USER_TIMEOUT", 1000 * seconds)):
@@ -215,7 +215,7 @@ class RankMonitor:
                 self._send_all("here")
             wait_for(lambda: self._left == self._all or self._in_doubt())
             wait_for(lambda: self._lost or not self._silent(), GRACE_SECONDS)
-            wait_for(lambda: not self._silent(), _MORE_SECONDS if self._lost else 0)
+            wait_for(lambda: not self._silent(), _SETTLE_SECONDS if self._lost else 0)
             unanswered = dict.fromkeys(self._silent(), f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
             lost = sorted((self._lost or unanswered).items())
             self._send_all("left") if self._left == self._all else self._send_all("lost", lost)
@@ -259,7 +259,7 @@ class MonitorClient:
         """Waits until all ranks are connected; LostRankError names those that are too late."""
         self._expect(None)  # rank 0 enforces the limit, and the thread notices if rank 0 is lost
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """Waits until all ranks are finished; LostRankError names those that are too late."""
         self._connection.send("left")
         self._expect(self._connection.limit_seconds)
@@ -270,7 +270,7 @@ class MonitorClient:
             pass
 
     @contextmanager
-    def naming_lost_ranks(self) -> Iterator[None]:
+    def explain_lost_ranks(self) -> Iterator[None]:
         """Inside, a failed wait for other ranks becomes a LostRankError that names them; any other error is reported to
         them. If a rank is lost and a wait does not end, the process is ended."""
         try:
@@ -278,7 +278,7 @@ class MonitorClient:
         except LostRankError:
             raise
         except Exception as error:
-            waited = is_waiting_error(error)
+            waited = is_communication_error(error)
             report = ("gave_up",) if waited else ("ended", f"ended with {type(error).__name__}: {error}")
             lost = self._report(*report)
             if not waited or not lost:

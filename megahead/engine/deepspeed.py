@@ -68,7 +68,7 @@ class ModelParallelUnit:
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def half_format(config: dict[str, Any]) -> torch.dtype | None:
+def half_dtype(config: dict[str, Any]) -> torch.dtype | None:
     """The half-precision type that DeepSpeed's `config` gives parameters; None for fp32 (also with autocast)."""
     enabled = [dtype for key, dtype in _FORMATS.items() if config.get(key, {}).get("enabled")]
     return enabled[0] if enabled else None
@@ -191,7 +191,7 @@ class _OneByOne(nn.Module):
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()
-        self._dtype = half_format(config) or torch.float32
+        self._dtype = half_dtype(config) or torch.float32
         self._of_module = module.parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

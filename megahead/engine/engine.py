@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RoundRobinShard, RoutedTensors, Tensors, WholeTensors
-from megahead.engine.deepspeed import allocate_, half_format, refuse_half_without_zero, start_deepspeed
+from megahead.distributed.tensors import RoundRobinShard, RoutedTensors, TensorSource, WholeTensors
+from megahead.engine.deepspeed import allocate_, half_dtype, refuse_half_without_zero, start_deepspeed
 from megahead.engine.muon import gather_for_muon
-from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_parameter_states
+from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open_parameter_states
 from megahead.models.parallel import shard_dims
 from megahead.objectives.pretraining import fill_
 from megahead.optim import Muon, set_learning_rate
 from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowPlan, RowTable
 
 
-class ForwardTime:
+class ForwardTimer:
     """Sums up seconds; on a GPU by events, for which the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class ForwardTime:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """A forward pass, in the block."""
         if not self._on_gpu:
             began = time.perf_counter()
@@ -46,7 +46,7 @@ class ForwardTime:
         last.record()
         self._events.append((first, last))
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Seconds since the last call; on a GPU, the host must have waited for the last forward pass by then (for
         its loss, say), or this raises a RuntimeError."""
         for first, last in self._events:
@@ -77,7 +77,7 @@ def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tens
     return tensor_group.all_reduce_(squared).sqrt()
 
 
-def clip_(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
+def clip_gradients_(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
     """Scales all gradients in place so that their global norm `norm` becomes at most `largest` (0: no limit)."""
     if 0 < largest < norm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -179,7 +179,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
-        weights: Tensors,
+        weights: TensorSource,
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -187,10 +187,10 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        half = half_format(config) is not None  # bf16, fp16: set below, since DeepSpeed would round it
+        half = half_dtype(config) is not None  # bf16, fp16: set below, since DeepSpeed would round it
         if self._stage < 3:
             allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
-        moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
+        moments = {p: moment_names(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         # else DeepSpeed does in its backward, where it ignores the bucket's size
@@ -203,7 +203,7 @@ class Engine:
             gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, split)
         self.loss_scale = LossScale(self._deepspeed.optimizer)
         self._backward_done = False
-        self.forward_time = ForwardTime(device)
+        self.forward_time = ForwardTimer(device)
         """Of this rank's forward passes."""
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
@@ -215,14 +215,14 @@ class Engine:
         module: nn.Module = self._deepspeed.module
         return module
 
-    def begin(self, rows: RowPlan | None) -> dict[str, float]:
+    def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
         """To be called before the micro-steps of a step. A `RowEngine` exchanges the embedding's rows that the step
         needs (`rows`) here, and returns what is logged of them; this engine has nothing to do."""
         return {}
 
     def micro_step(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; the (detached) scalar that the module returned. Collective."""
-        with self.forward_time.measured():
+        with self.forward_time.measure():
             loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
@@ -263,7 +263,7 @@ class Engine:
     def _step_replicated(self) -> StepResult:
         norm = float(self._grad_norm)  # type: ignore[arg-type] # made by the last micro-step
         if isfinite(norm):
-            clip_(self.module.parameters(), norm, self._clipping)
+            clip_gradients_(self.module.parameters(), norm, self._clipping)
         else:
             discard_gradients(self._deepspeed.optimizer, self._stage)  # Adam skips parameters without gradients
         self._deepspeed.step()
@@ -305,7 +305,7 @@ class Engine:
         """
         return self._full_state.tensors()
 
-    def load(self, tensors: Tensors, optimizer_steps: int) -> None:
+    def load(self, tensors: TensorSource, optimizer_steps: int) -> None:
         """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.
 
         Every rank reads all of each, one at a time. Collective; CheckpointError for a tensor of another shape.
@@ -320,9 +320,9 @@ class Engine:
         """Frees the model, which DeepSpeed's gradient hooks hold at stages 1 to 3. The engine is unusable then."""
         self._deepspeed.destroy()
 
-    def replicated(self) -> dict[str, Tensor]:
+    def replicated_weights(self) -> dict[str, Tensor]:
         """The weights that every data rank holds, as the forward pass uses them; none at stage 3."""
-        return {} if self._stage == 3 else self._full_state.replicated()
+        return {} if self._stage == 3 else self._full_state.replicated_weights()
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
         """Those that `tensors` and `load` know."""
@@ -340,7 +340,7 @@ class RowEngine(Engine):
     would be.
     """
 
-    def __init__(self, module: nn.Module, *, weights: Tensors, **arguments: Any) -> None:
+    def __init__(self, module: nn.Module, *, weights: TensorSource, **arguments: Any) -> None:
         self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
         self._table = cast(RowTable, table)
 
@@ -350,7 +350,7 @@ class RowEngine(Engine):
         super().__init__(module, weights=WholeTensors(body), **arguments)
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
-    def begin(self, rows: RowPlan | None) -> dict[str, float]:
+    def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
         """Fetches the rows that the next micro-steps look up; returns how many these are, and how many of those that
         this rank owns and any rank looks up were stale: not updated by the step before. Collective."""
         assert rows is not None
@@ -379,7 +379,7 @@ class RowEngine(Engine):
         for kind, part in self._table.state().items():
             yield f"late/{kind}/{self._name}.weight", part
 
-    def load(self, tensors: Tensors, optimizer_steps: int) -> None:
+    def load(self, tensors: TensorSource, optimizer_steps: int) -> None:
         """As of any engine; rows come block by block, and each rank keeps its own."""
         super().load(tensors, optimizer_steps)
         self._table.restore(RoutedTensors(lambda kind: (tensors, f"late/{kind}/{self._name}.weight")))

@@ -23,7 +23,7 @@ class FrozenWeights:
         self._device = device
         self._kept: dict[nn.Parameter, tuple[Tensor, torch.Size]] = {}
 
-    def keep(self, parameter: nn.Parameter, full: Tensor) -> None:
+    def store(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Stores this rank's slice of `full`, the full value of `parameter`. Sends nothing."""
         flat = functional.pad(full.detach().flatten().float(), (0, -full.numel() % self._data_group.size))
         self._kept[parameter] = self._data_group.shard(flat, 0).cpu(), full.shape
@@ -70,7 +70,7 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
     return PartitionedStates(frozen)
 
 
-def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
     """What an optimizer keeps beside each weight of a parameter group."""
     return (MOMENTUM,) if group.get("orthogonal") else MOMENTS
 
@@ -88,7 +88,7 @@ def _make_moments(adam: torch.optim.Optimizer, members: Iterable[Member]) -> Non
         on_device = group.get("capturable") or group.get("fused")
         adam.state[tensor] = {
             "step": torch.zeros((), device=tensor.device if on_device else "cpu"),
-            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in moments_of(group)},
+            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in moment_names(group)},
         }
 
 
@@ -153,7 +153,7 @@ class PartitionedStates:
         if parameter.requires_grad:
             self._set_slice(parameter, kind, value)
         elif parameter.dtype != torch.float32:
-            self._frozen.keep(parameter, value)
+            self._frozen.store(parameter, value)
         if kind == WEIGHT:
             self._set_copy(parameter, value)
 
@@ -239,7 +239,7 @@ class FullState:
                 )
             self._states.set(parameter, kind, part.to(self._device))
 
-    def replicated(self) -> dict[str, Tensor]:
+    def replicated_weights(self) -> dict[str, Tensor]:
         """This rank's weights as the forward pass uses them; at stage 3 they are empty."""
         return {name: weight.data for name, weight in self._with(WEIGHT)}
 
@@ -255,7 +255,7 @@ class FullState:
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weight_sums(weights: Iterable[Tensor]) -> Tensor:
+def weight_checksums(weights: Iterable[Tensor]) -> Tensor:
     """int64 [P] on the CPU: each tensor's bits, read as whole numbers of its width and summed up. A flipped bit changes
     its sum; reads the weights once."""
     sums = [weight.detach().view(_WHOLE[weight.element_size()]).sum(dtype=torch.int64) for weight in weights]

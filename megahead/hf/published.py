@@ -33,7 +33,7 @@ from megahead.config.masking import SPECIAL_TOKEN_FIELDS
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer
-from megahead.distributed.tensors import all_finite, block_ranges, join_blocks, require_finite
+from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf import decoders, encoders
@@ -110,7 +110,7 @@ class PublishedModel:
         if name not in self.stored:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
         tensor = self.stored[name].tensor
-        yield from all_finite(self._stored_blocks(name, shape), self.files[tensor], tensor)
+        yield from finite_blocks(self._stored_blocks(name, shape), self.files[tensor], tensor)
 
     def _stored_blocks(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         place = self.stored[name]

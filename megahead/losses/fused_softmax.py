@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.objective import CPU_CHUNKS
-from megahead.distributed.group import Group, multiplies_bf16_fast
+from megahead.distributed.group import Group, has_fast_bf16
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Score
 
@@ -303,7 +303,7 @@ def loss_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype
     """The type that a loss's products read: `product_dtype`, but bf16 on CPUs that multiply it fast, where a GPU would
     take it."""
     wanted = _given_dtype(outputs_ND, rows_wD)
-    fast = outputs_ND.device.type == "cpu" and wanted == torch.bfloat16 and multiplies_bf16_fast(outputs_ND.device)
+    fast = outputs_ND.device.type == "cpu" and wanted == torch.bfloat16 and has_fast_bf16(outputs_ND.device)
     return wanted if fast and score.is_product else product_dtype(outputs_ND, rows_wD, score)
 
 

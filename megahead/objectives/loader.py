@@ -123,7 +123,7 @@ class StepLoader:
     """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
-    `group`: the data ranks, used only from the loader's thread (see `Group.side_channel`). `group_samples`: size of a
+    `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks what is read. `counted`: that
     of an auxiliary objective. `owners`: all ranks, over a connection of their own, if the embedding's rows are sharded
     over them; `sharing`: those that read the same samples. Batches are on the CPU, prepared for `device`, which

@@ -16,7 +16,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Tensors, copy_rows_
+from megahead.distributed.tensors import TensorSource, copy_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
@@ -339,7 +339,7 @@ def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraini
     return module
 
 
-def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
+def fill_(module: nn.Module, group: Group, weights: TensorSource) -> None:
     """Sets every parameter to this rank's slice of the full tensor of its name.
 
     Beside the parameters memory holds a block of one of them, or all of one whose columns are split.

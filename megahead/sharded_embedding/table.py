@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from megahead.config.embedding import shards_embedding
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, join_blocks
+from megahead.distributed.tensors import RoundRobinShard, TensorSource, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import WEIGHT, RowOptimizer, Rows, build_row_optimizer
 from megahead.sharded_embedding.saved import LAST_STEP, RATES
@@ -284,7 +284,7 @@ class RowTable(nn.Module):
         self.owned = OwnedRows(
             len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, row_optimizer, device
         )
-        self._mesh, self._planning_group = mesh, mesh.world_group.side_channel()
+        self._mesh, self._planning_group = mesh, mesh.world_group.new_gloo_group()
         self._fetched: FetchedRows | None = None
         self._now_nD: Tensor | None = None
 
@@ -315,7 +315,7 @@ class RowTable(nn.Module):
         shards = {kind: RoundRobinShard(part, self.num_rows) for kind, part in self._shards().items()}
         return {**shards, RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
 
-    def restore(self, state: Tensors) -> None:
+    def restore(self, state: TensorSource) -> None:
         """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
         for kind, part in self._shards().items():
             blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
@@ -391,4 +391,4 @@ def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device:
 
 def owners_of(config: RunConfig, mesh: Mesh) -> Group | None:
     """A connection of its own between the ranks that own rows; None where the embedding is dense. Collective."""
-    return mesh.world_group.side_channel() if shards_embedding(config) else None
+    return mesh.world_group.new_gloo_group() if shards_embedding(config) else None

@@ -29,7 +29,7 @@ from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_finger
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError
 from megahead.remote_files import local_file
-from megahead.train.preflight import check_late_files
+from megahead.train.preflight import check_run_files
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
 
     def open_here(first: bool) -> None:
         if first and group.rank == 0:
-            check_late_files(config)
+            check_run_files(config)
         if first == (group.rank == 0):
             opened.append(_opened(config))
 
@@ -198,12 +198,12 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     return config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
 
 
-def is_of_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
+def is_from_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
     """Whether `checkpoint` was learned by another objective, or in another direction, than `config` goes on with."""
     return not same_objective(config_of(checkpoint), config)
 
 
-def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
+def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
     `config`: of the whole run; the checkpoint has that of the phase that saved it. `fingerprints`: what

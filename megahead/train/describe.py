@@ -46,7 +46,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     ]
 
 
-def describe_assumed(plan: RunPlan) -> tuple[str, str]:
+def describe_assumed_device(plan: RunPlan) -> tuple[str, str]:
     """The device that a dry run takes the run's to be; it imports no torch, hence does not look for one."""
     if plan.config.engine.device == "cpu":
         return "on", f"{plan.ranks} x cpu"

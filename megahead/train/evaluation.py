@@ -23,7 +23,7 @@ from megahead.losses.candidates import evaluation_target_counts, training_free_b
 from megahead.losses.softmax import EvaluationSums
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.run_folder import RunFolder
-from megahead.train.preflight import task_files_of
+from megahead.train.preflight import find_task_files
 from megahead.train.progress import TrainingState
 
 
@@ -70,7 +70,7 @@ class TaskEvaluation:
 
     def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
         self.every, self._limit, self._world_group = config.every, config.limit, world_group
-        self._files = task_files_of(config, encoder)
+        self._files = find_task_files(config, encoder)
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.

@@ -22,7 +22,7 @@ from torch import Tensor
 from megahead.config.training import FaultsConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, StepResult
-from megahead.engine.state import weight_sums
+from megahead.engine.state import weight_checksums
 from megahead.wording import counted, listed
 
 # Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
@@ -63,7 +63,7 @@ class FaultPolicy:
         """Bad steps since the last good one."""
         self._rollbacks = 0
 
-    def suspects(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
+    def find_loss_fault(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
         """The fault, if any, that the losses [W, A] of all micro-batches show before the optimizer's step."""
         finite_WA = losses_WA.isfinite()
         if not finite_WA.all():
@@ -96,17 +96,17 @@ class FaultPolicy:
         self._rollbacks += 1
         return self._rollbacks < self._rules.most_in_a_row
 
-    def saved(self) -> None:
+    def reset_rollbacks(self) -> None:
         """To be called after a save: rollbacks to the new checkpoint are counted from 0."""
         self._rollbacks = 0
 
-    def remember(self, loss: float, recent_losses: list[float]) -> None:
+    def record_loss(self, loss: float, recent_losses: list[float]) -> None:
         """Adds the loss of an applied step, and drops the oldest beyond the window."""
         recent_losses.append(loss)
         del recent_losses[: -self._rules.spike_window]
 
 
-def found_afterwards(result: StepResult, dynamic_loss_scale: bool) -> Fault | None:
+def gradient_fault(result: StepResult, dynamic_loss_scale: bool) -> Fault | None:
     """The fault, if any, that the engine found although the losses were fine: gradients that are not finite."""
     if result.applied:
         return None
@@ -125,7 +125,7 @@ def _places(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
 # those of a tensor group, and all of them at ZeRO 3, wait within it and look alike.)
 
 
-WINDOW = 20
+WINDOW_STEPS = 20
 """Steps after which ranks are compared, by their medians: single slow steps do not matter."""
 
 _LEAST_SECONDS = 0.002
@@ -156,11 +156,11 @@ class StragglerDetector:
         self._steps: list[Sequence[float]] = []
         self._told: int | None = None
 
-    def after_step(self, forward_seconds: Sequence[float]) -> SlowRank | None:
+    def update(self, forward_seconds: Sequence[float]) -> SlowRank | None:
         """`forward_seconds`: each rank's in this step. A slow rank at the end of a window, unless it was slow in the
         last one too."""
         self._steps.append(forward_seconds)
-        if len(self._hosts) == 1 or len(self._steps) < WINDOW:
+        if len(self._hosts) == 1 or len(self._steps) < WINDOW_STEPS:
             return None
         usual = [median(times) for times in zip(*self._steps, strict=True)]
         self._steps.clear()
@@ -220,10 +220,10 @@ class Health:
         """Ranks whose weights differ from others' after `step`; looked for from time to time, and where the weights
         will be `kept`. Reads the weights once, sends 8 bytes for each. Collective."""
         due = self._rules.replicas != "off" and (kept or step % self._rules.replicas_every == 0)
-        weights = self._engine.replicated() if due and self._data_ranks > 1 else {}
+        weights = self._engine.replicated_weights() if due and self._data_ranks > 1 else {}
         if not weights:
             return None
-        sums_WP = self._world_group.all_gather(weight_sums(weights.values()))
+        sums_WP = self._world_group.all_gather(weight_checksums(weights.values()))
         return replica_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
 
 
@@ -260,18 +260,18 @@ class StopRequest:
 
     def __init__(self, prints: bool = True) -> None:
         self.signal: str | None = None
-        self.came: float | None = None
+        self.received_at: float | None = None
         """When the first did, on the monotonic clock."""
         self._prints = prints
         for number in SIGNALS if _receives_signals() else ():
             signal.signal(number, self._note)
 
-    def agreed(self, world_group: Group) -> bool:
+    def is_requested(self, world_group: Group) -> bool:
         """Whether any rank was asked to stop, the same answer on all. Collective."""
         return bool(world_group.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = self.came or time.monotonic()
+        self.received_at = self.received_at or time.monotonic()
         self.signal = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -47,7 +47,7 @@ class RunLog:
         """Whether it holds what the tasks came to at `step`, to which no session or rollback has gone back since."""
         found = False
         self._file.seek(0)
-        for record in records_with(self._file, "tasks", "session", "rollback"):
+        for record in read_records(self._file, "tasks", "session", "rollback"):
             if "tasks" in record:
                 found = found or record["step"] == step
             else:
@@ -71,7 +71,7 @@ def written(path: Path) -> Iterator[None]:
         ) from None
 
 
-def records_with(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]]:
+def read_records(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]]:
     """Those lines of a log that tell one of `kinds`. One that is no JSON, as a machine that lost its power may leave,
     is passed over."""
     marks = [f'"{kind}":{{'.encode() for kind in kinds]
@@ -210,7 +210,7 @@ def mesh_before(metrics: Path, now: MeshShape) -> MeshShape | None:
     if not metrics.exists():
         return None
     with metrics.open("rb") as lines:
-        meshes = [record["session"].get("mesh") for record in records_with(lines, "session")]
+        meshes = [record["session"].get("mesh") for record in read_records(lines, "session")]
     return meshes[-1] if meshes and meshes[-1] != now else None
 
 
@@ -260,14 +260,14 @@ class RunLogger:
         if not self._active:
             return
         resumed, run, config = start.checkpoint, progress.history, progress.phase.config
-        source, continues = None if resumed is None else run.name_of(resumed), run.continues()
+        source, continues = None if resumed is None else run.name_of(resumed), run.last_common_step()
         fields: dict[str, Any] = {"resumed": source, "continues": continues} | start.fields() | {"mesh": self._mesh}
         if before := self._mesh_before:
             self._mesh_before = None
             lines = [*lines, describe_mesh(self._mesh, before)]
             fields["mesh_before"] = before
         lines = [*lines, *start.lines(), *start.new_schedule(config)]
-        if orphaned := run.orphaned_next():
+        if orphaned := run.orphaned_by_next_save():
             lines.append(
                 ("orphaned", f"from the next save on: {', '.join(orphaned)}, which this run does not continue")
             )

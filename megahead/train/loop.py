@@ -113,7 +113,7 @@ def train(run: Training) -> Ending:
     """
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
-    ending: Ending | None = "stopped" if run.stop.agreed(run.progress.world_group) else None
+    ending: Ending | None = "stopped" if run.stop.is_requested(run.progress.world_group) else None
     if ending is None:
         _run_missed_tasks(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
@@ -157,13 +157,13 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
         state.record_applied_step(config.batch.global_size, report.targets)
         for micro in batches.micro_batches:
             state.count_targets(micro.batch)
-        run.fault_policy.remember(report.loss, state.recent_losses)
+        run.fault_policy.record_loss(report.loss, state.recent_losses)
     if state.error_counts is not None:
         state.error_counts.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
     run.logger.step(report, state, last=state.step >= run.until)
     handle_fault(run, report, first_sample)
-    slow = run.health.stragglers.after_step(report.forward_seconds)
+    slow = run.health.stragglers.update(report.forward_seconds)
     if slow is not None:
         run.logger.event("slow", asdict(slow), state, slow.message(state.step))
     return report.applied
@@ -172,7 +172,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
 def _is_kept(run: Training) -> bool:
     """Whether the present weights will be saved or copied."""
     step = run.state.step
-    return step >= run.until or _save_is_due(run) or run.checkpointer.due(step)
+    return step >= run.until or _save_is_due(run) or run.checkpointer.replica_due(step)
 
 
 def _save_is_due(run: Training) -> bool:
@@ -188,7 +188,7 @@ def _evaluate_and_save_if_due(run: Training) -> None:
     if _save_is_due(run):
         _save(run)
     else:
-        run.checkpointer.keep(step)
+        run.checkpointer.replicate_if_due(step)
     if tasks and step % tasks.every == 0:
         _evaluate_tasks(run, tasks)
 
@@ -219,7 +219,7 @@ def _evaluate(run: Training) -> bool:
     if run.evaluation is None:
         return True
     progress = run.progress
-    result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.agreed(progress.world_group))
+    result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.is_requested(progress.world_group))
     if result is None:
         return False
     run.state.validation = {"step": run.state.step, "loss": result.loss}
@@ -236,7 +236,7 @@ def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
 
 def _save(run: Training) -> None:
     run.logger.event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
-    run.fault_policy.saved()
+    run.fault_policy.reset_rollbacks()
 
 
 def _reason_to_stop(run: Training) -> Ending | None:

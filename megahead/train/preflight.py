@@ -17,7 +17,7 @@ _SPELLED = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_to
 _OF_OTHERS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
 
 
-def files_of(config: RunConfig) -> tuple[str, str]:
+def describe_files(config: RunConfig) -> tuple[str, str]:
     """(name, value): which of the files that a run would read are missing."""
     named = [path for _, path in _named(config)]
     remote = [name for name in named if is_remote(name)]
@@ -27,19 +27,19 @@ def files_of(config: RunConfig) -> tuple[str, str]:
     return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
-def check_late_files(config: RunConfig, missing: Collection[str] = ()) -> None:
+def check_run_files(config: RunConfig, missing: Collection[str] = ()) -> None:
     """UserError unless the run can use its tokenizer and the files of its tasks, which it reads at its end, and the
     classes of one's own. Files of the settings in `missing` are not checked."""
     check_custom_classes(config)
     if "data.tokenizer" not in missing:
         check_tokenizer(config)
     if config.tasks is not None and not {*_OPTIONS.values()}.intersection(missing):
-        task_files_of(config.tasks, config.model.is_encoder())
+        find_task_files(config.tasks, config.model.is_encoder())
 
 
-def check_present(config: RunConfig) -> None:
+def check_available_files(config: RunConfig) -> None:
     """The same for a dry run: what is not on this machine may be on the one that trains, and is not checked."""
-    check_late_files(config, {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()})
+    check_run_files(config, {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()})
 
 
 def check_custom_classes(config: RunConfig) -> None:
@@ -79,7 +79,7 @@ def check_tokenizer(config: RunConfig) -> None:
             bytes_of_ids(path, vocab_size)
 
 
-def task_files_of(config: TasksConfig, encoder: bool) -> dict[str, Path]:
+def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
     """`task_files` for a run's settings, whose errors name the settings and not the command's options."""
     from megahead.evaluate.harness_tasks import require_for_encoder, task_files
 

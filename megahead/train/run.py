@@ -19,9 +19,9 @@ from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import ErrorCounts
-from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
+from megahead.distributed.group import Group, Mesh, has_fast_bf16
 from megahead.distributed.launch import Launch, choose_device, connected, stand_by
-from megahead.distributed.tensors import Tensors
+from megahead.distributed.tensors import TensorSource
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
 from megahead.errors import ArgumentError, ConfigError, UserError
@@ -38,14 +38,14 @@ from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import owners_of, shard_embedding_
 from megahead.train.boards import require_trackers
-from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
+from megahead.train.datasets import data_fingerprints, is_within, open_datasets, require_same_run
 from megahead.train.describe import describe_launches, describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
-from megahead.train.session import Session, require_shared_folder, sharing_replicas
+from megahead.train.session import Session, hand_over_replicas, require_shared_folder
 from megahead.train.start import ResumePoint, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
 from megahead.wording import counted, gib, listed, span
@@ -86,7 +86,7 @@ def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
     """`launch` with as many ranks as `config` uses; UserError if the ranks could not rendezvous again."""
     if not config.parallel.elastic:
         return launch
-    if launch.keeps_store:
+    if launch.uses_agent_store:
         raise UserError(
             "`parallel.elastic` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in every torchrun's environment, but it is "
             "missing, and ranks that meet again would not find each other; export it, or start launch/elastic.sh."
@@ -94,7 +94,7 @@ def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
     if launch.ranks_per_node % config.parallel.tensor:
         rule = f"divide the ranks of a node ({launch.ranks_per_node}) under parallel.elastic"
         raise ConfigError("parallel.tensor", rule, got=config.parallel.tensor)
-    return launch.using(config.usable_ranks(launch.world_size), LOST_HOST_SECONDS)
+    return launch.with_world_size(config.usable_ranks(launch.world_size), LOST_HOST_SECONDS)
 
 
 def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
@@ -103,7 +103,7 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
         return []
     there = launch.world_size + launch.spare_ranks
     parts = [f"{plan.ranks} of {counted(there, 'rank')} train"]
-    if not launch.restarts:
+    if not launch.restarts_ranks:
         parts.append("nothing starts lost ranks again: torchrun's --max-restarts would, launch/elastic.sh")
     return [("elastic", "; ".join(parts))]
 
@@ -119,7 +119,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
             f"{train} of {counted(there, 'rank')}",
             flush=True,
         )
-    with sharing_replicas(config, launch):
+    with hand_over_replicas(config, launch):
         stand_by(launch, config.engine.timeout_seconds, settings_of(config))
     ending = json.loads(config.folder().ending.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
@@ -141,7 +141,7 @@ def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> 
     """`config` with `auto` replaced by bf16 if every rank's device is faster so, else fp32. Collective for `auto`."""
     if config.engine.precision != "auto":
         return config
-    fast = all(ranks.all_gather_objects(multiplies_bf16_fast(device)))
+    fast = all(ranks.all_gather_objects(has_fast_bf16(device)))
     engine = config.engine.model_copy(update={"precision": "bf16" if fast else "fp32"})
     return config.model_copy(update={"engine": engine})
 
@@ -149,14 +149,14 @@ def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> 
 def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
     """The line where `device` computes more slowly in the bf16 that was asked for than in fp32."""
     given = plan.config.engine.precision == "bf16" and not plan.precision_was_auto
-    if not given or device.type != "cpu" or multiplies_bf16_fast(device):
+    if not given or device.type != "cpu" or has_fast_bf16(device):
         return []
     slow = "this processor does not multiply bf16, and may take many times as long as in fp32"
     return [("warning", f"{slow}; set engine.precision to fp32 or auto")]
 
 
 @contextmanager
-def numerics(deterministic: bool) -> Iterator[None]:
+def numeric_settings(deterministic: bool) -> Iterator[None]:
     """Inside, only deterministic algorithms if `deterministic`. Denormal numbers are flushed to zero, also afterwards
     (torch cannot report the earlier setting): moments of rare tokens' rows decay to them, and they slow CPUs down.
     Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal: 1.23 s, not 0.35 s."""
@@ -276,7 +276,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     if not isinstance(config, RunConfig):
         hint = "load_config makes one of a YAML file"
         raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
-    with numerics(config.engine.deterministic), signal_handlers_restored():
+    with numeric_settings(config.engine.deterministic), signal_handlers_restored():
         require_trackers(config)
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
@@ -292,7 +292,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
 def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device, resume: str) -> Run:
     """Trains phase after phase; each resumes from the checkpoint of the previous one, as a new session would."""
     config, mesh = plan.config, Mesh.build(ranks, plan.config.parallel.tensor)
-    world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
+    world_group, data_group = mesh.world_group.new_gloo_group(), mesh.data_group.new_gloo_group()
     datasets = open_datasets(config, world_group)
     require_shared_folder(config.folder(), world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
@@ -378,14 +378,14 @@ def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState
     if masking is not None and masking.is_adaptive():
         state.error_counts = ErrorCounts(state.padded_vocab_size, masking.adapt_every, batch.global_size)
     if start.checkpoint is not None:
-        refuse_another_run(start.checkpoint, session.plan.config, state.data_fingerprints)
+        require_same_run(start.checkpoint, session.plan.config, state.data_fingerprints)
     return state
 
 
 def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
     """The banner's lines, except those about the engine."""
-    idle = session.launch.job_tasks > 1
-    tasks = f" (SLURM_NTASKS is {session.launch.job_tasks}: srun starts as many ranks)" if idle else ""
+    idle = session.launch.slurm_tasks > 1
+    tasks = f" (SLURM_NTASKS is {session.launch.slurm_tasks}: srun starts as many ranks)" if idle else ""
     return [
         *describe_run(plan, state.group_samples),
         *describe_phases(session.plan.config),
@@ -406,7 +406,7 @@ def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLo
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
         config.data,
         config.batch,
-        session.mesh.data_group.side_channel(),
+        session.mesh.data_group.new_gloo_group(),
         group_samples=state.group_samples,
         seed=config.seed,
         device=session.device,
@@ -419,7 +419,7 @@ def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLo
 
 
 def build_engine(
-    plan: RunPlan, mesh: Mesh, device: torch.device, weights: Tensors
+    plan: RunPlan, mesh: Mesh, device: torch.device, weights: TensorSource
 ) -> tuple[Engine, list[tuple[str, str]]]:
     """The engine: the model sharded over the mesh and initialized from `weights`, its optimizer; and banner lines."""
     config = plan.config

@@ -26,7 +26,7 @@ from megahead.errors import CheckpointError, UserError
 from megahead.files import read_if_there, write_atomically
 from megahead.remote_files import is_below, is_remote
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_another_run
+from megahead.train.datasets import RunDatasets, data_fingerprints, require_same_run
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.progress import CapturedCheckpoint, Progress
 
@@ -93,7 +93,7 @@ class Checkpointer:
         self._progress, self._lease, self._uploads, self._replicas = progress, lease, uploads, replicas
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
-        self._group = progress.world_group.side_channel() if self._pool else progress.world_group
+        self._group = progress.world_group.new_gloo_group() if self._pool else progress.world_group
         self._replicate_every, self._skipped = training.replicate_every or 0, 0
         self._rules = rules if uploads is None else replace(rules, in_use=lambda: uploads.in_use)
         self._pending: Future[Path] | None = None
@@ -143,7 +143,7 @@ class Checkpointer:
 
     def _write(self, captured: CapturedCheckpoint) -> Path:
         """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
-        checks = [captured.must_be_finite, *(each.check for each in (self._lease, self._uploads) if each is not None)]
+        checks = [captured.check_finite, *(each.check for each in (self._lease, self._uploads) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         root = self._progress.history.root
         folder = write_snapshot(root, captured.header, captured.snapshot, self._group, self._rules)
@@ -151,13 +151,13 @@ class Checkpointer:
             self._uploads.enqueue(folder)
         return folder
 
-    def due(self, step: int) -> bool:
+    def replica_due(self, step: int) -> bool:
         """Whether behind that step the state is kept though it is not saved: in memory."""
         return self._replicas is not None and step % self._replicate_every == 0
 
-    def keep(self, step: int) -> None:
+    def replicate_if_due(self, step: int) -> None:
         """Behind an applied step that is not saved: keeps the state if that is due."""
-        if self.due(step):
+        if self.replica_due(step):
             self._events.append(self.replicate())
 
     def replicate(self) -> Event:
@@ -175,7 +175,7 @@ class Checkpointer:
             replicas.close()
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
         captured = self._progress.capture(self._progress.world_group, copied=True)
-        replicas.begin(captured.header, captured.snapshot, captured.must_be_finite)
+        replicas.begin(captured.header, captured.snapshot, captured.check_finite)
         fields = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": captured.snapshot.total_bytes}
         return Event(fields, record="copy")
 
@@ -204,7 +204,7 @@ def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> Rem
     return run_on_first_rank(world_group, lambda: read_state(Remote.of(url, timeout), config.folder(), resume))
 
 
-def local_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
+def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
     """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
 
     One of the run's own remote checkpoints becomes one of the run's checkpoints. Collective; CheckpointError if it is
@@ -229,16 +229,17 @@ def accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[C
 
     def accept(found: Checkpoint) -> None:
         try:
-            refuse_another_run(found, config, fingerprints)
+            require_same_run(found, config, fingerprints)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(found.folder), f"{url} (step {found.step:,})")) from None
 
     return accept
 
 
-def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
-    """Until when on the monotonic clock a session that ends may wait for its uploads. `restarts`: whether the launcher
-    starts ranks again, and will not wait for long if it has asked them to stop."""
-    if ending != "stopped" or not restarts:
+def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:
+    """Time on the monotonic clock until which a session that ends may wait for its uploads.
+
+    `restarts_ranks`: the launcher restarts ranks, and kills those that it asked to stop after some seconds."""
+    if ending != "stopped" or not restarts_ranks:
         return inf
-    return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
+    return (stop.received_at or time.monotonic()) + SECONDS_AFTER_SIGNAL

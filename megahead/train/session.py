@@ -38,8 +38,8 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
-from megahead.train.saving import Lease, accepting, last_moment, local_resume, new_session_id, read_remote_state
-from megahead.train.start import ResumePoint, find_resume
+from megahead.train.saving import Lease, accepting, new_session_id, read_remote_state, resolve_resume, upload_deadline
+from megahead.train.start import ResumePoint, find_resume_point
 from megahead.wording import counted
 
 
@@ -82,10 +82,10 @@ class Session:
         if is_remote(resume):
             self._after_an_error.callback(self._remove_fetched)
         self._remote_state = read_remote_state(resume, self.plan.config, self.world_group)
-        local = local_resume(resume, self.plan.config, self.datasets, self.world_group)
-        yield find_resume(local, folder, self.world_group, (self._recover, self._fetch))
+        local = resolve_resume(resume, self.plan.config, self.datasets, self.world_group)
+        yield find_resume_point(local, folder, self.world_group, (self._recover, self._fetch))
         while True:
-            yield find_resume("auto", folder, self.world_group, (self._recover,))
+            yield find_resume_point("auto", folder, self.world_group, (self._recover,))
 
     def _recover(self, than: int) -> Resumed | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
@@ -135,7 +135,7 @@ class Session:
         session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
         self._remove_handed_over()
         copies = Replicas(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
-        if not self.launch.restarts:
+        if not self.launch.restarts_ranks:
             self._after_an_error.callback(copies.close, timeout=0)
         return copies
 
@@ -154,7 +154,7 @@ class Session:
 
     def history_from(self, start: ResumePoint) -> RunHistory:
         """The checkpoints that led to what the session, or its next phase, goes on from."""
-        return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._remote_state.names)
+        return RunHistory.after_resume(start.checkpoint, self.plan.config.folder(), self._remote_state.names)
 
     def uploads_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
         """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
@@ -164,7 +164,7 @@ class Session:
             remote_lease = RemoteLease(remote.store, folder, self.lease.session_id, self._remote_state)
             self.uploads = Uploads(remote, folder, remote_lease, self.keep_rules)
             self._after_an_error.callback(self.uploads.close)
-            own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
+            own = checkpoint is not None and history.contains(checkpoint) and not history.orphaned_by_next_save()
             if checkpoint is not None and own and not start.came_from("mirror"):
                 self.uploads.enqueue(checkpoint.folder, is_new=False)
         return self.uploads
@@ -189,7 +189,7 @@ class Session:
     def end(self, ending: Ending, state: TrainingState) -> None:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
-        deadline = last_moment(ending, self.stop, self.launch.restarts)
+        deadline = upload_deadline(ending, self.stop, self.launch.restarts_ranks)
         for event in self._finish_uploads(deadline):
             self.logger.event(event.record, event.fields, state, event.message)
         self.logger.close(ending, state)
@@ -235,7 +235,7 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
 
 
 @contextlib.contextmanager
-def sharing_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
+def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
     """A spare rank waits in the block. Before it, replicas on its node are put where the training ranks find them;
     after it none is left there."""
     replicates = config.training.replicate_every is not None

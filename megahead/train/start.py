@@ -20,7 +20,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import FiniteTensors, RoutedTensors, Tensors
+from megahead.distributed.tensors import FiniteTensors, RoutedTensors, TensorSource
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
@@ -28,7 +28,7 @@ from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import config_of, is_of_another_phase
+from megahead.train.datasets import config_of, is_from_another_phase
 from megahead.wording import counted
 
 
@@ -59,7 +59,7 @@ class ResumePoint:
 
     def begins_phase(self, config: RunConfig) -> bool:
         """Whether the phase of `config` begins here, with what another one has left."""
-        return self.checkpoint is not None and is_of_another_phase(self.checkpoint, config)
+        return self.checkpoint is not None and is_from_another_phase(self.checkpoint, config)
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
@@ -96,7 +96,7 @@ class ResumePoint:
         return any(found.place == place and found.checkpoint is self.checkpoint for found in self.elsewhere)
 
 
-def find_resume(
+def find_resume_point(
     resume: str, folder: RunFolder, world_group: Group, elsewhere: Sequence[Callable[[int], Resumed | None]] = ()
 ) -> ResumePoint:
     """What `--resume auto|never|DIR` asks for. Collective.
@@ -157,7 +157,7 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
 
 
 @dataclass(frozen=True)
-class WithNewHead:
+class CheckpointWithHead:
     """The tensors of `checkpoint`, all of them finite; where it has no head, also the first values of one, with
     moments of 0."""
 
@@ -172,7 +172,11 @@ class WithNewHead:
         name = self._name_of_new(key)
         if name is None:
             return self._saved().blocks(key)
-        first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([initial_bias(self.checkpoint)])
+        first = (
+            self.checkpoint.blocks(f"weight/{EMBEDDING}")
+            if name == HEAD
+            else iter([initial_output_bias(self.checkpoint)])
+        )
         return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
 
     def _saved(self) -> FiniteTensors:
@@ -184,7 +188,7 @@ class WithNewHead:
         return None if name is None or f"weight/{name}" in self.checkpoint.names() else name
 
 
-def initial_bias(checkpoint: Checkpoint) -> Tensor:
+def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
     """[padded vocabulary]: that of the training-free head; zeros if the model in `checkpoint` needs none."""
     model = TrainedModel.of(checkpoint)
     bias_V = model.training_free_bias()
@@ -195,7 +199,7 @@ _NOT_PUBLISHED = (TEMPERATURE, OUTPUT_BIAS)
 """Parameters that a Hugging Face folder cannot have: they start as in a new run."""
 
 
-def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> Tensors:
+def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> TensorSource:
     """The full (unsharded) tensors that a session starts from, under the names of its parameters; none is read yet.
 
     They come from the checkpoint that is resumed; in a new run they are random, or from what `init` names, which is
@@ -209,7 +213,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
         return initial_weights(config)
     copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
     needed = {name: shape for name, shape in shapes.items() if name not in copies}
-    source: Tensors = (
+    source: TensorSource = (
         _published(config, init, world_group)
         if init.from_checkpoint is None
         else _begun_from(_source(init.from_checkpoint, config.folder(), world_group), config, needed)
@@ -217,7 +221,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     return RoutedTensors(lambda name: (source, copies.get(name, name)))
 
 
-def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> Tensors:
+def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
     """Its parameters; a temperature that it did not learn starts as in a new run."""
     if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
         return _weights_of(checkpoint, shapes)
@@ -241,7 +245,7 @@ def _weights_of(
     shapes: Mapping[str, torch.Size],
     kind: str = "weight",
     may_lack: tuple[str, ...] = (OUTPUT_BIAS,),
-) -> Tensors:
+) -> TensorSource:
     """Its parameters, which must have these shapes; `kind`: what their names begin with there. Those of a head that it
     `may_lack` then start as the training-free head's."""
     there = set(checkpoint.names())
@@ -258,7 +262,7 @@ def _weights_of(
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
                 "instead; give `model` the sizes of that run."
             )
-    source = WithNewHead(checkpoint)
+    source = CheckpointWithHead(checkpoint)
     return RoutedTensors(lambda name: (source, f"{kind}/{name}"))
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megahead.config.plan import RunPlan
 from megahead.distributed.group import Group
-from megahead.engine.engine import Engine, ForwardTime, StepResult
+from megahead.engine.engine import Engine, ForwardTimer, StepResult
 from megahead.estimate import peak_flops, run_flops
 from megahead.objectives.loader import StepBatches
-from megahead.train.faults import Fault, FaultPolicy, found_afterwards
+from megahead.train.faults import Fault, FaultPolicy, gradient_fault
 
 # What the micro-batches of a step measured, told to all ranks in one message.
 #
@@ -50,13 +50,13 @@ class StepMetrics:
         self._names = list(sums)
         self._noted.append(torch.stack([value.detach().double() for value in sums.values()]))
 
-    def gather(self, losses: Sequence[Tensor], forward_time: ForwardTime) -> Measured:
+    def gather(self, losses: Sequence[Tensor], forward_time: ForwardTimer) -> Measured:
         """That of all ranks, from this one's `losses`, one for each of its micro-batches, and from what was noted since
         the last call. Collective; waits for the device, once."""
         noted = [torch.stack(self._noted).sum(0)] if self._noted else []
         self._noted.clear()
         mine = torch.cat([torch.stack(list(losses)).double(), *noted]).cpu()
-        gathered = self._world_group.all_gather(torch.cat([mine, mine.new_tensor([forward_time.take()])]))
+        gathered = self._world_group.all_gather(torch.cat([mine, mine.new_tensor([forward_time.pop_seconds()])]))
         losses_WA, noted_WS, forward_W1 = gathered.tensor_split((len(losses), -1), dim=1)
         sums = noted_WS[:: self._tensor_ranks].sum(0).tolist() if noted else []
         auxiliary = dict(zip(self._names, sums, strict=True)) if noted else {}
@@ -105,18 +105,18 @@ def train_step(
     """Forward and backward of every micro-batch, then one update, unless the fault policy or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
-    counts = engine.begin(batches.rows)
+    counts = engine.prepare_step(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     measured = step_metrics.gather(losses, engine.forward_time)
     loss_scale = engine.loss_scale.value
-    fault = fault_policy.suspects(measured.losses_WA, recent_losses)
+    fault = fault_policy.find_loss_fault(measured.losses_WA, recent_losses)
     skip = fault_policy.must_skip(fault)
     result = engine.skip_step() if skip else engine.step(learning_rate)
     return StepReport(
         **vars(result),
         loss=float(measured.losses_WA.mean()),
-        fault=fault if skip else found_afterwards(result, engine.loss_scale.is_dynamic) or fault,
+        fault=fault if skip else gradient_fault(result, engine.loss_scale.is_dynamic) or fault,
         loss_scale=loss_scale,
         learning_rate=learning_rate,
         targets=batches.targets,

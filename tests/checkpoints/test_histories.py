@@ -216,8 +216,8 @@ def test_a_log_counts_up_to_where_the_history_that_is_resumed_left_the_present_o
     save(run.checkpoints, 5, keep=9, parent_step=2)
     for step, shared in ((6, 2), (4, 2), (2, 2), (5, 5)):
         resumed = open_checkpoint(folder_of(run.checkpoints, step))
-        assert RunHistory.of_resumed(resumed, run).continues() == shared
-    assert RunHistory.of_resumed(None, run).continues() == 0
+        assert RunHistory.after_resume(resumed, run).last_common_step() == shared
+    assert RunHistory.after_resume(None, run).last_common_step() == 0
 
 
 @pytest.mark.parametrize("gone", [False, True])

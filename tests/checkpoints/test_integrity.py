@@ -28,7 +28,7 @@ def save(group: Group, root: str, step: int = 1) -> None:
 
 def impatient(group: Group, seconds: float) -> Group:
     """The same ranks, which wait for each other for `seconds` only."""
-    return replace(group, timeout_seconds=seconds).side_channel()
+    return replace(group, timeout_seconds=seconds).new_gloo_group()
 
 
 def verify_slowly(group: Group, root: str) -> float:

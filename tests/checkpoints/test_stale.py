@@ -58,7 +58,7 @@ def save(group: Group, root: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     on_ranks(ranks, save, tmp_path)
-    monkeypatch.setattr(blocks, "BLOCK", 10)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 10)
     checkpoint, (rows, touched, row_optimizer) = open_checkpoint(tmp_path), course()
     assert len(checkpoint.files) == ranks
     read = [name for name in checkpoint.names() if not name.startswith("late/")]

@@ -60,7 +60,7 @@ def test_every_rank_gets_its_rows(size: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("rows", "ends"), [(0, [0]), (1, [1]), (10, [10]), (11, [10, 11]), (30, [10, 20, 30])])
 def test_blocks_cover_all_rows(monkeypatch: pytest.MonkeyPatch, rows: int, ends: list[int]) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 10)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 10)
     ranges = list(block_ranges(rows))
     assert [each.stop for each in ranges] == ends
     assert sum(map(len, ranges)) == rows

@@ -112,7 +112,7 @@ def test_random_numbers_are_apart_inside_alike_around_and_the_same_when_repeated
 def side_channels(group: Group) -> tuple[int, int]:
     """Sums of world ranks over two side channels of the data axis, used at once by different columns."""
     mesh = Mesh.build(group, 2)
-    first, second = mesh.data_group.side_channel(), mesh.data_group.side_channel()
+    first, second = mesh.data_group.new_gloo_group(), mesh.data_group.new_gloo_group()
     return int(first.all_reduce_(torch.tensor(group.rank))), int(second.all_reduce_(torch.tensor(group.rank)))
 
 

@@ -14,7 +14,7 @@ from support.on_ranks import on_ranks
 
 def talk(group: Group) -> dict[str, object]:
     mine = torch.tensor([float(group.rank)])
-    side = group.side_channel()
+    side = group.new_gloo_group()
     return {
         "sum": group.all_reduce_(mine.clone()).item(),
         "max": group.all_reduce_max_(mine.clone()).item(),
@@ -167,7 +167,7 @@ def test_a_task_that_lacks_its_number_of_tasks_is_refused_on_all_ranks() -> None
 )
 def test_a_slurm_job_runs_one_process_where_srun_does_not_start_more(shell: dict[str, str]) -> None:
     for change in ({}, {"MASTER_ADDR": "n", "MASTER_PORT": "1"}):
-        assert read_launch(shell | change) == Launch(job_tasks=4)
+        assert read_launch(shell | change) == Launch(slurm_tasks=4)
     assert read_launch(srun_task("0") | {"SLURM_STEP_NUM_TASKS": "1"}) == Launch()  # srun -n 1 in a larger job
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megahead.distributed import group as passing
-from megahead.distributed.group import Group, pass_on
+from megahead.distributed.group import Group, exchange_bytes
 from support.on_ranks import on_ranks
 
 SIZES = (100, 1, 250, 64)
@@ -22,8 +22,8 @@ def pass_to(group: Group, keepers: tuple[int, ...], ended: tuple[int, ...]) -> t
     passing.PIECE = 64
     wards = [rank for rank, keeper in enumerate(keepers) if keeper == group.rank]
     places = {ward: torch.zeros(SIZES[ward], dtype=torch.uint8) for ward in wards}
-    channel = group.side_channel()
-    came = pass_on(channel, text(group.rank), keepers[group.rank], places, lambda: group.rank in ended)
+    channel = group.new_gloo_group()
+    came = exchange_bytes(channel, text(group.rank), keepers[group.rank], places, lambda: group.rank in ended)
     return came, [torch.equal(places[ward], text(ward)) for ward in wards]
 
 

@@ -42,7 +42,7 @@ class Ranks:
 
 def raising(error: Exception) -> Callable[[MonitorClient], None]:
     def act(watch: MonitorClient) -> None:
-        with watch.naming_lost_ranks():
+        with watch.explain_lost_ranks():
             raise error
 
     return act
@@ -60,16 +60,16 @@ def lost(who: str) -> str:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(watchdog, "_MORE_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "_SETTLE_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_nobody_leaves_before_all_do(size: int) -> None:
     ranks = Ranks(size).met()
-    early = ranks.each(MonitorClient.leave, *range(size - 1))
+    early = ranks.each(MonitorClient.finish, *range(size - 1))
     time.sleep(0.2)
     assert not any(future.done() for future in early)
-    assert [future.result(10) for future in (*early, *ranks.each(MonitorClient.leave, size - 1))] == [None] * size
+    assert [future.result(10) for future in (*early, *ranks.each(MonitorClient.finish, size - 1))] == [None] * size
     assert not ranks.ended
 
 
@@ -207,5 +207,5 @@ def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
     assert "rank 0 died" in outcome(looking[0])
     time.sleep(0.5)
     assert not looking[1].done()
-    watches[0].leave()
+    watches[0].finish()
     assert looking[1].result(10) is None

@@ -21,7 +21,7 @@ def kept_and_read(group: Group) -> tuple[bool, int]:
     parameters = [nn.Parameter(value.bfloat16(), requires_grad=False) for value in whole]
     assert frozen.read(parameters[0]) is None
     for parameter, value in zip(parameters, whole, strict=True):
-        frozen.keep(parameter, value)
+        frozen.store(parameter, value)
     back = [frozen.read(parameter) for parameter in parameters]
     same = all(value is not None and torch.equal(value, given) for value, given in zip(back, whole, strict=True))
     return same, sum(part.numel() for part, _ in frozen._kept.values())

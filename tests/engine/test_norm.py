@@ -10,7 +10,7 @@ from torch import nn
 
 from megahead.distributed.group import Group
 from megahead.engine import engine as engine_module
-from megahead.engine.engine import clip_, global_norm
+from megahead.engine.engine import clip_gradients_, global_norm
 from support.forked import forked
 from support.small_engine import small_batches, small_engine
 
@@ -27,7 +27,7 @@ def parameters(scale: float) -> list[nn.Parameter]:
 def test_norm_and_clipping_equal_torch(scale: float, largest: float) -> None:
     ours, theirs = parameters(scale), parameters(scale)
     norm = float(global_norm(ours, Group()))
-    clip_(ours, norm, largest)
+    clip_gradients_(ours, norm, largest)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, largest)), rel=1e-6)
     for a, b in zip(ours[:3], theirs[:3], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
@@ -36,7 +36,7 @@ def test_norm_and_clipping_equal_torch(scale: float, largest: float) -> None:
 def test_zero_means_no_limit_and_no_gradients_mean_norm_zero() -> None:
     free = parameters(100.0)
     norm = float(global_norm(free, Group()))
-    clip_(free, norm, 0.0)
+    clip_gradients_(free, norm, 0.0)
     assert global_norm(free, Group()) == norm
     assert global_norm([nn.Parameter(torch.zeros(2))], Group()) == 0.0
 

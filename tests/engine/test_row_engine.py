@@ -68,7 +68,7 @@ def first_rows(group: Group, stage: int, precision: str) -> bool:
 def test_rows_start_from_the_first_weights_read_in_blocks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int, precision: str
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 144)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 144)
     assert on_ranks(ranks, first_rows, stage, precision) == [True] * ranks
 
 

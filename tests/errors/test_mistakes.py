@@ -30,8 +30,8 @@ from megahead.hf.export import export, hf_folder
 from megahead.hf.published import from_hf, load_causal
 from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import open_datasets, refuse_another_run
-from megahead.train.start import find_resume, starting_weights
+from megahead.train.datasets import open_datasets, require_same_run
+from megahead.train.start import find_resume_point, starting_weights
 from support import small_checkpoint
 from support.commands import ROOT
 from support.named import without_digits
@@ -124,24 +124,24 @@ def shortened(folder: Path) -> None:
 
 def only_damaged(folder: Path) -> None:
     shorten(model(folder))
-    find_resume("auto", RunFolder(folder / "model"), Group())
+    find_resume_point("auto", RunFolder(folder / "model"), Group())
 
 
 def only_set_aside(folder: Path) -> None:
     step = model(folder).parent
     step.rename(step.with_name(f"abandoned-{without_digits(step.name)}"))
-    find_resume("auto", RunFolder(folder / "model"), Group())
+    find_resume_point("auto", RunFolder(folder / "model"), Group())
 
 
 def resumed_never(folder: Path) -> None:
     model(folder)
-    find_resume("never", RunFolder(folder / "model"), Group())
+    find_resume_point("never", RunFolder(folder / "model"), Group())
 
 
 def resumed_otherwise(folder: Path) -> None:
     model(folder)
     config = small_checkpoint.small_config(optimizer={"learning_rate": 2e-3})
-    refuse_another_run(open_checkpoint(folder / "model"), config, {})
+    require_same_run(open_checkpoint(folder / "model"), config, {})
 
 
 def started_from(checkpoint: str) -> Callable[[Path], Any]:
@@ -224,7 +224,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (only_set_aside, "F/model must hold a checkpoint to resume, but holds only abandoned-step-00000003; name the one to continue from with --resume, or start again with --resume never."),
     (resumed_never, "`--resume never` needs an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove that checkpoint."),
     (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); give a new run another `name` and `output_dir`, change these back, or name them in resume.allow."),
-    (lambda folder: find_resume("nowhere", RunFolder(folder), Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
+    (lambda folder: find_resume_point("nowhere", RunFolder(folder), Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
     (started_from("none"), "`init.from_checkpoint` must hold a checkpoint, but F/none holds none."),
     (started_from("model"), f"{STEP} must hold weight/backbone.embedding.weight of shape (64, 32), but has (64, 48) instead; give `model` the sizes of that run."),
     (wrong_tokenizer, "`F/t.json` must have at most 61 ids (model.vocab_size), but has 278 instead."),

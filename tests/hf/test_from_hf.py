@@ -151,7 +151,7 @@ def test_a_table_is_read_in_blocks_with_its_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     published = PublishedModel.open(save_theirs(tmp_path / "theirs"))
-    monkeypatch.setattr(blocks, "BLOCK", 20)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 20)
     read = list(published.blocks("backbone.embedding.weight", torch.Size(shape)))
     assert all(len(block) <= 20 for block in read)
     whole = torch.cat(read)

@@ -120,7 +120,7 @@ def test_finite_at_extreme_scores(dtype: torch.dtype) -> None:
 
 def test_half_precision_is_no_worse_than_its_inputs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a CPU has no units for bf16: with them `test_half_row_step`."""
-    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr(fused_softmax, "has_fast_bf16", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     exact = paper_form(outputs, targets, embedding)
     rounded = cwt_loss(outputs.bfloat16(), targets, embedding.bfloat16())
@@ -131,7 +131,7 @@ def test_half_precision_is_no_worse_than_its_inputs_rounding(monkeypatch: pytest
 
 
 def test_autocast_does_not_round_what_is_given_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr(fused_softmax, "has_fast_bf16", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     arguments = (outputs.float(), targets, embedding.float())
     with torch.autocast("cpu", torch.bfloat16):

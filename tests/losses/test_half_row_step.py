@@ -28,7 +28,7 @@ SCORE = Dot(0.7)
 @pytest.fixture(autouse=True)
 def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with units for bf16, in chunks of a few outputs; others multiply it slowly, to the same results."""
-    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: True)
+    monkeypatch.setattr(fused_softmax, "has_fast_bf16", lambda _: True)
     monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(score_bytes=1, min_outputs=8, multiple=1))
 
 
@@ -57,7 +57,7 @@ def test_products_in_bf16_lose_no_more_than_their_rounding(apart: bool, weighted
     mine = solved(loss, [outputs, rows])
     assert_rounded(mine, exact(outputs, rows, candidates))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
+        patch.setattr(fused_softmax, "has_fast_bf16", lambda _: False)
         full = solved(candidate_loss(outputs, rows, candidates, SCORE), [outputs, rows])
     assert [value.equal(other) for value, other in zip(mine, full, strict=True)] == [False] * 3
 
@@ -84,7 +84,7 @@ def test_gradients_over_many_chunks_add_up_in_float32() -> None:
 
 def split(group: Group, fast: tuple[bool, ...]) -> list[Tensor]:
     """The loss and its gradients with candidates split over ranks, of which some have units for bf16."""
-    fused_softmax.multiplies_bf16_fast = lambda _: fast[group.rank]  # in a process of its own
+    fused_softmax.has_fast_bf16 = lambda _: fast[group.rank]  # in a process of its own
     outputs, rows, candidates = drawn(23, 38, 24, HALF, CPU, apart=False)
     shard = CandidateShard.of(38, -(-38 // group.size), group)
     table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense

@@ -86,7 +86,7 @@ def test_a_head_around_the_backbone_is_drawn_like_the_embedding():
 @pytest.mark.parametrize("name", ["embedding.weight", "final_norm.weight", "final_norm.bias"])
 def test_blocks_are_the_same_draws(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int]) -> None:
     whole = initial_value(name, shape, 3, CONFIG)
-    monkeypatch.setattr(blocks, "BLOCK", 16)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 16)
     drawn = list(initial_blocks(name, shape, 3, CONFIG))
     assert len(drawn) == -(-shape[0] // 16)
     assert torch.equal(torch.cat(drawn), whole)

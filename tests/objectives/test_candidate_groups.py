@@ -52,7 +52,7 @@ def ragged_config(**objective: Any) -> RunConfig:
 
 def fed(group: Group, config: RunConfig, group_samples: int, first_sample: int = 0) -> StepBatches:
     objective = build_objective(config.objective, 60, TOKEN_COUNTS)
-    channel = group.side_channel()
+    channel = group.new_gloo_group()
     loader = StepLoader(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
     return loader.step(first_sample)
 

@@ -38,7 +38,7 @@ def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, flo
     datasets = [IndexedDataset(part.prefix) for part in config.data.parts()]
     samples, collator = training_samples(config.data, datasets, config.seed), training_collator(config, datasets)
     rule = build_objective(config.objective, 60)
-    loader = StepLoader(samples, rule, config.data, config.batch, group.side_channel(), collator=collator)
+    loader = StepLoader(samples, rule, config.data, config.batch, group.new_gloo_group(), collator=collator)
     steps = loader.steps(first_sample=16)
     return [
         (

@@ -114,7 +114,7 @@ def test_products_are_of_the_numbers_that_are_fast_and_come_out_alike(
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     made = {}
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(muon, "multiplies_bf16_fast", lambda _, fast=fast: fast)
+        monkeypatch.setattr(muon, "has_fast_bf16", lambda _, fast=fast: fast)
         with Formats() as formats:
             made[fast] = scaled_orthogonal(matrix)
         assert formats.seen == {expected}

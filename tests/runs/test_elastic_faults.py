@@ -51,7 +51,7 @@ def test_a_run_goes_on_whatever_happens_to_its_nodes(
 
 IMPATIENCE = [
     ("GRACE_SECONDS", watchdog, 0.5),
-    ("_MORE_SECONDS", watchdog, 0.2),
+    ("_SETTLE_SECONDS", watchdog, 0.2),
     ("REPORT_SECONDS", print_once, 0.5),
 ]
 """Of all ranks, which are forked from here."""

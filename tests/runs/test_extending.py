@@ -27,7 +27,7 @@ from megahead.hf.export import export
 from megahead.objectives.pretraining import weight_shapes
 from megahead.report.panels import build_panels
 from megahead.report.read import read_metrics, read_runs
-from megahead.train.preflight import check_present
+from megahead.train.preflight import check_available_files
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -191,14 +191,14 @@ def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"must name a subclass of megahead\.objectives\.auxiliary\.Auxiliary"):
         pretrain(config)
     with pytest.raises(ConfigError, match=r"must name a subclass of"):
-        check_present(config)
+        check_available_files(config)
 
 
 def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
     config = encoder(folder, "run", {"masking": MASKS | {"strategy": f"{folder}/second_next.py:SecondNext"}})
     rule = "must name a class with build, at, starts, weights, but is .* without build"
     with pytest.raises(ConfigError, match=rule):
-        check_present(config)
+        check_available_files(config)
 
 
 def test_what_reads_all_outputs_is_estimated_so(folder: Path) -> None:

@@ -21,7 +21,7 @@ from megahead.remote_files import Store
 from megahead.report.read import events_of, read_metrics, read_runs
 from megahead.train.datasets import open_datasets
 from megahead.train.run import pretrain
-from megahead.train.saving import local_resume
+from megahead.train.saving import resolve_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
 from support.mirrored import steps_in_mirror
@@ -228,7 +228,7 @@ def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch:
 
 
 def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
-    return local_resume(resume, config, open_datasets(config, group), group)
+    return resolve_resume(resume, config, open_datasets(config, group), group)
 
 
 def test_a_session_that_was_killed_once_it_had_what_was_named_is_followed_by_another(tmp_path: Path) -> None:

@@ -98,19 +98,19 @@ def survivor(folder: Path, victim: int, sabotage: Sabotage, seconds: float, chan
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is given seconds to answer or to listen."""
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(watchdog, "_MORE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(print_once, "REPORT_SECONDS", 0.5)
 
 
 PLACES = {
     "before all have met": (MonitorClient, "wait_for_all"),
     "before it connects": (dist, "init_process_group"),
-    "before its first group": (Group, "side_channel"),
-    "before its third group": (Group, "side_channel", 3),
+    "before its first group": (Group, "new_gloo_group"),
+    "before its third group": (Group, "new_gloo_group", 3),
     "before its first weight": (engine, "fill_"),
     "before DeepSpeed's groups": (groups, "_clone_world_group"),
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
-    "before it looks for checkpoints": (session, "find_resume"),
+    "before it looks for checkpoints": (session, "find_resume_point"),
     "before the first step": (Engine, "micro_step"),
     "before it leaves": (MonitorClient, "leave"),
 }

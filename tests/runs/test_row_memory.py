@@ -53,7 +53,7 @@ def trained(_: Group, config: RunConfig) -> str:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 2**12)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 2**12)
 
 
 def started(group: Group, config: RunConfig, resumes: bool) -> int:

@@ -115,7 +115,7 @@ def test_an_export_of_rows_is_that_of_the_same_weights_kept_dense(
     """Byte for byte, read in several blocks."""
     write_text(tmp_path)
     rows = trained(tmp_path, 2, ROWS | {"model.family": family, "training.steps": 3})
-    monkeypatch.setattr(blocks, "BLOCK", 20)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 20)
     dense = kept_dense(open_checkpoint(rows), tmp_path / "dense")
     ours, theirs = (export(run, run / "out", head).folder for run in (rows, dense))
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()

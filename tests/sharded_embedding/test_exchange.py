@@ -30,7 +30,7 @@ def gradients(rank: int) -> Tensor:
 
 
 def exchanged(group: Group) -> tuple[bool, bool, bool]:
-    plan = plan_rows(wanted(group.rank), group.side_channel(), num_passes=2)
+    plan = plan_rows(wanted(group.rank), group.new_gloo_group(), num_passes=2)
     own = table()[group.rank :: group.size][plan.owned_O]
     rows = rows_from_owners(own, plan, group)
     sums = [gradients_to_owners(gradients(group.rank), plan, group) for _ in range(2)]
@@ -51,7 +51,7 @@ def shared(group: Group) -> tuple[bool, bool, int]:
     """Two pairs of ranks: each pair needs the same rows, and shares them."""
     mesh = Mesh.build(group, 2)
     pair, ids = mesh.data_group.rank, wanted(mesh.data_group.rank)
-    plan = plan_rows(ids, group.side_channel(), sharing=mesh.tensor_group)
+    plan = plan_rows(ids, group.new_gloo_group(), sharing=mesh.tensor_group)
     rows = rows_from_owners(table()[group.rank :: 4][plan.owned_O], plan, group)
     mine = gradients(pair) * (1 + mesh.tensor_group.rank)
     sums = gradients_to_owners(mine, plan, group)

@@ -46,7 +46,7 @@ def table_of(mesh: Mesh) -> RowTable:
 def looked_up_while_evaluating(group: Group) -> tuple[bool, bool]:
     """Ids and blocks of rows, before and after a step."""
     table, ids = table_of(Mesh.build(group)), torch.tensor([[3, 7], [3, 20 + group.rank]])
-    table.fetch(plan_rows(ids, group.side_channel()))
+    table.fetch(plan_rows(ids, group.new_gloo_group()))
     table(ids).square().sum().backward()
     table.step(0.1, 1.0)
     table.eval()
@@ -71,7 +71,7 @@ def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
     split, table = VocabularyParallelEmbedding(full, mesh.tensor_group), table_of(mesh)
     ids = ids.clamp_max(ROWS - 1)
     asked = torch.cat([ids.flatten(), shared.clamp_min(0)])
-    table.fetch(plan_rows(asked, group.side_channel(), sharing=mesh.tensor_group))
+    table.fetch(plan_rows(asked, group.new_gloo_group(), sharing=mesh.tensor_group))
     outcomes = [each(ids, shared) for each in (split, table)]
     for inputs, rows in outcomes:
         (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()

@@ -37,7 +37,7 @@ def disturb(pace: float, flip: Path, ranks: int) -> None:
 
 
 def _flip(engine: Engine, number: int) -> None:
-    weights = list(engine.replicated().values())
+    weights = list(engine.replicated_weights().values())
     bits = weights[number % len(weights)].view(-1).view(torch.int32)
     place = number // len(weights) % len(bits)
     bits[place : place + 1].bitwise_xor_(1 << number % 23)

@@ -32,7 +32,7 @@ class RowCourse:
     def __init__(self, group: Group, stage: int = 0, changes: dict[str, Any] | None = None) -> None:
         self.mesh = Mesh.build(group)
         self.config = config_of(stage, changes or {}, group.size)
-        self._asking = group.side_channel()
+        self._asking = group.new_gloo_group()
         module = assemble(self.config, self.mesh.tensor_group, CPU)
         shard_embedding_(module.backbone, self.config, self.mesh, CPU)
         self.table = module.backbone.embedding
@@ -49,7 +49,7 @@ class RowCourse:
         """Forward and backward passes of a step, its losses times `factor`."""
         micro_batches = [self._micro_batch(number, k, factor) for k in range(ACCUMULATION)]
         ids = torch.cat([micro.ids() for micro in micro_batches])
-        self.engine.begin(plan_rows(ids, self._asking, ACCUMULATION))
+        self.engine.prepare_step(plan_rows(ids, self._asking, ACCUMULATION))
         return [float(self.engine.micro_step(micro)) for micro in micro_batches]
 
     def step(self, number: int, factor: float = 1.0) -> StepResult:

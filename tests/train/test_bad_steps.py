@@ -26,7 +26,7 @@ def faults(folder: Path) -> list[dict[str, Any]]:
     return [record["fault"] for record in records if "fault" in record]
 
 
-def all_finite(run: Path) -> bool:
+def finite_blocks(run: Path) -> bool:
     """Whether the newest checkpoint is."""
     newest = open_checkpoint(run)
     return all(newest.read(name).isfinite().all() for name in newest.names())
@@ -71,7 +71,7 @@ def test_nan_in_one_ranks_batch_is_skipped_and_told_with_rank_and_rows(
     assert [record["step"] for record in curve] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(record["loss"]) for record in curve)
     assert curve[-1]["skipped_steps"] == 1
-    assert all_finite(tmp_path / "run")
+    assert finite_blocks(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_gradients_that_are_not_finite_once_are_skipped_once(tmp_path: Path, set
     assert (fault["kind"], fault["action"], fault["where"]) == (kind, "skip", [{"rank": None, "first": 24, "last": 31}])
     last = read_metrics(tmp_path / "run").training[-1]
     assert (last["step"], last["skipped_steps"]) == (6, 1)
-    assert all_finite(tmp_path / "run")
+    assert finite_blocks(tmp_path / "run")
 
 
 def test_a_step_whose_row_gradients_are_not_finite_is_skipped(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_step_whose_row_gradients_are_not_finite_is_skipped(tmp_path: Path) ->
     (fault,) = faults(tmp_path / "run")
     assert (fault["kind"], fault["action"]) == ("gradients not finite", "skip")
     assert read_metrics(tmp_path / "run").training[-1]["skipped_steps"] == 1
-    assert all_finite(tmp_path / "run")
+    assert finite_blocks(tmp_path / "run")
 
 
 @NEEDS_FP16
@@ -116,7 +116,7 @@ def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> 
     assert {fault["kind"] for fault in faults(tmp_path / "run")} == {"overflow"}
     curve = read_metrics(tmp_path / "run").training
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.2
-    assert all_finite(tmp_path / "run")
+    assert finite_blocks(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_spike_is_seen_and_answered(tmp_path: Path, policy: str, settings: str
     assert (fault["kind"], fault["action"]) == ("spike", "apply" if policy == "note" else policy)
     last = read_metrics(tmp_path / "run").training[-1]
     assert (last["step"], last["skipped_steps"]) == (12, 0 if policy == "note" else 1)
-    assert all_finite(tmp_path / "run")
+    assert finite_blocks(tmp_path / "run")
 
 
 def test_bad_step_after_bad_step_ends_the_run(tmp_path: Path) -> None:

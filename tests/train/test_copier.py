@@ -258,8 +258,10 @@ def end_with_an_error(group: Group, config: RunConfig, folder: Path, restarts: b
     def fail(*_: Any) -> None:
         raise UserError("a reason to end.")
 
-    setup.FaultPolicy.remember = lambda fault_policy, loss, losses: fail() if len(losses) > 2 else losses.append(loss)  # type: ignore[method-assign, misc]
-    assert "error: a reason to end." in told(group, config, Launch(restarts=restarts))
+    setup.FaultPolicy.record_loss = lambda fault_policy, loss, losses: (
+        fail() if len(losses) > 2 else losses.append(loss)
+    )  # type: ignore[method-assign, misc]
+    assert "error: a reason to end." in told(group, config, Launch(restarts_ranks=restarts))
     return files_in(memory)
 
 

@@ -12,7 +12,7 @@ from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
 from megahead.estimate import peak_flops
 from megahead.train import run
-from megahead.train.describe import describe_assumed, describe_launches, describe_run
+from megahead.train.describe import describe_assumed_device, describe_launches, describe_run
 from megahead.train.run import describe_precision, pretrain
 from support.small_run import small_config, write_text
 
@@ -88,7 +88,7 @@ def test_a_share_of_warmup_follows_the_length(tmp_path: Path) -> None:
 def test_bf16_on_a_processor_without_it_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, by_auto: bool, fast: bool, warns: bool
 ) -> None:
-    monkeypatch.setattr(run, "multiplies_bf16_fast", lambda _: fast)
+    monkeypatch.setattr(run, "has_fast_bf16", lambda _: fast)
     plan = RunPlan.of(small_config(tmp_path, {"engine.precision": precision}), precision_was_auto=by_auto)
     lines = dict(describe_precision(plan, torch.device("cpu")))
     assert lines.get("warning", "").endswith("set engine.precision to fp32 or auto") == warns
@@ -99,13 +99,13 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     ("device", "on"), [("cpu", "2 x cpu"), ("auto", "2 x cuda, assumed (engine.device: cpu plans for processors)")]
 )
 def test_a_dry_run_names_the_device_that_it_assumes(tmp_path: Path, device: str, on: str) -> None:
-    assert describe_assumed(RunPlan.of(small_config(tmp_path, {"engine.device": device}), 2)) == ("on", on)
+    assert describe_assumed_device(RunPlan.of(small_config(tmp_path, {"engine.device": device}), 2)) == ("on", on)
 
 
 def test_a_run_in_slow_bf16_says_so_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr(run, "has_fast_bf16", lambda _: False)
     write_text(tmp_path)
     pretrain(small_config(tmp_path, {"engine.precision": "bf16", "schedule.warmup_steps": 0, "training.steps": 1}))
     assert "warning     this processor does not multiply bf16" in capfd.readouterr().out

@@ -14,9 +14,9 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megahead.engine.engine import Engine
-from megahead.engine.state import weight_sums
+from megahead.engine.state import weight_checksums
 from megahead.report.read import events_of, read_runs
-from megahead.train.faults import WINDOW, ReplicaMismatch, SlowRank, StragglerDetector, replica_mismatch
+from megahead.train.faults import WINDOW_STEPS, ReplicaMismatch, SlowRank, StragglerDetector, replica_mismatch
 from support.killable import Sabotage, codes, said, start_ranks
 from support.long import long
 from support.named import without_digits
@@ -25,7 +25,7 @@ from support.small_run import same_tensors, small_config, stage, write_text
 
 def windows(stragglers: StragglerDetector, *steps: list[float]) -> list[SlowRank | None]:
     """What is found at the end of a window of each of these steps."""
-    return [[stragglers.after_step(step) for _ in range(WINDOW)][-1] for step in steps]
+    return [[stragglers.update(step) for _ in range(WINDOW_STEPS)][-1] for step in steps]
 
 
 def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
@@ -40,7 +40,7 @@ def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
 
 def test_single_slow_steps_one_rank_and_differences_of_a_moment_are_nothing() -> None:
     stragglers = StragglerDetector("ab", 2.0)
-    assert [stragglers.after_step([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW)] == [None] * WINDOW
+    assert [stragglers.update([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW_STEPS)] == [None] * WINDOW_STEPS
     assert windows(stragglers, [0.0005, 0.0016]) == [None]
     assert windows(StragglerDetector("a", 2.0), [1.0]) == [None]
 
@@ -48,13 +48,13 @@ def test_single_slow_steps_one_rank_and_differences_of_a_moment_are_nothing() ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_any_flipped_bit_changes_a_checksum(dtype: torch.dtype) -> None:
     weight = torch.randn(7, 5, dtype=dtype)
-    before = weight_sums([weight, torch.ones(())])
+    before = weight_checksums([weight, torch.ones(())])
     for bit in range(8 * weight.element_size()):
         flipped = weight.clone()
         whole = flipped.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()])
         top = bit == 8 * weight.element_size() - 1
         whole[3, 2] ^= torch.iinfo(whole.dtype).min if top else 1 << bit
-        assert (weight_sums([flipped, torch.ones(())]) != before).tolist() == [True, False]
+        assert (weight_checksums([flipped, torch.ones(())]) != before).tolist() == [True, False]
 
 
 def test_the_odd_one_out_is_named_and_of_two_both() -> None:
@@ -86,10 +86,10 @@ def slowed(rank: int) -> None:
 
 def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     write_text(tmp_path)
-    steps = {"training.steps": WINDOW + 1, "training.checkpoint_every": 100, "training.evaluate_every": 100}
+    steps = {"training.steps": WINDOW_STEPS + 1, "training.checkpoint_every": 100, "training.evaluate_every": 100}
     config = small_config(tmp_path, steps | {"faults.slow_rank": 3})
     assert codes(start_ranks(config, 2, tmp_path, sabotage=slowed)) == [0, 0]
-    assert f"step {WINDOW}: rank 1 on " in said(tmp_path, 0)
+    assert f"step {WINDOW_STEPS}: rank 1 on " in said(tmp_path, 0)
     (event,) = events_of(read_runs([tmp_path / "run"])[0])
     assert event.wrong
     assert event.text.startswith("rank 1 on ")
@@ -107,7 +107,7 @@ def flipping(step: int, victim: int) -> Sabotage:
             result = update(engine, *arguments)
             steps += 1
             if rank == victim and steps == step:
-                next(iter(engine.replicated().values())).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+                next(iter(engine.replicated_weights().values())).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
             return result
 
         Engine.step = flipped  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.train.faults import StopRequest, signal_handlers_restored
 from megahead.train.run import pretrain
-from megahead.train.saving import SECONDS_AFTER_SIGNAL, last_moment
+from megahead.train.saving import SECONDS_AFTER_SIGNAL, upload_deadline
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -27,8 +27,12 @@ def test_a_session_that_will_be_killed_waits_some_seconds_from_its_signal() -> N
         os.kill(os.getpid(), signal.SIGTERM)
         after = time.monotonic()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert before + SECONDS_AFTER_SIGNAL <= last_moment("stopped", stop, True) <= after + SECONDS_AFTER_SIGNAL
-    assert last_moment("stopped", stop, restarts=False) == last_moment("finished", stop, restarts=True) == math.inf
+        assert before + SECONDS_AFTER_SIGNAL <= upload_deadline("stopped", stop, True) <= after + SECONDS_AFTER_SIGNAL
+    assert (
+        upload_deadline("stopped", stop, restarts_ranks=False)
+        == upload_deadline("finished", stop, restarts_ranks=True)
+        == math.inf
+    )
 
 
 def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
@@ -48,7 +52,7 @@ def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
     Engine.step = step  # type: ignore[method-assign, assignment]
     Uploads.finishing = noted  # type: ignore[method-assign]
     config = small_config(folder, {"training.remote_checkpoints": f"file://{folder}/store"})
-    return pretrain(config, Launch(restarts=True)).ending, waited
+    return pretrain(config, Launch(restarts_ranks=True)).ending, waited
 
 
 def test_it_waits_twice_but_no_longer(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_auto_takes_bf16_where_the_cpu_multiplies_it(
 
 def test_a_torch_that_does_not_tell_counts_as_slow(monkeypatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert not rule.multiplies_bf16_fast(CPU)
+    assert not rule.has_fast_bf16(CPU)
 
 
 def test_what_was_given_stays(tmp_path) -> None:
@@ -49,7 +49,7 @@ def test_one_slow_rank_settles_it_for_all(tmp_path, monkeypatch) -> None:
     config = small_config(tmp_path, {"engine.precision": "auto"})
 
     def settled(group: Group) -> str:
-        rule.multiplies_bf16_fast = lambda _: group.rank == 0  # in a process of its own
+        rule.has_fast_bf16 = lambda _: group.rank == 0  # in a process of its own
         return rule.resolve_precision(config, CPU, group).engine.precision
 
     assert on_ranks(2, settled) == ["fp32", "fp32"]
@@ -65,5 +65,5 @@ def test_a_run_trains_in_what_it_settled_on_and_says_so(tmp_path, capfd, fast: b
 
 
 def _trained(folder: Path, fast: bool) -> None:
-    rule.multiplies_bf16_fast = lambda _: fast
+    rule.has_fast_bf16 = lambda _: fast
     assert pretrain(small_config(folder, {"engine.precision": "auto"})).step == 6

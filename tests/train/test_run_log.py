@@ -11,7 +11,7 @@ import pytest
 
 from megahead.distributed.group import Group
 from megahead.errors import UserError
-from megahead.train.log import RunLog, records_with
+from megahead.train.log import RunLog, read_records
 from megahead.train.progress import TrainingState
 from support.on_ranks import on_ranks
 
@@ -38,4 +38,4 @@ def test_a_full_disk_is_told_with_the_log_it_holds_up(tmp_path: Path) -> None:
 
 def test_lines_that_are_no_json_are_passed_over() -> None:
     lines = [b'{"step":0,"session":{"mesh":1}}\n', b'{"loss":1}\n', b'{"step":3,"session":{\0\0\n']
-    assert list(records_with(lines, "session", "rollback")) == [{"step": 0, "session": {"mesh": 1}}]
+    assert list(read_records(lines, "session", "rollback")) == [{"step": 0, "session": {"mesh": 1}}]

@@ -13,7 +13,7 @@ import torch
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.engine.engine import ForwardTime
+from megahead.engine.engine import ForwardTimer
 from megahead.train import loop
 from megahead.train.run import pretrain
 from megahead.train.step import Measured, StepMetrics
@@ -30,12 +30,12 @@ def noted_of(k: int) -> dict[str, torch.Tensor]:
 
 def told(group: Group, tensor_ranks: int) -> list[Measured]:
     """Of two steps: the first has two micro-batches, the second one."""
-    step_metrics, time = StepMetrics(group, tensor_ranks), ForwardTime(CPU)
+    step_metrics, time = StepMetrics(group, tensor_ranks), ForwardTimer(CPU)
     steps = []
     for count in (2, 1):
         for _ in range(count):
             step_metrics.record(noted_of(group.rank // tensor_ranks))
-        with time.measured():
+        with time.measure():
             losses = [torch.tensor(10.0 * group.rank + micro) for micro in range(count)]
         steps.append(step_metrics.gather(losses, time))
     return steps
@@ -79,15 +79,15 @@ def test_times_of_a_device_are_read_once_its_losses_are_here(monkeypatch: pytest
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "cpu", waiting)
-    forward_time = ForwardTime(torch.device("cuda"))
+    forward_time = ForwardTimer(torch.device("cuda"))
     for _ in range(2):
-        with forward_time.measured():
+        with forward_time.measure():
             pass
     assert StepMetrics(Group(), 1).gather([torch.tensor(3.0)] * 2, forward_time).forward_seconds == [0.5]
 
 
 def test_where_nothing_is_noted_nothing_is_told() -> None:
-    measured = StepMetrics(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
+    measured = StepMetrics(Group(), 1).gather([torch.tensor(3.0)], ForwardTimer(CPU))
     assert (measured.losses_WA.tolist(), measured.auxiliary) == ([[3.0]], {})
 
 

@@ -188,12 +188,12 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
     engine, _ = build_engine(plan, Mesh.build(world), device, initial_weights(config))
-    rule, asking, half = rule_of(config, texts), world.side_channel(), config.engine.precision != "fp32"
+    rule, asking, half = rule_of(config, texts), world.new_gloo_group(), config.engine.precision != "fp32"
     mine = iter(texts[rank::count])
 
     def step() -> None:
         micro = micro_batch(config, rule, next(mine)).prepared_for(device, half)
-        engine.begin(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
+        engine.prepare_step(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
 

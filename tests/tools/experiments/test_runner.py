@@ -131,9 +131,9 @@ def test_a_folder_holds_a_result_when_its_settings_are_there_and_it_ended_by_its
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert _finished(tmp_path, config)
     auto = load_config("configs/small-headless.yaml", ["training.steps=400", "engine.precision=auto"])
-    monkeypatch.setattr("megahead.train.run.multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr("megahead.train.run.has_fast_bf16", lambda _: False)
     assert _finished(tmp_path, auto)
-    monkeypatch.setattr("megahead.train.run.multiplies_bf16_fast", lambda _: True)
+    monkeypatch.setattr("megahead.train.run.has_fast_bf16", lambda _: True)
     assert not _finished(tmp_path, auto)
     (tmp_path / "ending.json").write_text('{"ending": "stopped", "step": 400, "steps": 400}')
     assert not _finished(tmp_path, config)  # it owes its last evaluation
