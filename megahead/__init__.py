@@ -1,11 +1,11 @@
 """megahead: headless language models at scale (contrastive weight tying on DeepSpeed).
 
-What scripts and notebooks need is here by name, imported when first asked for: `import megahead` needs no torch.
+The public names for scripts and notebooks, imported when first used: `import megahead` imports no torch.
 """
 
 from typing import TYPE_CHECKING
 
-from megahead.lazy import on_first_use as _on_first_use
+from megahead.lazy import lazy_getattr as _lazy_getattr
 from megahead.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
     "start",
 ]
 
-__getattr__ = _on_first_use(
+__getattr__ = _lazy_getattr(
     __name__,
     {
         "config.loading": ("load_config",),

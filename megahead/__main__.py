@@ -1,6 +1,6 @@
 """The `megahead` command, also `python -m megahead`: lists the commands of megahead/commands, or runs one of them.
 
-Imports only the command that is called: the list, the version and an error for an unknown name come at once.
+Imports only the called command, so that the list, the version and errors in a command's name are fast.
 """
 
 from __future__ import annotations
@@ -12,64 +12,63 @@ from importlib import import_module
 from megahead.commands import COMMANDS
 from megahead.errors import UserError, run_command
 from megahead.version import __version__
-from megahead.wording import nearest
+from megahead.wording import did_you_mean
 
 
 def main() -> None:
-    run_command(answer)
+    run_command(dispatch)
 
 
-def answer() -> int | None:
-    """Does what the command line asks for, and returns its exit code."""
-    word, *options = sys.argv[1:] or [""]
+def dispatch() -> int | None:
+    """Runs the command that sys.argv names, and returns its exit code."""
+    command, *options = sys.argv[1:] or [""]
     code: int | None
-    if "_ARGCOMPLETE" in os.environ and not word:
-        code = import_module("megahead.completion").complete(names())
+    if "_ARGCOMPLETE" in os.environ and not command:
+        code = import_module("megahead.completion").complete(command_names())
         return code
-    if word in ("", "-h", "--help"):
+    if command in ("", "-h", "--help"):
         print(usage())
-        return 0 if word else 2
-    if word == "--version":
+        return 0 if command else 2
+    if command == "--version":
         print(f"megahead {__version__}")
         return 0
-    name = known(word)
-    sys.argv = [f"megahead {dashed(name)}", *options]  # argparse names the command by the first of them
+    name = resolve_command(command)
+    sys.argv = [f"megahead {with_dashes(name)}", *options]  # argparse names the command by the first of them
     code = import_module(f"megahead.commands.{name}").main()
     return code
 
 
-def script(module: str, command: str) -> None:
-    """`megahead COMMAND` in a checkout: runs it where `module` is the script that was started."""
-    if module == "__main__":
+def run_script(script_name: str, command: str) -> None:
+    """Runs a command if `script_name`, the `__name__` of a script in tools/, is `__main__`."""
+    if script_name == "__main__":
         run_command(import_module(f"megahead.commands.{command}").main)
 
 
 def usage() -> str:
-    """Every command with its sentence, group by group."""
+    """All commands with their descriptions, by group."""
     width = max(len(name) for commands in COMMANDS.values() for name in commands) + 2
     groups = [
-        "\n".join([group, *(f"  {dashed(name):<{width}}{sentence}" for name, sentence in commands.items())])
+        "\n".join([group, *(f"  {with_dashes(name):<{width}}{description}" for name, description in commands.items())])
         for group, commands in COMMANDS.items()
     ]
     head = "usage: megahead COMMAND [options], megahead COMMAND --help, megahead --version"
     return "\n\n".join([head, *groups])
 
 
-def known(word: str) -> str:
-    """The module of the command that `word` names, with dashes or underscores. UserError when there is none."""
-    name = word.replace("-", "_")
-    if name in names():
+def resolve_command(command: str) -> str:
+    """The module of a command, given with dashes or underscores; UserError if it does not exist."""
+    name = command.replace("-", "_")
+    if name in command_names():
         return name
-    fix = nearest(dashed(word), map(dashed, names())) or "`megahead --help` lists them."
-    raise UserError(f"`megahead` must be given the name of a command, but `{word}` is none; {fix}")
+    fix = did_you_mean(with_dashes(command), map(with_dashes, command_names())) or "`megahead --help` lists them."
+    raise UserError(f"`megahead` must be given the name of a command, but `{command}` is none; {fix}")
 
 
-def names() -> list[str]:
+def command_names() -> list[str]:
     return [name for commands in COMMANDS.values() for name in commands]
 
 
-def dashed(name: str) -> str:
-    """As it is typed."""
+def with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 

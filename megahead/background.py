@@ -1,4 +1,4 @@
-"""Calls in threads that nobody must wait for: another machine may never answer, and the process must be able to end."""
+"""Runs functions in daemon threads: a call to another machine may never return, and must not keep the process alive."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begin(function: Callable[[], T]) -> Future[T]:
-    """Calls it in a thread of its own, which does not keep the process from ending."""
+def submit(function: Callable[[], T]) -> Future[T]:
+    """Runs `function` in a new daemon thread, and returns its future."""
     future: Future[T] = Future()
 
     def run() -> None:

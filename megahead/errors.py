@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 class UserError(Exception):
-    """A mistake in what the user gave (settings, files, checkpoints), in one sentence."""
+    """A mistake in the user's settings, files or checkpoints, in one sentence."""
 
 
 class FieldError(UserError):
@@ -30,19 +30,19 @@ class FieldError(UserError):
 
 
 class ConfigError(FieldError, ValueError):
-    """A setting of a run that breaks a rule (a ValueError too, so that pydantic gathers it with the others)."""
+    """A setting of a run that breaks a rule (a ValueError too, so that pydantic collects it)."""
 
 
 class ArgumentError(FieldError, ValueError):
-    """An argument of a public function that does not fit the others."""
+    """An invalid argument of a public function."""
 
 
 class ConfigErrors(UserError):
-    """Every mistake of one config, a line each."""
+    """All mistakes of one config, a line each."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.problems = list(problems)
-        super().__init__("\n  ".join([f"{source} has {counted(len(problems), 'mistake')}:", *problems]))
+        super().__init__("\n  ".join([f"{source} has {pluralize(len(problems), 'mistake')}:", *problems]))
 
 
 class DataError(UserError):
@@ -54,55 +54,55 @@ class CheckpointError(UserError):
 
 
 def message_of(error: Exception) -> str:
-    """What is printed of it; of one that no user can repair also its type."""
+    """The text of an error; for one that is no UserError or OSError also its type."""
     return str(error) if isinstance(error, UserError | OSError) else repr(error)
 
 
-def existing(text: str) -> Path:
-    """argparse's `type` for a path that must exist; UserError before anything is imported to open it."""
+def existing_path(text: str) -> Path:
+    """argparse's `type` for a path that must exist; UserError otherwise."""
     path = Path(text)
     if not path.exists():
         raise UserError(f"`{path}` must exist, but does not; check the path.")
     return path
 
 
-def at_least(least: float, **options: float | None) -> None:
-    """FieldError for the first of a command's options that is below `least`; None was not given."""
+def require_at_least(minimum: float, **options: float | None) -> None:
+    """FieldError for the first of a command's options that is below `minimum`; None: not set."""
     for name, value in options.items():
-        if value is not None and value < least:
-            raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=value)
+        if value is not None and value < minimum:
+            raise FieldError(f"--{name.replace('_', '-')}", f"be at least {minimum}", got=value)
 
 
 def print_error(message: str) -> None:
-    """Prints what went wrong to stderr."""
+    """Prints an error to stderr."""
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def run_command(
-    main: Callable[[], int | None], *, at_once: bool = False, report: Callable[[str], None] = print_error
+    main: Callable[[], int | None], *, immediate_exit: bool = False, report: Callable[[str], None] = print_error
 ) -> None:
     """Runs a command's `main` and exits with its code (0 for None), or with 2 after a UserError or OSError.
 
-    `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.
-    `report` prints the error's sentence, or leaves that to another process.
+    `immediate_exit`: exit after an error without joining threads, which may wait for other processes. `report` prints
+    the error, on some ranks only.
     """
     try:
         sys.exit(main() or 0)
     except (UserError, OSError) as error:
         report(str(error))
-        exit_immediately(2) if at_once else sys.exit(2)
+        exit_immediately(2) if immediate_exit else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     except Exception:
-        if at_once:
+        if immediate_exit:
             traceback.print_exc()
             exit_immediately(1)
         raise
 
 
 def exit_immediately(code: int) -> None:
-    """Without waiting for threads, and without what Python does at exit."""
+    """Exits without joining threads or running atexit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

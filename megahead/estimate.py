@@ -398,7 +398,7 @@ def _size(zero: Mapping[str, Any], name: str) -> float:
     return given if isinstance(given, int | float) else _DEFAULTS[name]
 
 
-def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
+def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
     """Settings that would make a rank need less memory, the cheapest first; at another ZeRO `stage` where given."""
     engine, batch, mesh = plan.config.engine, plan.config.batch, plan.config.parallel
     stage = plan.zero_stage if stage is None else stage

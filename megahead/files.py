@@ -33,7 +33,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_if_there(path: Path) -> bytes | None:
+def read_if_exists(path: Path) -> bytes | None:
     """A file's content; None where there is none, or it cannot be read just now."""
     try:
         return path.read_bytes()

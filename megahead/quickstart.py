@@ -40,7 +40,7 @@ from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
 from megahead.sharing import complete_card
-from megahead.wording import counted, duration, thousands
+from megahead.wording import format_duration, format_si, pluralize
 
 Report = Callable[[str], object]
 Shape = tuple[int, int]
@@ -88,12 +88,12 @@ class Plan:
 
     def line(self, seconds: float) -> str:
         config, steps = _run_of(self.shape, self.vocab_size), self.steps(seconds)
-        tokens, layers = steps * config.tokens_per_step(), counted(self.shape[0], "layer")
-        size = thousands(run_parameters(config).total)
+        tokens, layers = steps * config.tokens_per_step(), pluralize(self.shape[0], "layer")
+        size = format_si(run_parameters(config).total)
         return (
-            f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {counted(steps, 'step')} of "
-            f"{1000 * self.step_seconds:.0f} ms (measured), {thousands(tokens)} tokens in "
-            f"{duration(steps * self.step_seconds)}"
+            f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {pluralize(steps, 'step')} of "
+            f"{1000 * self.step_seconds:.0f} ms (measured), {format_si(tokens)} tokens in "
+            f"{format_duration(steps * self.step_seconds)}"
         )
 
 
@@ -312,10 +312,10 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
                 paths, chosen, folder / "text", selection=selection, on_error="skip", workers=workers, progress=bar,
                 **held_out,
             )  # fmt: skip
-        left_out = f", {counted(done.broken, 'broken record')} left out" if done.broken else ""
+        left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
         of_each = "the last twentieth of each" if few else f"{done.held_out:,}"
         report(
-            f"{'ids':<12}{counted(done.documents, 'document')}, {of_each} held out, {counted(done.tokens, 'token')}"
+            f"{'ids':<12}{pluralize(done.documents, 'document')}, {of_each} held out, {pluralize(done.tokens, 'token')}"
             f"{left_out}"
         )
 

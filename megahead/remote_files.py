@@ -17,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megahead.background import begin
+from megahead.background import submit
 from megahead.errors import FieldError, UserError
 from megahead.files import AtomicFile, InUseError, is_full
-from megahead.wording import gib
+from megahead.wording import format_gib
 
 # URLs of remote files, which must not contain secrets.
 
@@ -36,7 +36,7 @@ def is_remote(name: str) -> bool:
     return _SCHEME.match(name) is not None
 
 
-def without_slashes(url: str) -> str:
+def strip_slashes(url: str) -> str:
     """Without trailing slashes, except for a root (`file:///`)."""
     return re.sub(r"(?<![:/])/+$", "", url)
 
@@ -49,7 +49,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 def join_url(url: str, *names: str) -> str:
     """The URL of a file below `url`."""
-    return "/".join([without_slashes(url), *names])
+    return "/".join([strip_slashes(url), *names])
 
 
 def is_below(url: str, folder: str) -> bool:
@@ -72,7 +72,7 @@ def refuse_secrets(field: str, name: str) -> None:
         raise FieldError(field, "be an address without password, key or query", got="one that has some", hint=hint)
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """A text in which everything that `refuse_secrets` rejects is redacted."""
     text = re.sub(r"://[^\s@'\"]*:[^\s@'\"]*@", "://***@", text)
     text = re.sub(r"(://[^\s'\"?]*)\?[^\s'\"]*", r"\1?***", text)
@@ -100,7 +100,7 @@ def error_summary(error: BaseException) -> str:
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return re.sub(r"\?\S+", "?***", without_secrets(text))[:300].rstrip(".")
+    return re.sub(r"\?\S+", "?***", redact_secrets(text))[:300].rstrip(".")
 
 
 def _secrets() -> Iterator[str]:
@@ -209,7 +209,7 @@ class Store:
     def __init__(self, url: str, timeout: float = TIMEOUT_SECONDS) -> None:
         """`timeout`: seconds for a small request. Range requests, which report progress, have TIMEOUT_SECONDS."""
         refuse_secrets("URL", url)
-        self.url, self.timeout = without_slashes(url), timeout
+        self.url, self.timeout = strip_slashes(url), timeout
         self._files, self._root = open_url(self.url)
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -233,7 +233,7 @@ class Store:
         """A small file."""
         return bytes(self._call(lambda: self._files.cat_file(self._path(name))))
 
-    def read_if_there(self, name: str) -> bytes | None:
+    def read_if_exists(self, name: str) -> bytes | None:
         """A small file; None if it does not exist."""
         try:
             return self.read(name)
@@ -244,7 +244,7 @@ class Store:
         """Writes a small file, and reads it back; RemoteError if it differs."""
         self._make_folder(name)
         self._call_writing(partial(self._put_whole, self._path(name), content))
-        if self.read_if_there(name) != content:
+        if self.read_if_exists(name) != content:
             raise RemoteError(
                 f"`{self.url}/{name}` must read back as it was written, but does not; the store loses writes."
             )
@@ -290,7 +290,7 @@ class Store:
                     self._call_writing(partial(target.write, block))
             self._call_writing(target.close)
         except BaseException:
-            begin(lambda: target.discard())  # nothing refers to what was sent, so errors do not matter
+            submit(lambda: target.discard())  # nothing refers to what was sent, so errors do not matter
             raise
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
@@ -299,7 +299,7 @@ class Store:
         path, starts = self._path(name), iter(range(0, size, BLOCK))
 
         def request(start: int) -> Future[bytes]:
-            return begin(lambda: bytes(self._files.cat_file(path, start=start, end=min(start + BLOCK, size))))
+            return submit(lambda: bytes(self._files.cat_file(path, start=start, end=min(start + BLOCK, size))))
 
         under_way = deque(map(request, islice(starts, PARALLEL_REQUESTS)))
         while under_way:
@@ -315,7 +315,7 @@ class Store:
             self._call_writing(lambda: self._files.makedirs(folder, exist_ok=True))
 
     def _call(self, function: Callable[[], T]) -> T:
-        future = begin(function)
+        future = submit(function)
         wait([future], self.timeout)
         return self._result(future, self.timeout)
 
@@ -355,7 +355,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedFile:
     """The expected size and checksum of a file."""
 
     bytes: int
@@ -364,7 +364,7 @@ class Expected:
     """None if no checksum was recorded: then only the size is verified."""
 
 
-def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes], object]) -> Iterator[int]:
+def download(store: Store, name: str, expected: ExpectedFile, write: Callable[[bytes], object]) -> Iterator[int]:
     """Passes the blocks of a remote file to `write`, and yields the received bytes at least once a second. DamagedError
     if the file is missing or differs from `expected`; discard what was written then."""
     received, digest, absent = 0, hashlib.sha256(), "is missing"
@@ -384,13 +384,15 @@ def receive(store: Store, name: str, expected: Expected, write: Callable[[bytes]
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
 
-def with_progress(download: Iterator[int], url: str, total: int, say: Callable[[str], None] = _print) -> Iterator[None]:
+def with_progress(
+    download: Iterator[int], url: str, total: int, report: Callable[[str], None] = _print
+) -> Iterator[None]:
     """Drives a download that yields the bytes received so far, with a progress line every PROGRESS_SECONDS."""
     last = time.monotonic()
     for received in download:
         if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
-            say(f"fetching {url}: {gib(received)} of {gib(total)}")
+            report(f"fetching {url}: {format_gib(received)} of {format_gib(total)}")
         yield
 
 
@@ -404,7 +406,7 @@ _POLL_SECONDS = 0.1
 """Interval of checks for the download of another process."""
 
 
-def folder_for(*identity: str) -> Path:
+def cache_folder(*identity: str) -> Path:
     """The cache folder of one version of a remote file."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "megahead" / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:20]
@@ -417,7 +419,7 @@ def local_file(name: str) -> str:
     url, file = split_url(name)
     store = Store(url)
     try:
-        expected, folder = Expected(store.size(file)), folder_for(name, store.version(file))
+        expected, folder = ExpectedFile(store.size(file)), cache_folder(name, store.version(file))
     except FileNotFoundError:
         raise RemoteError(f"`{name}` must exist, but does not; check the address.") from None
     for _ in fetch_into(folder, store, {file: expected}):
@@ -426,7 +428,7 @@ def local_file(name: str) -> str:
 
 
 def fetch_into(
-    folder: Path, store: Store, files: Mapping[str, Expected], say: Callable[[str], None] = _print
+    folder: Path, store: Store, files: Mapping[str, ExpectedFile], report: Callable[[str], None] = _print
 ) -> Iterator[None]:
     """Downloads the files missing in `folder`, and yields at least once a second.
 
@@ -438,8 +440,8 @@ def fetch_into(
         if staged is None:
             continue
         try:
-            received = receive(store, name, expected, staged.write)
-            yield from with_progress(received, f"{store.url}/{name}", expected.bytes, say)
+            received = download(store, name, expected, staged.write)
+            yield from with_progress(received, f"{store.url}/{name}", expected.bytes, report)
             staged.sync()
             staged.publish()
         finally:

@@ -70,19 +70,19 @@ class RunFolder:
     model = _In("model.yaml")
     """Which model it is, as a config says it; in folders of `convert`, from which the next run starts."""
 
-    published = _In("published.zip")
+    published_files = _In("published.zip")
     """What the Hugging Face folder that it began from holds beside weights, see `hf/settings.py`."""
 
     ending = _In("ending.json")
     """How the last session ended; missing while one runs, and after one that was killed."""
 
-    holder = _In("session")
+    session = _In("session")
     """Which process trains there now; left behind by one that was killed."""
 
-    identity = _In("run-id")
+    run_id = _In("run-id")
     """What `training.remote_checkpoints` knows the run by."""
 
-    fetched = _In("fetched")
+    fetched_checkpoints = _In("fetched")
     """Checkpoints of other runs, from a remote store, while a session begins with one."""
 
     exports = _In("exports")

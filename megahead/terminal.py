@@ -8,5 +8,5 @@ from rich.console import Console
 
 
 def terminal(**options: Any) -> Console:
-    """A console that prints text as it is, since names, paths and samples may hold [brackets]; `options` are rich's."""
+    """A console without markup, since names, paths and samples may contain [brackets]. `options`: rich's."""
     return Console(**({"highlight": False, "markup": False} | options))

@@ -9,20 +9,28 @@ import pytest
 
 from megahead.config.plan import RunPlan
 from megahead.train.describe import describe_run
-from megahead.wording import counted, duration, gib, listed, milliseconds, span, thousands
+from megahead.wording import (
+    format_duration,
+    format_gib,
+    format_numbers,
+    format_range,
+    format_si,
+    pluralize,
+    to_milliseconds,
+)
 from support.small_run import small_config
 
 
 def test_one_is_one_as_it_is_written() -> None:
-    assert [counted(number, "data rank") for number in (0, 1, 2, 12345)] == [
+    assert [pluralize(number, "data rank") for number in (0, 1, 2, 12345)] == [
         "0 data ranks",
         "1 data rank",
         "2 data ranks",
         "12,345 data ranks",
     ]
-    assert [counted(number, "epoch", ".2g") for number in (0.999, 1.04, 0.5)] == ["1 epoch", "1 epoch", "0.5 epochs"]
-    assert [span("row", range(7, stop)) for stop in (8, 2009)] == ["row 7", "rows 7 to 2,008"]
-    assert [listed("rank", ranks) for ranks in ([3], [0, 3])] == ["rank 3", "ranks 0, 3"]
+    assert [pluralize(number, "epoch", ".2g") for number in (0.999, 1.04, 0.5)] == ["1 epoch", "1 epoch", "0.5 epochs"]
+    assert [format_range("row", range(7, stop)) for stop in (8, 2009)] == ["row 7", "rows 7 to 2,008"]
+    assert [format_numbers("rank", ranks) for ranks in ([3], [0, 3])] == ["rank 3", "ranks 0, 3"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -54,13 +62,13 @@ def test_a_described_run_has_one_step_or_two_steps(tmp_path: Path, size: int) ->
     ],
 )
 def test_a_duration_is_short_at_any_length(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_counts_and_sizes() -> None:
-    assert [thousands(n) for n in (999, 12_345, 2_000_000, 3e9)] == ["999", "12.3k", "2.0M", "3.0G"]
-    assert gib(3 * 2**29) == "1.50 GiB"
+    assert [format_si(n) for n in (999, 12_345, 2_000_000, 3e9)] == ["999", "12.3k", "2.0M", "3.0G"]
+    assert format_gib(3 * 2**29) == "1.50 GiB"
 
 
 def test_short_times_keep_digits_that_long_ones_do_not_need() -> None:
-    assert [milliseconds(seconds) for seconds in (0.0123456, 0.1583, 1.2345)] == [12.35, 158, 1234]
+    assert [to_milliseconds(seconds) for seconds in (0.0123456, 0.1583, 1.2345)] == [12.35, 158, 1234]

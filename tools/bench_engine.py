@@ -16,7 +16,7 @@ from benchmarks.command import PYTHIA_VOCABULARY, config_of, numbers, parser_of,
 from megahead.config.model import NAMED_SIZES
 from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
@@ -40,7 +40,7 @@ def main() -> None:
     from benchmarks.engines import time_engines
 
     lines = time_engines(config, arguments.stages, arguments.ranks, arguments.rounds)
-    tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
+    tokens = f"{arguments.rows} x {pluralize(arguments.sequence_length, 'token')} a rank"
     threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
     print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
     report(lines, output=arguments.output)

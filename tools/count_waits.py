@@ -52,7 +52,7 @@ def main() -> None:
     report(rows, output=arguments.output)
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
-        print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
+        print(f"{who}: {wording.pluralize(total / arguments.steps, 'wait', 'g')} a step")
 
 
 def counted(config: RunConfig, steps: int) -> Counter[Place]:

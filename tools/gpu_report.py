@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpu_parts.plan import DRY, FULL, Text, parts_of
 from gpu_parts.session import DRY_RUN, ON_A_GPU, Session
-from megahead.errors import FieldError, existing, run_command
+from megahead.errors import FieldError, existing_path, run_command
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 def _existing(text: str) -> Path:
     """From anywhere: parts run where the project is."""
-    return existing(text).absolute()
+    return existing_path(text).absolute()
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
-from megahead.__main__ import script
+from megahead.__main__ import run_script
 
-script(__name__, "inspect_dataset")
+run_script(__name__, "inspect_dataset")

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megahead.data.sources import find_inputs
-from megahead.errors import existing, run_command
+from megahead.errors import existing_path, run_command
 from megahead.terminal import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +32,9 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it")
     tasks = "task files, as tools/eval_harness.py takes them"
-    parser.add_argument("--tasks-data", type=existing, metavar="DIR", help=tasks)
+    parser.add_argument("--tasks-data", type=existing_path, metavar="DIR", help=tasks)
     other = "revocabulary: another tokenizer.json to change to as well"
-    parser.add_argument("--tokenizer", type=existing, metavar="F", help=other)
+    parser.add_argument("--tokenizer", type=existing_path, metavar="F", help=other)
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     ranks = "each run on N ranks of this machine (default: 1)"

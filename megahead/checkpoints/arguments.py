@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megahead.errors import existing
+from megahead.errors import existing_path
 from megahead.remote_files import is_remote
 
 
@@ -18,8 +18,8 @@ def existing_or_fetched(text: str) -> Path:
         if re.fullmatch(r"(step-)?\d+", path.name) and not path.exists() and path.parent.is_dir():
             from megahead.checkpoints.disk import find_checkpoint  # needs torch
 
-            return find_checkpoint(path) or existing(text)
-        return existing(text)
+            return find_checkpoint(path) or existing_path(text)
+        return existing_path(text)
     from megahead.checkpoints.fetch import fetch_to_cache  # needs torch
 
     return fetch_to_cache(text)

@@ -20,7 +20,7 @@ from megahead.checkpoints.store import Latest, is_name, new_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.files import fsync, write_atomically
-from megahead.remote_files import DamagedError, Expected, Store, folder_for, join_url, receive, with_progress
+from megahead.remote_files import DamagedError, ExpectedFile, Store, cache_folder, download, join_url, with_progress
 from megahead.run_folder import RunFolder
 
 # Which checkpoint of a store a session goes on from, and that all ranks have it.
@@ -45,7 +45,7 @@ def fetch_newer(
         return remote, newer_in(remote, folder, than)
 
     def files() -> dict[Path, bytes]:
-        return small_files(url, group, folder.metrics, folder.identity)
+        return small_files(url, group, folder.metrics, folder.run_id)
 
     name, damage = copy_first(_Fetch(newer, disk, group, accept, files), disk, group)
     if name is None:
@@ -59,7 +59,7 @@ def fetch_newer(
 def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
     """What small files of the run at `url` hold, by their names, as far as they are there."""
     store = Store(url, retry_seconds(group))
-    found = {path: store.read_if_there(path.name) for path in paths}
+    found = {path: store.read_if_exists(path.name) for path in paths}
     return {path: content for path, content in found.items() if content is not None}
 
 
@@ -164,8 +164,8 @@ def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -
     before = 0
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
-            expected = Expected(entry.bytes, entry.sha256)
-            for received in receive(remote.store, remote.path(name, file), expected, target.write):
+            expected = ExpectedFile(entry.bytes, entry.sha256)
+            for received in download(remote.store, remote.path(name, file), expected, target.write):
                 yield before + received
         fsync(partial / file)
         before += entry.bytes
@@ -177,10 +177,10 @@ def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -
 def fetch_to_cache(url: str) -> Path:
     """What `fetch_named` does, into a folder of this machine's cache, with the run's tokenizer and log; one process
     after the other."""
-    run = RunFolder(folder_for(url))
+    run = RunFolder(cache_folder(url))
     with _locked(run):
         folder = fetch_named(url, run)
-        kept = run.tokenizer_json, run.tokenizer_model, run.published, run.metrics
+        kept = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
         _write_all(small_files(_run_of(url), _ALONE, *kept))
     return folder
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from megahead.background import begin
+from megahead.background import submit
 from megahead.checkpoints.disk import Disk, Source, copy_first, find_checkpoint
 from megahead.checkpoints.format import (
     FileEntry,
@@ -37,10 +37,10 @@ from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.files import fsync, read_if_there, sha256_of
+from megahead.files import fsync, read_if_exists, sha256_of
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
-from megahead.wording import counted, gib
+from megahead.wording import format_gib, pluralize
 
 # Who keeps whose replica: each rank's peer is a rank on the next node.
 
@@ -130,9 +130,9 @@ class NodeMemory:
         room = max(0, min(there, int(memory.available - RESERVE * memory.total)))
         if needed > room:
             raise CheckpointError(
-                f"{ROOT} on {socket.gethostname()} must have room for {gib(needed, 3)} of copies, but has "
-                f"{gib(room, 3)} ({gib(there, 3)} free there, {gib(memory.available, 3)} of memory available); make "
-                "it larger, or leave training.replicate_every out."
+                f"{ROOT} on {socket.gethostname()} must have room for {format_gib(needed, 3)} of copies, but has "
+                f"{format_gib(room, 3)} ({format_gib(there, 3)} free there, {format_gib(memory.available, 3)} of "
+                "memory available); make it larger, or leave training.replicate_every out."
             )
 
     def remove(self, session_id: str | None = None) -> None:
@@ -276,7 +276,7 @@ def wait_for_others(folder: RunFolder, session_id: str, launch: Launch, most_sec
 
 def last_session_id(folder: RunFolder) -> str | None:
     """That of the last session, unless it ended by itself."""
-    content = read_if_there(folder.holder)
+    content = read_if_exists(folder.session)
     return None if content is None else content.decode()
 
 
@@ -332,7 +332,7 @@ class Replicas:
         """Begins a replica in a thread; only after `may_begin`. It has the name and the parents that it would have on
         disk. `check` raises if it must not be kept."""
         self._ends = threading.Event()
-        self._pending = begin(partial(self._keep, header, snapshot, check, self._ends))
+        self._pending = submit(partial(self._keep, header, snapshot, check, self._ends))
 
     def discard(self, timeout: float = DISCARD_SECONDS) -> None:
         """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
@@ -426,6 +426,6 @@ def recover_newer(than: int, folder: RunFolder, launch: Launch, group: Group, ru
         return Resumed("memory", None, problems) if problems else None
     checkpoint = open_together(disk.root / name, group)
     newer_by, seconds = checkpoint.step - max(than, 0), time.monotonic() - began
-    newer = f"step {checkpoint.step:,}, {counted(newer_by, 'step')} newer than the disk's"
+    newer = f"step {checkpoint.step:,}, {pluralize(newer_by, 'step')} newer than the disk's"
     details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
     return Resumed("memory", checkpoint, problems, f"{newer}: saved as {name} in {seconds:.1f} s", details)

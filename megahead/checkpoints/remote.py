@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from megahead.background import begin
+from megahead.background import submit
 from megahead.checkpoints.disk import Disk, step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
 from megahead.checkpoints.store import (
@@ -27,8 +27,17 @@ from megahead.checkpoints.store import (
 )
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import read_if_there, write_atomically
-from megahead.remote_files import TIMEOUT_SECONDS, DamagedError, Expected, Store, is_below, join_url, receive, split_url
+from megahead.files import read_if_exists, write_atomically
+from megahead.remote_files import (
+    TIMEOUT_SECONDS,
+    DamagedError,
+    ExpectedFile,
+    Store,
+    download,
+    is_below,
+    join_url,
+    split_url,
+)
 from megahead.run_folder import RunFolder
 
 # A store as a place. It renames nothing: a checkpoint counts once its manifest is there, which is put last.
@@ -70,7 +79,7 @@ class Remote(Storage):
 
     def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
         """As it is stored, and as it reads; CheckpointError if it is damaged or gone."""
-        text = self.store.read_if_there(self.path(name, MANIFEST))
+        text = self.store.read_if_exists(self.path(name, MANIFEST))
         if text is None:
             raise CheckpointError(
                 f"`{join_url(self.url, self.path(name))}` must stay while it is read, but was removed."
@@ -81,7 +90,7 @@ class Remote(Storage):
     def latest(self) -> Latest:
         """See `Storage`. Also a whole checkpoint that continues what was put there last: its upload was killed right
         before it would have been."""
-        latest = Latest.read((self.store.read_if_there(self.path("latest")) or b"").decode(errors="replace"))
+        latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
         return latest if latest.name is None else self._continued(latest, latest.name)
 
     def _continued(self, latest: Latest, name: str) -> Latest:
@@ -116,7 +125,7 @@ class Remote(Storage):
         """
         name, text = folder.name, (folder / MANIFEST).read_bytes()
         files, there = Manifest.parse(text, str(folder / MANIFEST)).files, self._listed().get(name, {})
-        if MANIFEST not in there or self.store.read_if_there(self.path(name, MANIFEST)) != text:
+        if MANIFEST not in there or self.store.read_if_exists(self.path(name, MANIFEST)) != text:
             there = {}
         missing = {file: entry for file, entry in files.items() if there.get(file) != entry.bytes}
         self._send(folder, missing, refuse)
@@ -143,10 +152,10 @@ class Remote(Storage):
                 refuse()
                 target = self.path(folder.name, file)
                 self.store.put(folder / file, target)
-                for _ in receive(self.store, target, Expected(entry.bytes, entry.sha256), len):
+                for _ in download(self.store, target, ExpectedFile(entry.bytes, entry.sha256), len):
                     pass
 
-        under_way = [begin(send_some) for _ in range(PARALLEL_TRANSFERS)]
+        under_way = [submit(send_some) for _ in range(PARALLEL_TRANSFERS)]
         wait(under_way)  # all have ended before one raises
         for each in under_way:
             each.result()
@@ -225,7 +234,7 @@ ID, SESSION = "run-id", "session"
 class RemoteState:
     """What was in the store when a session looked at it."""
 
-    identity: bytes | None = None
+    run_id: bytes | None = None
     lease: bytes | None = None
     names: tuple[str, ...] = ()
     """Of its checkpoints."""
@@ -235,7 +244,7 @@ def read_state(remote: Remote, folder: RunFolder, resume: str) -> RemoteState:
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
     which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)
-    there, here = _content(remote.store, ID), read_if_there(folder.identity)
+    there, here = _content(remote.store, ID), read_if_exists(folder.run_id)
     names = remote.names()
     named = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
     if resume == "never" and named:
@@ -259,7 +268,7 @@ def read_state(remote: Remote, folder: RunFolder, resume: str) -> RemoteState:
 
 def _content(store: Store, name: str) -> bytes | None:
     """None also for a file that a full disk has left empty."""
-    return store.read_if_there(name) or None
+    return store.read_if_exists(name) or None
 
 
 def _try_writing(store: Store, folder: RunFolder) -> None:
@@ -305,15 +314,15 @@ class RemoteLease:
             )
 
     def _take(self) -> None:
-        there, here = _content(self._store, ID), read_if_there(self._folder.identity)
-        if there is not None and there != (self._remote_state.identity if here is None else here):
+        there, here = _content(self._store, ID), read_if_exists(self._folder.run_id)
+        if there is not None and there != (self._remote_state.run_id if here is None else here):
             raise LeaseLostError(
                 f"training.remote_checkpoints must be this run's, but {self._store.url} has become that of another; "
                 "choose another."
             )
         identity = there or here or f"{secrets.token_hex(16)}\n".encode()
         if here is None:
-            write_atomically(self._folder.identity, identity)
+            write_atomically(self._folder.run_id, identity)
         if there is None:
             self._store.write(ID, identity)
         self._store.write(SESSION, self._session_id)

@@ -211,7 +211,7 @@ class Uploads:
         if not self._begun:
             self._remote.store.remove(self._folder.ending.name)
             tokenizers = self._folder.tokenizer_json, self._folder.tokenizer_model
-            self._put(self._folder.config, *tokenizers, self._folder.published)
+            self._put(self._folder.config, *tokenizers, self._folder.published_files)
             self._begun = True
 
     def _put(self, *paths: Path) -> None:

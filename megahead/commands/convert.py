@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.config.objective import HeadName
-from megahead.errors import FieldError, existing
+from megahead.errors import FieldError, existing_path
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument
     kinds = "folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors"
-    add("--model", type=existing, required=True, metavar="DIR", help=kinds)
+    add("--model", type=existing_path, required=True, metavar="DIR", help=kinds)
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     special = "ids of an encoder's mask, and of what begins and ends its rows, where its files do not name them"
     add("--special-ids", type=int, nargs=3, metavar=("MASK", "CLS", "SEP"), help=special)
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument
     model = "run, checkpoint, or folder as for from-hf"
     add("--model", type=existing_or_fetched, required=True, metavar="DIR", help=model)
-    add("--tokenizer", type=existing, required=True, metavar="FILE", help="the new tokenizer.json")
+    add("--tokenizer", type=existing_path, required=True, metavar="FILE", help="the new tokenizer.json")
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     rows = "rows of new tokens: mean of their pieces (default), the same with more weight on rare pieces, or random"
     add("--method", default="mean", choices=METHODS, help=rows)

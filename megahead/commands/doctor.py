@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megahead.wording import GIB, counted
+from megahead.wording import GIB, pluralize
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,7 +141,7 @@ def memory() -> Iterator[Finding]:
     import psutil
 
     there = psutil.virtual_memory()
-    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {counted(os.cpu_count() or 1, 'core')}"
+    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {pluralize(os.cpu_count() or 1, 'core')}"
     low = there.available < 2 * GIB
     yield Finding("memory", "note" if low else "ok", found, "close other programs: the demo takes 2 GiB" if low else "")
     shared = Path("/dev/shm")

@@ -18,13 +18,13 @@ from megahead.estimate import (
     FlopsPerToken,
     RankMemory,
     candidate_rows,
+    memory_reductions,
     rank_memory,
     run_flops,
     run_parameters,
-    ways_to_need_less,
 )
 from megahead.terminal import terminal
-from megahead.wording import GIB, counted
+from megahead.wording import GIB, pluralize
 
 PARTS = [field.name for field in fields(RankMemory)]
 
@@ -75,7 +75,7 @@ def stages(config: RunConfig) -> list[int]:
 
 def memory_table(plan: RunPlan, budget: float) -> Table:
     """GiB per rank, a column for each stage and a line for each part."""
-    mesh = f"{plan.config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"
+    mesh = f"{plan.config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"
     memory = {stage: rank_memory(plan, stage) for stage in stages(plan.config)}
     table = Table(title=f"GiB a rank on {mesh}, {plan.config.engine.precision}")
     table.add_column("")
@@ -93,7 +93,7 @@ def verdict(plan: RunPlan, budget: float) -> str:
     fitting = [s for s in stages(plan.config) if rank_memory(plan, s).total <= budget * GIB]
     if fitting:
         return f"ZeRO {fitting[0]} is enough (the config has {plan.zero_stage})."
-    return f"No stage fits: {', or '.join(ways_to_need_less(plan, 3))}."
+    return f"No stage fits: {', or '.join(memory_reductions(plan, 3))}."
 
 
 def time_taken(config: RunConfig, speed: float) -> str:
@@ -104,5 +104,5 @@ def time_taken(config: RunConfig, speed: float) -> str:
     operations = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
     hours = operations * config.tokens_per_step() / speed / 3600
     days = f"{hours / 24:,.3g} days" if hours >= 48 else f"{hours:,.3g} hours"
-    time_needed = days if hours >= 2 else counted(60 * hours, "minute", ",.3g")
+    time_needed = days if hours >= 2 else pluralize(60 * hours, "minute", ",.3g")
     return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {time_needed}."

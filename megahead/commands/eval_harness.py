@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import FieldError, at_least, existing
+from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.report.tables import to_rich
@@ -41,7 +41,7 @@ OF_ENCODERS = "blimp"
 
 def main() -> None:
     arguments = _parser().parse_args()
-    at_least(1, limit=arguments.limit, batch_size=arguments.batch_size)
+    require_at_least(1, limit=arguments.limit, batch_size=arguments.batch_size)
     if not arguments.model and not arguments.write_tasks:
         raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
     tasks = (arguments.tasks or default_tasks(arguments.model)).split(",")
@@ -130,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     default = f"default: {PAPER}; with an encoder {OF_ENCODERS}"
     add("--tasks", metavar="A,B", help=f"of {', '.join(TASKS)} ({default})")
     published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"
-    add("--data", type=existing, metavar="DIR", help=published)
-    add("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
-    add("--text", type=existing, metavar="FILE", help="text for the task bits_per_byte")
+    add("--data", type=existing_path, metavar="DIR", help=published)
+    add("--cloze", type=existing_path, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
+    add("--text", type=existing_path, metavar="FILE", help="text for the task bits_per_byte")
     add("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
     add("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     add("--output", type=Path, metavar="JSON", help="store results there, and continue from them")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import FieldError, at_least, existing
+from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
     FineTuning,
@@ -31,7 +31,7 @@ from megahead.terminal import terminal
 
 def main() -> None:
     arguments = _parser().parse_args()
-    at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
+    require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = Sources(arguments.data)
     console = terminal(soft_wrap=True)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     tasks = "glue/cola, superglue/boolq, xnli/en ..., or a whole suite"
     add("--task", nargs="+", required=True, metavar="T", help=tasks)
-    add("--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")
+    add("--data", type=existing_path, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")
     add("--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there")
     add("--seeds", type=int, default=3, metavar="N", help="runs per task, seeds 0 to N - 1 (default: 3)")
     add("--floor", action="store_true", help="also fine-tune the first model with random weights")

@@ -26,13 +26,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.errors import DataError, FieldError, UserError, at_least, existing
+from megahead.errors import DataError, FieldError, UserError, existing_path, require_at_least
 from megahead.terminal import terminal
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    at_least(1, max_new_tokens=arguments.max_new_tokens)
+    require_at_least(1, max_new_tokens=arguments.max_new_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
     from megahead.evaluate.generation import sampling_options
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=existing_or_fetched, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
-    prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
+    prompts.add_argument("--file", type=existing_path, metavar="FILE", help="a prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="you and the model by turns, until an empty line")
     most = "longest continuation (default: 64)"
     add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=most)

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 if TYPE_CHECKING:
     from megahead.checkpoints.reading import Checkpoint
@@ -34,7 +34,7 @@ def main() -> None:
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:
     """Prints step, settings, state, sizes and, with `list_tensors`, tensors."""
     size = sum(entry.bytes for entry in checkpoint.files.values())
-    tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(len(checkpoint.files), "file")
+    tensors, files = pluralize(len(checkpoint.tensors), "tensor"), pluralize(len(checkpoint.files), "file")
     print(f"checkpoint {checkpoint.folder}")
     print(f"run        {checkpoint.config.get('name', '(unnamed)')}, step {checkpoint.step}, {checkpoint.format}")
     print(f"state      {json.dumps(checkpoint.state)}")

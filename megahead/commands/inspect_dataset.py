@@ -14,7 +14,7 @@ from megahead.data.inspection import Inspection, inspect_dataset
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.writer import ProgressBar
 from megahead.terminal import terminal
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 BAR_WIDTH = 40
 TOKENS_SHOWN = 128
@@ -69,7 +69,7 @@ def lengths(inspection: Inspection) -> Table:
 def show(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
     """How sequence `i` begins, as ids and as text."""
     tokens = inspection.sequence(i)
-    console.print(f"sequence {i:,} ({counted(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
+    console.print(f"sequence {i:,} ({pluralize(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
     if tokenizer is not None:
         known = tokens[:TOKENS_SHOWN][tokens[:TOKENS_SHOWN] < tokenizer.vocab_size]
         console.print(tokenizer.decode(known))

@@ -12,7 +12,7 @@ from pathlib import Path
 from megahead.data.inspection import merge_datasets
 from megahead.data.writer import ProgressBar
 from megahead.errors import DataError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
     with ProgressBar("Merging") as bar:
         merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
     print(
-        f"{arguments.output}: {counted(len(prefixes), 'dataset')}, {counted(len(merged), 'sequence')}, "
-        f"{counted(merged.num_documents, 'document')}, {counted(merged.num_tokens, 'token')}"
+        f"{arguments.output}: {pluralize(len(prefixes), 'dataset')}, {pluralize(len(merged), 'sequence')}, "
+        f"{pluralize(merged.num_documents, 'document')}, {pluralize(merged.num_tokens, 'token')}"
     )
 
 

@@ -23,7 +23,7 @@ from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError
 from megahead.remote_files import local_file
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
 
@@ -93,12 +93,13 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
     """The final report: counts first, then where something was left out."""
     per_token = report.text_bytes / max(report.tokens - report.documents, 1)
     lines = [
-        f"{output}: {counted(report.documents, 'document')} ({report.held_out:,} of them held out, {report.skipped:,} "
-        f"empty skipped), {counted(report.tokens, 'token')} from {report.text_bytes / 1e6:,.1f} MB of text "
-        f"({per_token:.2f} bytes a token) in {seconds:.1f} s with {report.engine}"
+        f"{output}: {pluralize(report.documents, 'document')} ({report.held_out:,} of them held out, "
+        f"{report.skipped:,} empty skipped), {pluralize(report.tokens, 'token')} from "
+        f"{report.text_bytes / 1e6:,.1f} MB of text ({per_token:.2f} bytes a token) in {seconds:.1f} s "
+        f"with {report.engine}"
     ]
     if report.left_out:
-        lines.append(f"  {counted(report.left_out, 'document')} not wanted (--keep, --drop)")
+        lines.append(f"  {pluralize(report.left_out, 'document')} not wanted (--keep, --drop)")
     if report.end_inside:
         lines.append(f"  end tokens that texts spell, where documents seem to end: {report.end_inside:,}")
     lines += shown("empty", report.skipped, report.empty_places)

@@ -34,7 +34,7 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Ends the process; after an error at once, since other ranks may wait, and only one of them prints the error."""
-    run_command(run, at_once=True, report=report_once)
+    run_command(run, immediate_exit=True, report=report_once)
 
 
 def run() -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 
 from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.data.train_tokenizer import sample_texts
-from megahead.errors import at_least
+from megahead.errors import require_at_least
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
@@ -24,8 +24,8 @@ def main() -> None:
     add("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")
     add("--batch-size", type=int, default=64, metavar="N", help="masked copies at once (default: 64)")
     arguments = parser.parse_args()
-    at_least(1, texts=arguments.texts, batch_size=arguments.batch_size)
-    at_least(3, max_length=arguments.max_length)
+    require_at_least(1, texts=arguments.texts, batch_size=arguments.batch_size)
+    require_at_least(3, max_length=arguments.max_length)
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
     from megahead.evaluate.scoring import pseudo_perplexity
     from megahead.hf.export import hf_folder

@@ -15,13 +15,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead.errors import existing
+from megahead.errors import existing_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=existing, metavar="PATH", help="a folder or file of text")
-    parser.add_argument("--tokenizer", type=existing, metavar="T", help="tokenizer.json or .model (default: train one)")
+    parser.add_argument("path", type=existing_path, metavar="PATH", help="a folder or file of text")
+    parser.add_argument(
+        "--tokenizer", type=existing_path, metavar="T", help="tokenizer.json or .model (default: train one)"
+    )
     parser.add_argument("--minutes", type=float, default=10, metavar="M", help="for all of it, about (default: 10)")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where all of it goes (default: NAME-headless)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")

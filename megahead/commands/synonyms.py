@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.data.tokenizer import load_tokenizer
-from megahead.errors import existing
+from megahead.errors import existing_path
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
@@ -26,7 +26,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     files = "folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)"
-    add("--wordnet", type=existing, default="/usr/share/wordnet", metavar="DIR", help=files)
+    add("--wordnet", type=existing_path, default="/usr/share/wordnet", metavar="DIR", help=files)
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")
     arguments = parser.parse_args()
     from megahead.evaluate.geometry import similarities, synonym_pairs

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from megahead.errors import ConfigError, FieldError
 from megahead.remote_files import refuse_secrets
-from megahead.wording import nearest
+from megahead.wording import did_you_mean
 
 
 class Settings(BaseModel):
@@ -59,7 +59,7 @@ def refuse(field: str, value: Any, why: str) -> None:
 
 def unknown_setting_message(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
     """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
-    fix = nearest(key, known, "".join(f"{parent}." for parent in parents)) or f"known here: {', '.join(known)}."
+    fix = did_you_mean(key, known, "".join(f"{parent}." for parent in parents)) or f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from megahead.config.base import Settings, refuse, require
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 class BlendPart(Settings):
@@ -122,7 +122,7 @@ class BatchConfig(Settings):
             return f"try {others}"
         ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
         micro = gcd(self.global_size // ranks, self.micro_size)
-        fewer = counted(ranks, "data rank") if ranks < data_ranks else ""
+        fewer = pluralize(ranks, "data rank") if ranks < data_ranks else ""
         smaller = f"batch.micro_size={micro}" if micro < self.micro_size else ""
         if smaller and micro_groups:
             smaller += f" objective.group_samples={self.micro_size}"

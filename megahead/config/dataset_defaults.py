@@ -10,7 +10,7 @@ import orjson
 
 from megahead.config.base import require
 from megahead.errors import FieldError
-from megahead.remote_files import RemoteError, Store, is_remote, join_url, split_url, without_secrets
+from megahead.remote_files import RemoteError, Store, is_remote, join_url, redact_secrets, split_url
 
 FORMAT = "megahead-dataset/1"
 """Of `PREFIX.json`."""
@@ -45,7 +45,7 @@ def missing_dataset_note(tree: Mapping[str, Any]) -> str:
         if not _facts(prefix, needed=False):
             there = is_remote(prefix) or any(Path(f"{prefix}{ending}").exists() for ending in (".idx", ".json"))
             why = f"{prefix}.json does not say it" if there else f"there is no dataset {prefix}"
-            return f", and {without_secrets(why)}"
+            return f", and {redact_secrets(why)}"
     return ""
 
 

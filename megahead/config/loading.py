@@ -19,8 +19,8 @@ from megahead.config.dataset_defaults import missing_dataset_note, with_dataset_
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig, reset_unused
 from megahead.errors import ConfigError, ConfigErrors, UserError
-from megahead.remote_files import without_secrets
-from megahead.wording import nearest
+from megahead.remote_files import redact_secrets
+from megahead.wording import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):
@@ -128,7 +128,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         shipped = shipped_configs() if may_be_shipped(path) else []
-        near = nearest(path.name.removesuffix(".yaml"), shipped)
+        near = did_you_mean(path.name.removesuffix(".yaml"), shipped)
         fix = f"; {near}" if near else f"; megahead comes with {', '.join(shipped)}." if shipped else "."
         got = f"{path} instead ({reason}){fix}"
         raise UserError(f"`--config` must name a readable YAML file, but is {got}") from None
@@ -145,7 +145,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    given, hint = without_secrets(repr(override)), "try --set training.steps=100"
+    given, hint = redact_secrets(repr(override)), "try --set training.steps=100"
     complete = equals and all(key.split("."))
     require(complete, "--set", "look like section.field=value", got=given, hint=hint)
     try:
@@ -194,7 +194,7 @@ def _sentence(location: list[str], errors: Sequence[ErrorDetails], settings: Map
         return f"`{field}` must be given, but is missing{why}{_purpose(location)}."
     rules = [_rule(each) for each in errors]
     rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])
-    got = "empty" if details["input"] is None else without_secrets(repr(details["input"]))
+    got = "empty" if details["input"] is None else redact_secrets(repr(details["input"]))
     return str(ConfigError(field, rule, got=got))
 
 

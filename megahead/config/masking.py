@@ -13,7 +13,7 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
 from megahead.errors import ConfigError
-from megahead.wording import nearest
+from megahead.wording import did_you_mean
 
 STRATEGIES = ("uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights")
 
@@ -133,7 +133,7 @@ class MaskingConfig(Settings):
     def _known_strategy(cls, value: str) -> str:
         rule = f"be one of {', '.join(STRATEGIES)}, or name a class"
         known = value in STRATEGIES or ":" in value
-        require(known, "strategy", rule, got=repr(value), hint=nearest(value, STRATEGIES))
+        require(known, "strategy", rule, got=repr(value), hint=did_you_mean(value, STRATEGIES))
         return require_class_path("strategy", value) if ":" in value else value
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings, require
 from megahead.errors import ConfigError
-from megahead.wording import nearest
+from megahead.wording import did_you_mean
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], **shared: Any) -> dict[str, dict[str, Any]]:
@@ -239,7 +239,7 @@ class ModelConfig(Settings):
             return given
         size = given.get("size")
         if size is not None and not (isinstance(size, str) and size in NAMED_SIZES):
-            hint = nearest(str(size), NAMED_SIZES) or "or leave it out and give the shape"
+            hint = did_you_mean(str(size), NAMED_SIZES) or "or leave it out and give the shape"
             raise ConfigError("size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")

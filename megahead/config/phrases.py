@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.auxiliary import AuxiliarySettings, Curve
 from megahead.config.base import refuse, require
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 if TYPE_CHECKING:
     from megahead.config.run import RunConfig
@@ -71,7 +71,7 @@ class PhrasesConfig(AuxiliarySettings):
 
     def describe(self) -> str:
         """Which are masked, and what finding them costs and counts."""
-        lengths, rows = f"{self.shortest} to {self.longest} tokens", counted(self.group_samples, "row")
+        lengths, rows = f"{self.shortest} to {self.longest} tokens", pluralize(self.group_samples, "row")
         return f"phrases of {lengths} found among {rows} by outputs of all tokens (weight {self.weight:g})"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:

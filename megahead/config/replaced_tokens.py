@@ -12,7 +12,7 @@ from megahead.config.base import refuse, require
 from megahead.config.model import ModelConfig
 from megahead.config.token_subsets import SUBSET_FIELDS
 from megahead.errors import ConfigError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 if TYPE_CHECKING:
     from megahead.config.run import RunConfig
@@ -97,7 +97,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
     def describe(self) -> str:
         """What replaces tokens, and what finding them counts."""
-        layers = counted(self.generator_layers, "layer")
+        layers = pluralize(self.generator_layers, "layer")
         drawn = ", drawn from all ids" if self.samples_vocabulary() else ""
         return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {self.weight:g})"
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from megahead.config.base import Settings, refuse, require
 from megahead.config.model import ModelConfig
-from megahead.wording import counted, span
+from megahead.wording import format_range, pluralize
 
 if TYPE_CHECKING:
     from megahead.config.masking import MaskingConfig
@@ -115,8 +115,8 @@ def describe_token_subsets(model: ModelConfig, masking: MaskingConfig) -> list[s
     """For the banner."""
     parts = [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
     if masking.mask_decoder_layers:
-        parts.append(f"mask tokens in a decoder of {counted(masking.mask_decoder_layers, 'layer')}")
+        parts.append(f"mask tokens in a decoder of {pluralize(masking.mask_decoder_layers, 'layer')}")
     if masking.dropping:
         layers, share = masking.dropping.layers(model), masking.dropping.keep_share
-        parts.append(f"{share:.0%} of the tokens in {span('layer', layers)}, by {masking.dropping.by}")
+        parts.append(f"{share:.0%} of the tokens in {format_range('layer', layers)}, by {masking.dropping.by}")
     return parts

@@ -16,7 +16,7 @@ from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import FOR_DATASET, Samples, StoredSamples, StreamSamples, derive_seed
 from megahead.errors import ConfigError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 # Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
 # are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
@@ -47,7 +47,9 @@ class BlendShare:
     def describe(self) -> str:
         """One line, with a warning if the dataset is read more than once."""
         again = (
-            f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {counted(self.epochs, 'epoch', '.2g')}"
+            f", REPEATED: {self.epochs:.2f} epochs"
+            if self.epochs > 1
+            else f", {pluralize(self.epochs, 'epoch', '.2g')}"
         )
         return f"{self.name}: asked {self.asked:.4%}, rounded {self.rounded:.4%}, achieved {self.achieved:.4%}{again}"
 
@@ -185,7 +187,7 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
         lines += [("blend", share.describe()) for share in samples.shares(count)]
     else:
         lines.append(
-            ("data", f"{counted(samples.per_epoch, 'row')}, {counted(count / samples.per_epoch, 'epoch', '.2g')}")
+            ("data", f"{pluralize(samples.per_epoch, 'row')}, {pluralize(count / samples.per_epoch, 'epoch', '.2g')}")
         )
     for part in samples.parts if isinstance(samples, Blend) else [samples]:
         if isinstance(part, PackedSamples):

@@ -17,8 +17,8 @@ import orjson
 from megahead.config.dataset_defaults import FORMAT
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import Expected, Store, fetch_into, folder_for, is_remote, split_url
-from megahead.wording import counted
+from megahead.remote_files import ExpectedFile, Store, cache_folder, fetch_into, is_remote, split_url
+from megahead.wording import pluralize
 
 # The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
 #
@@ -86,7 +86,7 @@ class IndexLayout:
         *_, end = layout.starts()
         if file_bytes not in (end, end + sequences):
             raise DataError(
-                f"`{path}` must be {end:,} bytes long for {counted(sequences, 'sequence')} and "
+                f"`{path}` must be {end:,} bytes long for {pluralize(sequences, 'sequence')} and "
                 f"{boundaries:,} document boundaries, but is {file_bytes:,} instead; it was cut short or is damaged."
             )
         return layout
@@ -241,24 +241,24 @@ def fetch_dataset(prefix: str) -> Iterator[str]:
     yield here
 
 
-def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, Expected]]:
+def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
     """Where a dataset's files belong here, the store that has them, and what they must be."""
     url, name = split_url(prefix)
     store = Store(url)
     tokens, index, info = (path.name for path in dataset_paths(name))
     try:
-        described = store.read_if_there(info)
+        described = store.read_if_exists(info)
         if described is None:
-            folder = folder_for(prefix, store.version(tokens), store.version(index))
-            return folder, store, {each: Expected(store.size(each)) for each in (tokens, index)}
+            folder = cache_folder(prefix, store.version(tokens), store.version(index))
+            return folder, store, {each: ExpectedFile(store.size(each)) for each in (tokens, index)}
     except FileNotFoundError:
         raise DataError(MISSING.format(prefix)) from None
-    folder = folder_for(prefix, described.hex())
+    folder = cache_folder(prefix, described.hex())
     if not (folder / info).exists():
         write_atomically(folder / info, described)
     known = DatasetInfo.load(folder / info)
     pairs = (tokens, known.bin), (index, known.idx)
-    return folder, store, {each: Expected(recorded.bytes, recorded.sha256) for each, recorded in pairs}
+    return folder, store, {each: ExpectedFile(recorded.bytes, recorded.sha256) for each, recorded in pairs}
 
 
 # Reads `PREFIX.bin` + `PREFIX.idx` in place: both stay on disk and are mapped into memory.
@@ -373,8 +373,8 @@ class IndexedDataset:
         total = int(sizes.sum(dtype=np.int64))
         if total != self.num_tokens or (sizes < 0).any():
             raise DataError(
-                f"the sequence lengths in `{self.idx_path}` must add up to the {counted(self.num_tokens, 'token')} of "
-                f"`{self.bin_path.name}`, but give {total:,} instead; make the dataset again."
+                f"the sequence lengths in `{self.idx_path}` must add up to the {pluralize(self.num_tokens, 'token')} "
+                f"of `{self.bin_path.name}`, but give {total:,} instead; make the dataset again."
             )
         return sizes
 

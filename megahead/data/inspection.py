@@ -21,7 +21,7 @@ from megahead.data.indexed import (
 from megahead.data.tokenizer import Tokenizer
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 BLOCK_TOKENS = 1 << 22
 CLOSINGS_READ = 1000
@@ -46,7 +46,7 @@ class Inspection:
     def sequence(self, i: int) -> Array:
         """Sequence i; FieldError if there is none."""
         if not 0 <= i < len(self.dataset):
-            raise FieldError("--sequence", f"be below their number ({counted(len(self.dataset), 'sequence')})", got=i)
+            raise FieldError("--sequence", f"be below their number ({pluralize(len(self.dataset), 'sequence')})", got=i)
         return self.dataset[i]
 
     def ends(self, end_token: int) -> int:
@@ -79,7 +79,7 @@ class Inspection:
             findings.append(f"the dataset was cut by {cut_by}, and not by {tokenizer.identity()}: its text is another.")
         empty = int((self.dataset.sizes == 0).sum())
         if empty:
-            findings.append(f"{counted(empty, 'sequence')} without a token.")
+            findings.append(f"{pluralize(empty, 'sequence')} without a token.")
         return findings
 
     def closings(self) -> str:
@@ -114,7 +114,7 @@ class Inspection:
         ]
         if info is not None:
             per_token = info.text_bytes / max(info.tokens, 1)
-            rows.append(("text", f"{counted(info.text_bytes, 'byte')}, {per_token:.2f} a token"))
+            rows.append(("text", f"{pluralize(info.text_bytes, 'byte')}, {per_token:.2f} a token"))
             rows.append(("tokenizer", f"{info.tokenizer or 'unknown'}, {info.vocab_size:,} ids"))
         return rows
 

@@ -25,7 +25,7 @@ from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, op
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 CHUNKS_PER_WORKER = 3
 BYTES_PER_WORKER = 32 << 20
@@ -205,7 +205,7 @@ class Recipe:
     def require_held_out(self, documents: int, output: str | Path) -> None:
         """FieldError where a share of so many documents was to be held out and is none."""
         if self.holdout is not None and self.holdout * documents < 1:
-            got = f"{self.holdout} of {counted(documents, 'document')}"
+            got = f"{self.holdout} of {pluralize(documents, 'document')}"
             fix = f"give an N of at most {documents:,}, or add documents"
             if documents == 1:
                 fix = "give --holdout-tail 0.05, which holds out the end of each document"
@@ -342,7 +342,7 @@ def write_dataset(
         if report.end_inside and recipe.end_inside == "fail":
             raise DataError(
                 f"texts must not spell the end token {loaded.spellings(end + 1)[end]}, which splits documents, but do "
-                f"so at {counted(report.end_inside, 'place')}; remove it there, or name another --end-token."
+                f"so at {pluralize(report.end_inside, 'place')}; remove it there, or name another --end-token."
             )
     return report
 

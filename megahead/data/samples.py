@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.errors import DataError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 # A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory. A Feistel
 # network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that are n or
@@ -108,8 +108,8 @@ class Samples:
         if per_epoch < 1:
             raise DataError(
                 f"`{dataset.prefix}` must hold at least {min_tokens:,} tokens for rows of "
-                f"{counted(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or shorten "
-                "data.sequence_length."
+                f"{pluralize(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or "
+                "shorten data.sequence_length."
             )
         self.dataset, self.sequence_length, self.per_epoch = dataset, sequence_length, per_epoch
 

@@ -12,7 +12,7 @@ from typing import Any
 from megahead.data.records import Selection, TextFile
 from megahead.data.sources import KINDS, SUFFIXES, Input, files_below, find_inputs, is_saved_dataset, read_chunks
 from megahead.errors import DataError
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 SHOWN = 5
 SAVED = "saved dataset"
@@ -56,10 +56,10 @@ class Survey:
         """What was found, for a terminal."""
         kinds = Counter(next((kind for kind in KINDS if item.path.name.endswith(kind)), SAVED) for item in self.inputs)
         named = {kind: kind if kind == SAVED else f"{kind} file" for kind in kinds}
-        found = ", ".join(counted(number, named[kind]) for kind, number in kinds.most_common())
+        found = ", ".join(pluralize(number, named[kind]) for kind, number in kinds.most_common())
         keys = f"; in records the text is in {' or '.join(f'`{key}`' for key in self.keys)}" if self.keys else ""
         some = [f"{file} {why}" for file, why in list(self.skipped.items())[:SHOWN]]
-        more = [f"and {counted(len(self.skipped) - SHOWN, 'other file')}"] if len(self.skipped) > SHOWN else []
+        more = [f"and {pluralize(len(self.skipped) - SHOWN, 'other file')}"] if len(self.skipped) > SHOWN else []
         lines = [("text", f"{found}, {self.bytes / 1e6:,.1f} MB{keys}")]
         lines += [("left out" if not n else "", line) for n, line in enumerate([*some, *more])]
         return [f"{name:<12}{line}" for name, line in lines]

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megahead.background import begin
+from megahead.background import submit
 from megahead.errors import UserError
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
     For requests to a store: if the process that serves it is suspended, torch waits forever, whatever its own limit.
     """
     try:
-        return begin(function).result(seconds)
+        return submit(function).result(seconds)
     except TimeoutError:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 

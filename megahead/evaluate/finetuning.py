@@ -27,7 +27,7 @@ from megahead.evaluate.glue_tasks import TASKS, Example, FineTuning, Task, TaskD
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
 from megahead.hf.published import context_length, load_classifier, load_tokenizer_folder
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
-from megahead.wording import duration
+from megahead.wording import format_duration
 
 # Losses of a batch, and metrics of an evaluation set.
 
@@ -470,7 +470,7 @@ class Comparison:
         return (
             f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{task_run.settings.epochs}: "
             f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
-            f"{self._done / self._work:.0%} of all runs done, {duration(left)} left"
+            f"{self._done / self._work:.0%} of all runs done, {format_duration(left)} left"
         )
 
 
@@ -497,6 +497,6 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = duration(sum(result.seconds() for result in own))
+        time_row[model] = format_duration(sum(result.seconds() for result in own))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 from megahead.errors import FieldError
 from megahead.evaluate.scoring import first_token, special_ids
 from megahead.hf.published import WordStreamer, context_of
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 def continuation(
@@ -48,7 +48,7 @@ def _end_of(ids: list[int], room: int, report: Callable[[str], object] | None) -
     """The last `room` tokens of a prompt."""
     cut = max(len(ids) - room, 0)
     if cut and report is not None:
-        report(f"the prompt exceeds the context and lost its first {counted(cut, 'token')}")
+        report(f"the prompt exceeds the context and lost its first {pluralize(cut, 'token')}")
     return ids[cut:]
 
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megahead.errors import DataError, FieldError, at_least
+from megahead.errors import DataError, FieldError, require_at_least
 from megahead.evaluate.harness_tasks import Row, json_lines, text_of
-from megahead.wording import counted, nearest
+from megahead.wording import did_you_mean, pluralize
 
 # How a task is fine-tuned; the paper's values are the defaults.
 
@@ -48,8 +48,8 @@ class FineTuning:
         for name in ("learning_rate", "batch_size", "epochs"):
             if getattr(self, name) <= 0:
                 raise FieldError(f"--{name.replace('_', '-')}", "be above 0", got=getattr(self, name))
-        at_least(0, weight_decay=self.weight_decay)
-        at_least(8, max_length=self.max_length)
+        require_at_least(0, weight_decay=self.weight_decay)
+        require_at_least(8, max_length=self.max_length)
 
 
 def paper_settings(task: str, loss: LossName | None = None, **changes: float | None) -> FineTuning:
@@ -144,7 +144,7 @@ def word_in_context(file: Path) -> Published:
     gold = text_of(file.with_name(file.name.replace(".data.", ".gold."))).split()
     if len(gold) != len(rows):
         raise DataError(
-            f"`{file}` must have a label for each of its {counted(len(rows), 'line')}, but has {len(gold)}."
+            f"`{file}` must have a label for each of its {pluralize(len(rows), 'line')}, but has {len(gold)}."
         )
     named = {"T": "true", "F": "false"}
     return Published([{**row, "label": named.get(label, label)} for row, label in zip(rows, gold, strict=True)])
@@ -374,7 +374,7 @@ def expand(names: Sequence[str], sources: Sources) -> list[str]:
         if name not in TASKS and not members:
             known = [task for task in TASKS if not task.startswith("xnli/")]
             rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE"
-            raise FieldError("--task", rule, got=name, hint=nearest(name, known))
+            raise FieldError("--task", rule, got=name, hint=did_you_mean(name, known))
         found = [task for task in members if sources.have(task)]
         if members and not found:
             raise DataError(f"`{sources.folder}` must hold files of a task of {name}, but holds none; check the path.")

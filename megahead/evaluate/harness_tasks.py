@@ -19,7 +19,7 @@ from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.results import Score
-from megahead.wording import nearest
+from megahead.wording import did_you_mean
 
 if TYPE_CHECKING:
     from megahead.evaluate.scoring import LanguageModel
@@ -297,7 +297,7 @@ def task_files(
     files = {}
     for name in names:
         if name not in TASKS:
-            raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=nearest(name, TASKS))
+            raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=did_you_mean(name, TASKS))
         files[name] = _file_of(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
         task_rows(name, files[name])
     return files

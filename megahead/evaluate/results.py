@@ -12,7 +12,7 @@ from typing import Any
 
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 class ResultCache:
@@ -97,7 +97,7 @@ class TaskResult:
 
     def truncation_note(self) -> str:
         """A line about those requests; empty without any."""
-        cut = f"{self.task}: {counted(self.cut, 'request')} longer than the context lost the beginning"
+        cut = f"{self.task}: {pluralize(self.cut, 'request')} longer than the context lost the beginning"
         return cut if self.cut else ""
 
 

@@ -22,7 +22,7 @@ from megahead.hf.trained import (
     last_evaluation,
 )
 from megahead.hf.verify import Parity
-from megahead.wording import counted, duration
+from megahead.wording import format_duration, pluralize
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,13 @@ def _trained(model: TrainedModel) -> dict[str, str]:
     shape, batch, optimizer = config.model, config.batch, config.optimizer
     learned = "contrastive weight tying (headless)" if config.objective.name == "headless" else "vanilla softmax"
     seconds = model.checkpoint.state.get("seconds")
-    length = [counted(model.checkpoint.step, "step")]
-    length += [] if tokens is None else [counted(tokens, "token")]
-    length += [duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
+    length = [pluralize(model.checkpoint.step, "step")]
+    length += [] if tokens is None else [pluralize(tokens, "token")]
+    length += [format_duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
+    layers, heads = pluralize(shape.num_layers, "layer"), pluralize(shape.num_heads, "head")
     rows = {
         "Objective": f"{learned}, temperature {model.temperature():g}",
-        "Shape": f"{counted(shape.num_layers, 'layer')}, width {shape.hidden_size}, {counted(shape.num_heads, 'head')}",
+        "Shape": f"{layers}, width {shape.hidden_size}, {heads}",
         "Vocabulary": f"{shape.vocab_size:,} ids",
         "Trained for": ", ".join(length),
         "Batch": f"{batch.global_size:,} rows of {config.data.sequence_length:,} tokens",

@@ -62,15 +62,15 @@ class KeptSettings:
     def of_run(run: RunFolder) -> KeptSettings | None:
         """Those of the folder that a run began from; None where it began from none, or an earlier version made it.
         CheckpointError for a damaged file."""
-        if not run.published.is_file():
+        if not run.published_files.is_file():
             return None
         try:
-            with ZipFile(run.published) as archive:
+            with ZipFile(run.published_files) as archive:
                 return KeptSettings({name: archive.read(name) for name in archive.namelist()})
         except (BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
             raise CheckpointError(
-                f"`{run.published}` must be a zip archive of settings, but cannot be read ({error}); remove it to "
-                "export with the run's own settings."
+                f"`{run.published_files}` must be a zip archive of settings, but cannot be read ({error}); remove it "
+                "to export with the run's own settings."
             ) from None
 
     def keep(self, run: RunFolder) -> None:
@@ -79,7 +79,7 @@ class KeptSettings:
         with ZipFile(buffer, "w", ZIP_DEFLATED) as archive:
             for name, content in self.files.items():
                 archive.writestr(name, content)
-        write_atomically(run.published, buffer.getvalue())
+        write_atomically(run.published_files, buffer.getvalue())
 
     def write(self, folder: Path) -> None:
         """Writes all but the model's own, config.json and generation_config.json, into an export's folder."""
@@ -162,7 +162,7 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
     else:
         kept.write(folder)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
-            tokenizer = model.run_folder().published
+            tokenizer = model.run_folder().published_files
         content, generation = _of_kept(target, kept), kept.content(GENERATION)
     write_json(folder / CONFIG, content)
     if target.has_head() and not target.predicts_masked() and generation:

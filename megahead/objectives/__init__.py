@@ -1,5 +1,5 @@
 """What a run learns: the module that maps a batch to a loss, and the batches it is given."""
 
-from megahead.lazy import on_first_use
+from megahead.lazy import lazy_getattr
 
-__getattr__ = on_first_use("megahead", {"losses.contrastive": ("cwt_loss",)})
+__getattr__ = lazy_getattr("megahead", {"losses.contrastive": ("cwt_loss",)})

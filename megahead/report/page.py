@@ -17,7 +17,7 @@ from megahead.files import write_atomically
 from megahead.report.panels import build_panels
 from megahead.report.read import Record, Run, events_of
 from megahead.report.tables import show
-from megahead.wording import counted, duration, thousands
+from megahead.wording import format_duration, format_si, pluralize
 
 
 def save_page(runs: Sequence[Run], output: Path) -> Path:
@@ -67,9 +67,9 @@ def _figures(run: Run) -> dict[str, str]:
         "next token right": "" if held_out.get("accuracy") is None else f"{held_out['accuracy']:.1%}",
         "training loss": _number(training[-1].get("loss")) if training else "",
         f"steps{f' of {steps:,}' if steps else ''}": f"{last['step']:,}",
-        "tokens read": thousands(last["tokens"]),
-        "time trained": duration(last["seconds"]),
-        "tokens/s (median)": thousands(median(speeds)) if speeds else "",
+        "tokens read": format_si(last["tokens"]),
+        "time trained": format_duration(last["seconds"]),
+        "tokens/s (median)": format_si(median(speeds)) if speeds else "",
         "steps skipped": show(training[-1].get("skipped_steps")) if training else "",
         "ending": run.ending or "not noted",
     }
@@ -112,7 +112,7 @@ def _subtitle(run: Run) -> str:
     """What was trained, in a line; settings that the configuration lacks are left out."""
     numbers = ("model.num_layers", "model.hidden_size", "model.vocab_size", "batch.global_size", "data.sequence_length")
     layers, width, vocabulary, rows, length = (run.number(path) for path in numbers)
-    shape = f"{run.text('model.family') or 'model'}, {counted(layers, 'layer')} x {width}" if layers else None
+    shape = f"{run.text('model.family') or 'model'}, {pluralize(layers, 'layer')} x {width}" if layers else None
     parts = [
         _objective(run),
         run.text("model.size") or shape,

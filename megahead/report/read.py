@@ -14,7 +14,7 @@ import yaml
 from megahead.errors import DataError, UserError
 from megahead.evaluate.results import ResultCache
 from megahead.run_folder import RunFolder
-from megahead.wording import counted, listed, span
+from megahead.wording import format_numbers, format_range, pluralize
 
 Record = Mapping[str, Any]
 
@@ -246,7 +246,10 @@ def _messages(record: Record) -> Iterator[tuple[str, bool]]:
             yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
         case {"replica": replica}:
             what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
-            yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
+            yield (
+                f"weights of {format_numbers('rank', replica['ranks'])} differed from the other replicas': {what}",
+                True,
+            )
         case {"copy": {"off": reason}}:
             yield f"kept no more copies in memory: {reason}", True
         case {"copy": {"skipped": 1}}:
@@ -272,7 +275,7 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
         yield f"passed over a damaged checkpoint of the mirror: {message}", True
     memory = session.get("memory", {})
     if "newer_by" in memory:
-        yield f"the checkpoint came from memory, {counted(memory['newer_by'], 'step')} newer than the disk's", False
+        yield f"the checkpoint came from memory, {pluralize(memory['newer_by'], 'step')} newer than the disk's", False
     for message in memory.get("problems", ()):
         yield f"passed over a copy in memory: {message}", True
     if "mesh_before" in session:
@@ -283,13 +286,13 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
 def _ranks(mesh: Mapping[str, int]) -> str:
     tensor = f" x {mesh['tensor']} tensor ranks" if mesh["tensor"] > 1 else ""
     waiting = f" ({mesh['waiting']} waiting)" if mesh["waiting"] else ""
-    return f"{counted(mesh['data'], 'data rank')}{tensor}{waiting}"
+    return f"{pluralize(mesh['data'], 'data rank')}{tensor}{waiting}"
 
 
 def _fault(fault: Record) -> str:
     where = fault.get("where", ())
     ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
-    rows = ", ".join(span("row", range(place["first"], place["last"] + 1)) for place in where[:3])
-    on = f" on {listed('rank', ranks)}" if ranks else ""
+    rows = ", ".join(format_range("row", range(place["first"], place["last"] + 1)) for place in where[:3])
+    on = f" on {format_numbers('rank', ranks)}" if ranks else ""
     what = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
     return f"{what}{on}, {rows}: {_DONE[fault['action']]}"

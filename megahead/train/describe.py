@@ -9,7 +9,7 @@ from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
-from megahead.wording import GIB, counted, gib
+from megahead.wording import GIB, format_gib, pluralize
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -21,7 +21,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()
-    warm_up = f"{counted(schedule.warmup(steps), 'step')} of warm-up" if schedule.warmup(steps) else "no warm-up"
+    warm_up = f"{pluralize(schedule.warmup(steps), 'step')} of warm-up" if schedule.warmup(steps) else "no warm-up"
     precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
@@ -32,15 +32,15 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         *describe_phases(config),
         (
             "batch",
-            f"{counted(batch.global_size, 'row')} x {config.data.sequence_length} = "
-            f"{counted(config.tokens_per_step(), 'token')} a step; {counted(batch.micro_size, 'row')} x "
-            f"{plan.accumulation_steps} accumulation x {counted(plan.data_ranks, 'data rank')}",
+            f"{pluralize(batch.global_size, 'row')} x {config.data.sequence_length} = "
+            f"{pluralize(config.tokens_per_step(), 'token')} a step; {pluralize(batch.micro_size, 'row')} x "
+            f"{plan.accumulation_steps} accumulation x {pluralize(plan.data_ranks, 'data rank')}",
         ),
-        ("length", f"{counted(steps, 'step')}, {counted(steps * config.tokens_per_step(), 'token')}"),
+        ("length", f"{pluralize(steps, 'step')}, {pluralize(steps * config.tokens_per_step(), 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
         *_own_rates(config),
         *describe_embedding(config, plan.ranks),
-        ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
+        ("mesh", f"{config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
         ("memory", _memory(rank_memory(plan))),
     ]
@@ -84,7 +84,7 @@ def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
     """Which objective has which steps, where there is more than one."""
     phases = phases_of(config)
     named = zip(phase_names(phases), phases, strict=True)
-    told = [f"{name} for {counted(len(phase.steps), 'step')}" for name, phase in named]
+    told = [f"{name} for {pluralize(len(phase.steps), 'step')}" for name, phase in named]
     return [("phases", ", then ".join(told))] if len(phases) > 1 else []
 
 
@@ -105,7 +105,7 @@ def _has_head(config: RunConfig) -> bool:
 
 
 def _shape(model: ModelConfig) -> str:
-    layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "head")
+    layers, heads = pluralize(model.num_layers, "layer"), pluralize(model.num_heads, "head")
     heads += f" ({model.key_heads()} of keys)" if model.key_heads() != model.num_heads else ""
     table = f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})"
     return f"{model.family}, {layers} x {model.hidden_size}, {heads}, {table}"
@@ -117,7 +117,7 @@ def _memory(memory: RankMemory) -> str:
     parts |= {"table": memory.table} if memory.table else {}
     by_part = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
-    return f"about {gib(memory.total)} a rank ({by_part}{offloaded})"
+    return f"about {format_gib(memory.total)} a rank ({by_part}{offloaded})"
 
 
 def _parameters(config: RunConfig) -> str:
@@ -135,9 +135,11 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts.append(f"all {config.model.vocab_size:,} ids")
         parts += ["with a bias"] if objective.output_bias else []
     else:
-        parts.append(f"candidates from {counted(rows, 'row')} ({counted(rows * config.targets_per_row(), 'target')})")
+        parts.append(
+            f"candidates from {pluralize(rows, 'row')} ({pluralize(rows * config.targets_per_row(), 'target')})"
+        )
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
-        parts += [counted(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
+        parts += [pluralize(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
     parts += _masks(config.model, config.masking) if config.masking else []

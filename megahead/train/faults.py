@@ -23,7 +23,7 @@ from megahead.config.training import FaultsConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, StepResult
 from megahead.engine.state import weight_checksums
-from megahead.wording import counted, listed
+from megahead.wording import format_numbers, pluralize
 
 # Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
 #
@@ -184,8 +184,10 @@ class ReplicaMismatch:
     def message(self, step: int, hosts: Sequence[str]) -> str:
         first, *others = self.names
         where = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
-        more = f" and {counted(len(others), 'other weight')}" if others else ""
-        return f"step {step:,}: {listed('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
+        more = f" and {pluralize(len(others), 'other weight')}" if others else ""
+        return (
+            f"step {step:,}: {format_numbers('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
+        )
 
 
 def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:

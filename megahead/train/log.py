@@ -24,7 +24,7 @@ from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
 from megahead.train.start import ResumePoint
 from megahead.train.step import StepReport, Utilization
-from megahead.wording import counted, duration, span, thousands
+from megahead.wording import format_duration, format_range, format_si, pluralize
 
 
 class RunLog:
@@ -158,19 +158,19 @@ def progress_line(
         f"loss {scalars['loss']:.4f}",
         f"lr {scalars['learning_rate']:.2e}",
         f"|g| {scalars['gradient_norm']:.2f}",
-        f"{thousands(scalars['tokens_per_second'])} tokens/s",
+        f"{format_si(scalars['tokens_per_second'])} tokens/s",
     ]
     if auxiliary is not None:
         parts.append(auxiliary.progress_text(scalars))
     if "mfu" in scalars:
         parts.append(f"MFU {scalars['mfu']:.1%}")
     if scalars["candidates"]:
-        parts.append(counted(scalars["candidates"], "candidate", ",.0f"))
+        parts.append(pluralize(scalars["candidates"], "candidate", ",.0f"))
     if perplexity is not None:
         parts.append(f"held out {perplexity:,.1f}")
     if state.skipped_steps:
         parts.append(f"{state.skipped_steps:,} skipped")
-    return "  ".join([*parts, f"ETA {duration(remaining)}"])
+    return "  ".join([*parts, f"ETA {format_duration(remaining)}"])
 
 
 def held_out_line(
@@ -191,7 +191,8 @@ def held_out_line(
 def describe_fault(report: StepReport, step: int, bad: BadSamples, state: TrainingState) -> str:
     """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
     where = [
-        f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in bad[:_MAX_NAMED]
+        f"{'' if rank is None else f'rank {rank}, '}{format_range('sample', samples)}"
+        for rank, samples in bad[:_MAX_NAMED]
     ]
     where += [f"{len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
     kind = report.fault.kind if report.fault else "good"
@@ -223,7 +224,7 @@ def _ranks(mesh: MeshShape) -> str:
     """For example: 1 tensor x 2 data ranks, 1 waits."""
     waiting = mesh["waiting"]
     rest = f", {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else ""
-    return f"{mesh['tensor']} tensor x {counted(mesh['data'], 'data rank')}{rest}"
+    return f"{mesh['tensor']} tensor x {pluralize(mesh['data'], 'data rank')}{rest}"
 
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
@@ -372,8 +373,8 @@ class RunLogger:
         """Prints the last line and closes the logs."""
         if self._active:
             self.print_line(
-                f"{ending} at step {state.step:,}, {thousands(state.tokens)} tokens, "
-                f"{duration(state.seconds)} of training: {self._folder}"
+                f"{ending} at step {state.step:,}, {format_si(state.tokens)} tokens, "
+                f"{format_duration(state.seconds)} of training: {self._folder}"
             )
             self._log.close()
             for board in self._boards:

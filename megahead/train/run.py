@@ -25,7 +25,7 @@ from megahead.distributed.tensors import TensorSource
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
 from megahead.errors import ArgumentError, ConfigError, UserError
-from megahead.estimate import rank_memory, ways_to_need_less
+from megahead.estimate import memory_reductions, rank_memory
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_faster_masked
@@ -48,7 +48,7 @@ from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, hand_over_replicas, require_shared_folder
 from megahead.train.start import ResumePoint, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
-from megahead.wording import counted, gib, listed, span
+from megahead.wording import format_gib, format_numbers, format_range, pluralize
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
     if not plan.config.parallel.elastic:
         return []
     there = launch.world_size + launch.spare_ranks
-    parts = [f"{plan.ranks} of {counted(there, 'rank')} train"]
+    parts = [f"{plan.ranks} of {pluralize(there, 'rank')} train"]
     if not launch.restarts_ranks:
         parts.append("nothing starts lost ranks again: torchrun's --max-restarts would, launch/elastic.sh")
     return [("elastic", "; ".join(parts))]
@@ -114,9 +114,9 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     train, there, batch = launch.world_size, launch.world_size + launch.spare_ranks, config.batch
     if launch.rank == train:
         print(
-            f"{listed('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
-            f"{counted(batch.global_size, 'row')} a step in micro-batches of {batch.micro_size} can be split over "
-            f"{train} of {counted(there, 'rank')}",
+            f"{format_numbers('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
+            f"{pluralize(batch.global_size, 'row')} a step in micro-batches of {batch.micro_size} can be split over "
+            f"{train} of {pluralize(there, 'rank')}",
             flush=True,
         )
     with hand_over_replicas(config, launch):
@@ -191,10 +191,10 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        needed = gib(rank_memory(plan).total)
+        needed = format_gib(rank_memory(plan).total)
         raise UserError(
             f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {needed}, but does not "
-            f"({reason}); {', or '.join(ways_to_need_less(plan))}."
+            f"({reason}); {', or '.join(memory_reductions(plan))}."
         ) from error
 
 
@@ -237,7 +237,7 @@ def accelerate_(
 
 def _what_is_compiled(config: RunConfig) -> str:
     """Which blocks are compiled: all except those whose shapes change with each batch."""
-    plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
+    plain = [f"{format_range('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     auxiliary = config.objective.auxiliary()
     needs_all = config.model.is_causal or config.generator_config() or (auxiliary and auxiliary.needs_all_outputs)
     if config.model.is_encoder() and not needs_all:

@@ -23,7 +23,7 @@ from megahead.checkpoints.upload import Uploads
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import read_if_there, write_atomically
+from megahead.files import read_if_exists, write_atomically
 from megahead.remote_files import is_below, is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets, data_fingerprints, require_same_run
@@ -52,7 +52,7 @@ class Lease:
 
     def check(self) -> None:
         """UserError if another session has begun since."""
-        there = read_if_there(self._file)  # None where it cannot be read just now: no sign of another session
+        there = read_if_exists(self._file)  # None where it cannot be read just now: no sign of another session
         if there not in (None, self.session_id.encode()):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
@@ -62,7 +62,7 @@ class Lease:
 
     def release(self) -> None:
         """Leaves the folder to whoever comes."""
-        if read_if_there(self._file) == self.session_id.encode():
+        if read_if_exists(self._file) == self.session_id.encode():
             self._file.unlink(missing_ok=True)
 
 
@@ -214,11 +214,11 @@ def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_
         return resume
     url, folder, accept = config.training.remote_checkpoints, config.folder(), accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):
-        return str(fetch_named(resume, RunFolder(folder.fetched), world_group, accept))
+        return str(fetch_named(resume, RunFolder(folder.fetched_checkpoints), world_group, accept))
 
     def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
-        return small_files(url, world_group, *log, folder.identity)
+        return small_files(url, world_group, *log, folder.run_id)
 
     return str(fetch_named(resume, folder, world_group, accept, files))
 

@@ -40,7 +40,7 @@ from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import Lease, accepting, new_session_id, read_remote_state, resolve_resume, upload_deadline
 from megahead.train.start import ResumePoint, find_resume_point
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Session:
 
     def _remove_fetched(self) -> None:
         if self.world_group.rank == 0:
-            shutil.rmtree(self.plan.config.folder().fetched, ignore_errors=True)
+            shutil.rmtree(self.plan.config.folder().fetched_checkpoints, ignore_errors=True)
 
     @cached_property
     def logger(self) -> RunLogger:
@@ -125,7 +125,7 @@ class Session:
         if self.world_group.rank != 0:
             return None
         _begin(self.plan.config.folder(), self.plan.config)
-        return Lease(self.plan.config.folder().holder, self.session_id)
+        return Lease(self.plan.config.folder().session, self.session_id)
 
     @cached_property
     def copies(self) -> Replicas | None:
@@ -149,8 +149,8 @@ class Session:
             return []
         nodes = len(set(self.copies.peers.nodes))
         alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
-        every = counted(self.plan.config.training.replicate_every or 0, "step")
-        return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
+        every = pluralize(self.plan.config.training.replicate_every or 0, "step")
+        return [("copies", f"every {every} in the memory of {pluralize(nodes, 'node')}{alone}")]
 
     def history_from(self, start: ResumePoint) -> RunHistory:
         """The checkpoints that led to what the session, or its next phase, goes on from."""
@@ -216,7 +216,7 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
         source = Path(local_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
             keep_tokenizer(source, folder)
-    if config.init is not None and not folder.published.is_file():
+    if config.init is not None and not folder.published_files.is_file():
         _keep_published(folder, config.init)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -29,7 +29,7 @@ from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import config_of, is_from_another_phase
-from megahead.wording import counted
+from megahead.wording import pluralize
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ResumePoint:
         if isclose(now, before, rel_tol=1e-6):
             return []
         place = f"at step {self.step:,} of {config.training.steps:,}"
-        earlier = f"the schedule before, of {counted(saved.training.steps, 'step')}, had {before:.2e} there"
+        earlier = f"the schedule before, of {pluralize(saved.training.steps, 'step')}, had {before:.2e} there"
         return [("rate now", f"learning rate {now:.2e} {place}; {earlier}")]
 
     def _learning_rate(self, config: RunConfig) -> float:
@@ -233,7 +233,7 @@ def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, 
 def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
     """The checkpoint at `init.from_checkpoint`, fetched into the run's `folder` if that is a URL."""
     if is_remote(path):
-        return open_together(fetch_named(path, RunFolder(folder.fetched), world_group), world_group)
+        return open_together(fetch_named(path, RunFolder(folder.fetched_checkpoints), world_group), world_group)
     found = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")

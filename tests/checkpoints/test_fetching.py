@@ -67,7 +67,7 @@ def test_a_line_says_how_much_of_all_files_is_there(
     saved = on_ranks(2, save_together, tmp_path / "run/checkpoints")[0]
     sizes = [entry.bytes for entry in Manifest.read(saved).files.values()]
     monkeypatch.setattr(remote_files, "PROGRESS_SECONDS", 0)
-    monkeypatch.setattr(remote_files, "gib", str)
+    monkeypatch.setattr(remote_files, "format_gib", str)
     fetch_named(f"file://{tmp_path}/run", RunFolder(tmp_path / "new"))
     begin, total = f"fetching file://{tmp_path}/run/checkpoints/{saved.name}:", sum(sizes)
     assert capsys.readouterr().out.splitlines() == [f"{begin} {so_far} of {total}" for so_far in (sizes[0], total)]

@@ -166,7 +166,7 @@ def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
     leases[0].acquire()
     with pytest.raises(UserError, match="another has begun on one;"):
         leases[1].acquire()
-    assert not RunFolder(run.with_name("other")).identity.exists()
+    assert not RunFolder(run.with_name("other")).run_id.exists()
 
 
 def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places: Places) -> None:
@@ -183,7 +183,7 @@ def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places
 def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
     run, url = places
     run.mkdir()
-    RunFolder(run).identity.write_text("this one\n")
+    RunFolder(run).run_id.write_text("this one\n")
     (run.parent / "store/run-id").write_text("another\n")
     with mirror(url, run) as sending:
         finish(sending)
@@ -204,7 +204,7 @@ def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
         sending.enqueue(save(run, 3))
         finish(sending)
         sending.check()
-    assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""
+    assert there.read_bytes() == RunFolder(run).run_id.read_bytes() != b""
 
 
 def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.__main__ import names
+from megahead.__main__ import command_names
 from megahead.completion import complete
 from support.commands import ROOT
 
@@ -53,7 +53,7 @@ def test_the_shell_is_answered(line: str, words: list[str], tmp_path: Path) -> N
 def test_what_was_typed_is_neither_looked_for_nor_fetched(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     program = (
-        "import argparse; from megahead.completion import answer_instead_of_parsing; answer_instead_of_parsing();"
+        "import argparse; from megahead.completion import patch_argparse; patch_argparse();"
         "parser = argparse.ArgumentParser(); parser.add_argument('--model', type=lambda text: 1 / 0);"
         "assert parser.parse_known_args(['--model', 's3://far'])[0].model == 's3://far'"
     )
@@ -65,7 +65,7 @@ def test_what_was_typed_is_neither_looked_for_nor_fetched(tmp_path: Path) -> Non
 def test_every_command_is_offered(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     code, words = asked("megahead ", tmp_path)
-    assert (code, words) == (0, ["-h", "--help", "--version", *(name.replace("_", "-") for name in names())])
+    assert (code, words) == (0, ["-h", "--help", "--version", *(name.replace("_", "-") for name in command_names())])
 
 
 def test_there_is_no_answer_to_an_unknown_command_or_without_argcomplete(tmp_path: Path) -> None:

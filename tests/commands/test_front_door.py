@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megahead
-from megahead.__main__ import answer, known, usage
+from megahead.__main__ import dispatch, resolve_command, usage
 from megahead.commands import COMMANDS
 from megahead.errors import UserError
 
@@ -44,7 +44,7 @@ def test_dashes_and_underscores_name_the_same(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/megahead", word])
     with pytest.raises(SystemExit) as stopped:
-        answer()
+        dispatch()
     said = capsys.readouterr().err
     assert (stopped.value.code, said.startswith("usage: megahead train-tokenizer [-h]")) == (2, True)
     assert "\nmegahead train-tokenizer: error: the following arguments are required: --output\n" in said
@@ -63,7 +63,7 @@ def test_dashes_and_underscores_name_the_same(
 )
 def test_an_unknown_command_is_answered_with_the_nearest(word: str, fix: str) -> None:
     with pytest.raises(UserError) as raised:
-        known(word)
+        resolve_command(word)
     assert str(raised.value) == f"`megahead` must be given the name of a command, but `{word}` is none; {fix}"
 
 
@@ -75,7 +75,7 @@ def test_without_a_command(
     words: list[str], code: int, begins: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["megahead", *words])
-    assert answer() == code
+    assert dispatch() == code
     assert capsys.readouterr().out.startswith(begins)
 
 

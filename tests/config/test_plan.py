@@ -11,7 +11,7 @@ import pytest
 from megahead.config import plan as resolving
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.errors import ConfigError, UserError
-from megahead.estimate import rank_memory, ways_to_need_less
+from megahead.estimate import memory_reductions, rank_memory
 from megahead.train.describe import describe_run
 from megahead.train.run import explain_out_of_memory, pretrain
 from support.forked import forked
@@ -54,7 +54,7 @@ def test_the_file_of_deepspeeds_settings_may_go_once_the_plan_is_made(tmp_path: 
     (tmp_path / "deepspeed.json").unlink()
     assert dict(describe_run(plan))["engine"] == "ZeRO 1, fp32"
     assert rank_memory(plan).total > 0
-    assert ways_to_need_less(plan)[0].endswith("(now 1)")
+    assert memory_reductions(plan)[0].endswith("(now 1)")
     with pytest.raises(UserError, match="at ZeRO 1 about"), explain_out_of_memory(plan):
         raise MemoryError
 

@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 import megahead
 import support.heavy_imports  # noqa: F401 - else every rank would import them
-from megahead.__main__ import answer
+from megahead.__main__ import dispatch
 from oracle.cases import CASES, HEADS, IDS, tree_of
 from support.commands import free_port
 
@@ -110,7 +110,7 @@ def fork(command: list[str], rank: int, count: int, port: int, log: Path) -> int
             os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
         sys.argv = ["megahead", *command]
         try:
-            code = answer() or 0
+            code = dispatch() or 0
         except SystemExit as leaving:
             code = int(leaving.code or 0)
         except BaseException:

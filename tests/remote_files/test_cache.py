@@ -13,7 +13,7 @@ import pytest
 from megahead import remote_files as cache
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError
-from megahead.remote_files import DamagedError, Expected, RemoteError, Store, fetch_into, local_file
+from megahead.remote_files import DamagedError, ExpectedFile, RemoteError, Store, fetch_into, local_file
 from support.small_run import write_text
 
 
@@ -99,7 +99,7 @@ def test_what_another_process_fetches_is_waited_for(tmp_path: Path) -> None:
     other.start()
     while not (folder / "held").exists():
         time.sleep(0.01)
-    waited = sum(1 for _ in fetch_into(folder, store, {"file": Expected(7)}))
+    waited = sum(1 for _ in fetch_into(folder, store, {"file": ExpectedFile(7)}))
     other.join()
     assert waited > 0
     assert (folder / "file").read_bytes() == b"content"
@@ -113,12 +113,12 @@ def test_one_that_no_longer_gets_anywhere_is_waited_for_a_limited_time(
     with (tmp_path / "file.partial").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RemoteError, match=r"but the one that does has received nothing for 0\.2 s; end it\.$"):
-            list(fetch_into(tmp_path, store, {"file": Expected(7)}))
+            list(fetch_into(tmp_path, store, {"file": ExpectedFile(7)}))
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
     store, said = Store(f"file://{tmp_path}/store"), list[str]()
     store.write("file", b"content")
-    list(fetch_into(tmp_path / "copies", store, {"file": Expected(7)}, said.append))
+    list(fetch_into(tmp_path / "copies", store, {"file": ExpectedFile(7)}, said.append))
     assert said == [f"fetching file://{tmp_path}/store/file: 0.00 GiB of 0.00 GiB"]

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from megahead import remote_files as far_store
-from megahead.remote_files import DamagedError, Expected, RemoteError, Store, receive
+from megahead.remote_files import DamagedError, ExpectedFile, RemoteError, Store, download
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 
 
-def received(store: Store, name: str, expected: Expected) -> bytes:
+def received(store: Store, name: str, expected: ExpectedFile) -> bytes:
     parts: list[bytes] = []
-    for _ in receive(store, name, expected, parts.append):
+    for _ in download(store, name, expected, parts.append):
         pass
     return b"".join(parts)
 
 
-def expected_of(content: bytes) -> Expected:
-    return Expected(len(content), hashlib.sha256(content).hexdigest())
+def expected_of(content: bytes) -> ExpectedFile:
+    return ExpectedFile(len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_files_of_many_parts_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_files_of_many_parts_come_back_whole(tmp_path: Path, monkeypatch: pytest
         assert received(store, "a/b", expected_of(content)) == content
         assert (store.sizes("a"), store.sizes(""), store.sizes("none")) == ({"a/b": 768}, {"a/b": 768}, {})
         store.write("a/c", b"small")
-        assert (store.read("a/c"), store.read_if_there("a/d")) == (b"small", None)
+        assert (store.read("a/c"), store.read_if_exists("a/d")) == (b"small", None)
         for _ in range(2):
             store.remove("a/c")
         assert list(store.sizes("")) == ["a/b"]
@@ -142,7 +142,7 @@ def test_a_real_s3_server_keeps_what_was_put_there(s3: str, tmp_path: Path) -> N
     store.write("a/small", b"small")
     assert store.sizes("a") == {"a/large": 17_000_000, "a/small": 5}
     assert received(store, "a/large", expected_of(content)) == content
-    assert (store.read_if_there("none"), store.sizes("none")) == (None, {})
+    assert (store.read_if_exists("none"), store.sizes("none")) == (None, {})
     before = store.version("a/small")
     store.write("a/small", b"other")
     assert store.version("a/small") != before

@@ -174,7 +174,7 @@ def _train(sandbox: Path, trains: bool) -> None:
         pretrain(load_config("run.yaml"), Launch())
         os._exit(0)
 
-    run_command(main, at_once=True)
+    run_command(main, immediate_exit=True)
 
 
 def _make_fresh(folder: Path) -> None:

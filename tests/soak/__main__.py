@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead.errors import existing, run_command
+from megahead.errors import existing_path, run_command
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--ranks", choices=("any", "fixed"), default="any", help="default: any")
     parser.add_argument("--pace", type=float, default=0.25, help="seconds that a step takes at least (default: 0.25)")
     parser.add_argument("--kinds", help="only these kinds of faults, by commas (default: all)")
-    parser.add_argument("--text", type=existing, metavar="FILE.idx", help="a dataset instead of docs/")
+    parser.add_argument("--text", type=existing_path, metavar="FILE.idx", help="a dataset instead of docs/")
     parser.add_argument("--ids", type=int, default=256, help="of that dataset (default: 256)")
     arguments = parser.parse_args()
     from soak.course import Settings, soak

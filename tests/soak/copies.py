@@ -28,7 +28,7 @@ from megahead.checkpoints import memory as node_memory
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.distributed.launch import Launch
-from megahead.errors import UserError, existing, run_command
+from megahead.errors import UserError, existing_path, run_command
 from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 from megahead.train.run import pretrain
@@ -138,7 +138,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--every", type=int, default=10, help="steps between copies (default: 10)")
     parser.add_argument("--zero", type=int, default=1, help="ZeRO stage (default: 1)")
-    parser.add_argument("--config", type=existing, default="configs/demo-headless.yaml", help="another run's YAML file")
+    parser.add_argument(
+        "--config", type=existing_path, default="configs/demo-headless.yaml", help="another run's YAML file"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     arguments = parser.parse_args()
 

@@ -22,7 +22,7 @@ import torch
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_markdown
-from megahead.wording import counted, duration
+from megahead.wording import format_duration, pluralize
 from soak.faults import Progress
 from soak.nodes import ROOT
 from soak.sitting import LEAVE_SECONDS, Cluster, Sitting, SoakError
@@ -273,9 +273,9 @@ def _lines(accounts: Accounts, found: Comparison, settings: dict[str, Any]) -> l
     every = accounts.seconds / max(accounts.events, 1)
     rows = "the same rows read" if found.same_rows else "OTHER ROWS READ"
     return [
-        f"{duration(accounts.seconds)} on {settings['hosts']} nodes ({settings['ranks']} ranks), seed "
-        f"{settings['seed']}: {counted(accounts.faults, 'fault')} in {counted(accounts.events, 'event')}, one every "
-        f"{every:.0f} s; {counted(accounts.sessions, 'session')}.",
+        f"{format_duration(accounts.seconds)} on {settings['hosts']} nodes ({settings['ranks']} ranks), seed "
+        f"{settings['seed']}: {pluralize(accounts.faults, 'fault')} in {pluralize(accounts.events, 'event')}, one "
+        f"every {every:.0f} s; {pluralize(accounts.sessions, 'session')}.",
         f"After {found.step:,} steps and against the undisturbed twin: {_differences(found)}; {rows}.",
         f"{accounts.steps:,} steps counted meanwhile, {accounts.again:,} were lost and done again. Effective training "
         f"time (seconds of the steps that counted, as logged, over wall time): {accounts.effective:.1%}.",

@@ -57,7 +57,7 @@ def keep(group: Group, folder: Path, nodes: str, steps: tuple[int, ...], mark: s
         wait(copies)
     group.all_gather_objects(None)
     run.path.mkdir(exist_ok=True)
-    run.holder.write_text(mark)
+    run.session.write_text(mark)
     return files_in(memory)
 
 

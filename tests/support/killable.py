@@ -49,7 +49,7 @@ def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage
         pretrain(config, launch, resume)
         os._exit(0)
 
-    run_command(main, at_once=True, report=partial(print_error_once, launch))
+    run_command(main, immediate_exit=True, report=partial(print_error_once, launch))
 
 
 def speak_to(log: Path) -> None:

@@ -54,7 +54,7 @@ def mirror(
         run.mkdir(exist_ok=True)
         remote, folder = Remote.of(url, timeout=5), RunFolder(run)
         plain = Remote.of(url.replace("faulty:", "file:")).store
-        seen = RemoteState(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
+        seen = RemoteState(plain.read_if_exists("run-id") or None, plain.read_if_exists("session") or None)
         sending = Uploads(
             remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
         )

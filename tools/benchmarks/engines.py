@@ -32,7 +32,7 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import assemble, fill_, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows
-from megahead.wording import counted, milliseconds
+from megahead.wording import pluralize, to_milliseconds
 
 if TYPE_CHECKING:
     from megahead.engine.engine import Engine
@@ -93,7 +93,7 @@ def compared(rounds: Rounds, place: int) -> dict[str, object]:
     """Medians of a variant's seconds and CPU seconds, and of their ratios to the first variant's in each round."""
     taken = [(steps[place], steps[0]) for steps in rounds]
     medians = {
-        f"{name}ms": milliseconds(median(own[kind] for own, _ in taken)) for kind, name in enumerate(("", "CPU "))
+        f"{name}ms": to_milliseconds(median(own[kind] for own, _ in taken)) for kind, name in enumerate(("", "CPU "))
     }
     ratios = {
         name: median(own[kind] / first[kind] for own, first in taken) for kind, name in enumerate(("wall", "CPU"))
@@ -114,7 +114,7 @@ def time_engines(config: RunConfig, stages: Sequence[int], ranks: int, rounds: i
             for stage in stages:
                 places = [(rank, ranks, f"{folder}/store-{stage}") for rank in range(ranks)]
                 together = [(engine_step, (config, stage, place)) for place in places]
-                variants.append(Variant(f"{counted(ranks, 'rank')}, ZeRO {stage}", together))
+                variants.append(Variant(f"{pluralize(ranks, 'rank')}, ZeRO {stage}", together))
         taken = interleaved_steps(variants, rounds)
         for variant in variants:
             variant.stop()

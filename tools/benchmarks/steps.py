@@ -28,7 +28,7 @@ from megahead.optim import build_optimizer
 from megahead.terminal import terminal
 from megahead.train.run import accelerate_
 from megahead.train.step import device_name
-from megahead.wording import milliseconds
+from megahead.wording import to_milliseconds
 
 How = Literal["as it is", "compiled", "whole last block", "muon"]
 """As the config says; compiled besides; an encoder's last block computed for every token, not only for targets; with
@@ -188,8 +188,8 @@ class Variant:
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """Its line of the table; shares are of the median step."""
         median, operations = statistics.median(self.seconds()), self.flops()
-        row: dict[str, object] = {"objective": self.name(), "ms": milliseconds(median)}
-        row |= {"best": milliseconds(min(self.seconds())), "tokens/s": round(self.tokens() / median)}
+        row: dict[str, object] = {"objective": self.name(), "ms": to_milliseconds(median)}
+        row |= {"best": to_milliseconds(min(self.seconds())), "tokens/s": round(self.tokens() / median)}
         row |= {"rows": round(statistics.mean(self.candidates)), "GFLOP": operations / 1e9}
         row["of rate"] = f"{operations / median / rate:.0%}"
         if peak := peak_flops(device_name(self.device), self.precision):

@@ -30,7 +30,7 @@ from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.sharing import sample
-from megahead.wording import duration
+from megahead.wording import format_duration
 from steps.once import Once
 
 if TYPE_CHECKING:
@@ -218,10 +218,10 @@ def times(stages: Once) -> Table:
     table = Table(box=None, header_style="bold", show_footer=True, pad_edge=False)
     spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
     table.add_column("stage", footer="this run")
-    table.add_column("time", footer=duration(spent), justify="right")
+    table.add_column("time", footer=format_duration(spent), justify="right")
     table.add_column("result")
     for stage in stages.finished:
-        table.add_row(stage.name, "reused" if stage.reused else duration(stage.seconds), escape(stage.result))
+        table.add_row(stage.name, "reused" if stage.reused else format_duration(stage.seconds), escape(stage.result))
     return table
 
 
@@ -234,5 +234,5 @@ def _narrow(row: dict[str, Any]) -> dict[str, object]:
         "next token": f"{row['next_token']:.1%}",
         "last word": f"{100 * row['last_word']:.1f}±{100 * row['last_word_stderr']:.1f}%",
         "tokens/s": round(row["tokens"] / row["seconds"]),
-        "trained": duration(row["seconds"]),
+        "trained": format_duration(row["seconds"]),
     }

@@ -13,7 +13,7 @@ import numpy as np
 from gpu_parts.plan import PREFIX, Outcome
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_markdown
-from megahead.wording import duration
+from megahead.wording import format_duration
 
 
 def steps_compared(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome],
     parts = [outcome.name for outcome in outcomes if outcome.state == "measured"]
     short: list[dict[str, Any]] = []
     for one in outcomes:
-        row = {"part": one.name, "state": one.state, "took": duration(one.seconds)}
+        row = {"part": one.name, "state": one.state, "took": format_duration(one.seconds)}
         short.append(row | {"because": one.why.partition("\n")[0]})
     tables = {
         "Targets": judged(outcomes),

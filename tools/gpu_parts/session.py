@@ -26,7 +26,7 @@ from gpu_parts.page import falls_short, page_of
 from gpu_parts.plan import START_UP, Outcome, Part, State
 from megahead.files import write_atomically
 from megahead.version import __version__
-from megahead.wording import duration
+from megahead.wording import format_duration
 from steps.once import Once
 
 PACKAGES = (
@@ -105,7 +105,7 @@ def run(part: Part, folder: Path, limit: float, launch: Launch = launch) -> Outc
 def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[State, str]:
     """State and sentence; the sentence of a command that has one, else its last lines."""
     if code is None:
-        return "too long", f"it had not ended after {duration(limit)}"
+        return "too long", f"it had not ended after {format_duration(limit)}"
     if code == -signal.SIGKILL:
         return "failed", "it was killed, most likely for the machine's memory"
     lines = [line for path in (said, wrong) for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -148,12 +148,12 @@ class Session:
             self._say(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
         for number, part in enumerate(todo, 1):
             left = deadline - time.monotonic()
-            takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
-            about = f"[{number}/{len(todo)}] {part.question} ({takes}; {duration(max(left, 0))} left)"
+            takes = "takes what it is given" if part.shares else f"about {format_duration(part.seconds)}"
+            about = f"[{number}/{len(todo)}] {part.question} ({takes}; {format_duration(max(left, 0))} left)"
             outcome = self.outcomes[part.name] = self._outcome(part, left, todo[number - 1 :], about)
             self._save()
             if outcome.state != "measured":
-                self._say(f"✗ {part.name} {outcome.state} ({duration(outcome.seconds)}): {outcome.why}")
+                self._say(f"✗ {part.name} {outcome.state} ({format_duration(outcome.seconds)}): {outcome.why}")
         self._save()
 
     def _say(self, text: str) -> None:
@@ -171,7 +171,7 @@ class Session:
             kept = part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
         limit = min(left, kept)
         if limit < (LEAST + START_UP if part.shares else LEAST):
-            return part.outcome("left out", why=f"no time was left for it; {duration(max(left, 0))} were.")
+            return part.outcome("left out", why=f"no time was left for it; {format_duration(max(left, 0))} were.")
 
         def work() -> dict[str, Any]:
             outcome = run(part, self.folder, limit, self._launch)

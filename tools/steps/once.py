@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megahead.files import write_atomically
-from megahead.wording import duration
+from megahead.wording import format_duration
 
 
 @contextmanager
@@ -83,7 +83,9 @@ class Once:
                 content = {"key": key, "outputs": self._files(outputs), "seconds": finished.seconds, "result": result}
                 write_atomically(record, json.dumps(content, indent=1) + "\n")
         self.finished.append(finished)
-        note = f"{'reused' if finished.reused else 'done'} ({duration(finished.seconds)}): {say(finished.result)}"
+        note = (
+            f"{'reused' if finished.reused else 'done'} ({format_duration(finished.seconds)}): {say(finished.result)}"
+        )
         self._print(("✓", "green"), name, note)
         return finished
 

@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from megahead.__main__ import answer
+from megahead.__main__ import dispatch
 from megahead.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -71,5 +71,5 @@ def help_of(*words: str) -> str:
     """A command's answer, on lines of 100 characters."""
     width, line = patch.dict(os.environ, {"COLUMNS": "100"}), patch.object(sys, "argv", ["megahead", *words, "--help"])
     with width, line, redirect_stdout(StringIO()) as text, suppress(SystemExit):
-        answer()
+        dispatch()
     return text.getvalue()
