@@ -240,7 +240,7 @@ def training_flops(
         matrices -= part.saved() * (attention + mlp)
         for layer in part.layers:
             seen[layer] = part.share * (near if config.is_local(layer) else part.share * context)
-        if part.first_reads_all:  # keys and values of the others, too
+        if part.first_layer_sees_all:  # keys and values of the others, too
             first = part.layers.start
             matrices += (1 - part.share) * attention / 2
             seen[first] = part.share * (near if config.is_local(first) else context)

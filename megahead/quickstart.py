@@ -29,7 +29,7 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.preprocess import END_TOKEN, closing_id, preprocess, suitable_workers
+from megahead.data.preprocess import END_TOKEN, end_token_id, preprocess, suitable_workers
 from megahead.data.records import Selection
 from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
@@ -197,7 +197,7 @@ def _require_writable(folder: Path) -> None:
 def _require_end(tokenizer: Path) -> None:
     """FieldError for one that cannot close documents, before anything that takes long."""
     try:
-        closing_id(load_tokenizer(str(tokenizer)), None)
+        end_token_id(load_tokenizer(str(tokenizer)), None)
     except FieldError:
         rule = f"have the token {END_TOKEN}, which closes documents"
         hint = "add it, or take the steps one by one with `megahead preprocess --end-token`"
@@ -304,7 +304,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
     if not chosen.exists():
         make_tokenizer(paths, selection, vocab_size, chosen)
     if not all(_is_cut(folder / f"text{part}", chosen) for part in ("", "-validation")):
-        few = text.few_documents(FEW_DOCUMENTS)
+        few = text.has_fewer_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
         workers = suitable_workers(text.bytes, os.cpu_count() or 1)
         with ProgressBar("Tokenizing") as bar:
@@ -324,7 +324,7 @@ def _is_cut(prefix: Path, tokenizer: Path) -> bool:
     """Whether the dataset is there, was cut by this tokenizer and knows it."""
     with suppress(DataError):
         dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
-        cut_by = dataset.cut_by()
+        cut_by = dataset.tokenizer_identity()
         return cut_by is not None and cut_by.sha256 == identity.sha256 and dataset.tokenizer_path() is not None
     return False
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess, suitable_workers
-from megahead.data.records import Selection, conditions, text_keys
+from megahead.data.records import Selection, as_text_key, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar
@@ -32,11 +32,11 @@ PLACES_SHOWN = 10
 
 def main() -> None:
     arguments = parse()
-    wanted, unwanted = conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
+    wanted, unwanted = parse_conditions("--keep", arguments.keep), parse_conditions("--drop", arguments.drop)
     tail = arguments.holdout_tail
     recipe = Recipe(
         tokenizer=Path(local_file(arguments.tokenizer)),
-        selection=Selection(text_keys(arguments.text_key), wanted, unwanted),
+        selection=Selection(as_text_key(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else held_out_share(fraction("--holdout", arguments.holdout)),
         holdout_tail=None if tail is None else held_out_share(fraction("--holdout-tail", tail)),

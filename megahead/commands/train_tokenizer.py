@@ -15,7 +15,7 @@ import argparse
 
 from tokenizers import Tokenizer
 
-from megahead.data.records import Selection, conditions
+from megahead.data.records import Selection, parse_conditions
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, extend, sample_texts, save_tokenizer
 from megahead.data.writer import ProgressBar
@@ -57,7 +57,7 @@ def trained(arguments: argparse.Namespace) -> Tokenizer:
     """A new tokenizer of the chosen type, or the one to extend with what the texts need."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with ProgressBar("Reading") as bar:
-        selection = Selection(arguments.text_key, conditions("--keep", arguments.keep))
+        selection = Selection(arguments.text_key, parse_conditions("--keep", arguments.keep))
         texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
         if arguments.extend is not None:
             return extend(opened_tokenizer(arguments.extend), texts, arguments.vocab_size)

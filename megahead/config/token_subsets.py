@@ -88,7 +88,7 @@ class SubsetLayers(NamedTuple):
     share: float
     """Of a row's tokens that they compute."""
 
-    first_reads_all: bool = False
+    first_layer_sees_all: bool = False
     """Whether the first of them computes keys and values of all tokens."""
 
     def saved(self) -> float:
@@ -107,7 +107,7 @@ def subset_layers(config: RunConfig) -> list[SubsetLayers]:
         found.append(SubsetLayers(range(late), 1 - masked))
     if masking.dropping:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
-        found.append(SubsetLayers(layers, share, first_reads_all=True))
+        found.append(SubsetLayers(layers, share, first_layer_sees_all=True))
     return found
 
 

@@ -27,17 +27,17 @@ class TokenSelection(NamedTuple):
     layers: range
     """Which layers."""
 
-    first_reads_all: bool = False
+    first_layer_sees_all: bool = False
     """Whether they still see the others in the first of these layers."""
 
     cu_seqlens: Tensor | None = None
     """As `Batch.cu_seqlens`, of the shorter rows."""
 
     @staticmethod
-    def of(kept_BT: Array, layers: range, first_reads_all: bool = False) -> TokenSelection:
+    def from_mask(kept_BT: Array, layers: range, first_layer_sees_all: bool = False) -> TokenSelection:
         """Those that are true."""
         most = int(kept_BT.sum(1).max(initial=1))
-        return TokenSelection(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
+        return TokenSelection(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_layer_sees_all)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Batch:
         """The same in page-locked memory, from which a CUDA device copies in the background."""
         return self._mapped(Tensor.pin_memory)
 
-    def weight(self) -> float:
+    def total_weight(self) -> float:
         """How often all targets count together."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
@@ -100,7 +100,7 @@ class RowCollator:
         bool [B, t]: where documents begin other than after end tokens."""
         raise NotImplementedError
 
-    def predicted(self, info: DatasetInfo) -> int | None:
+    def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
         """How many tokens of a dataset count in the loss; None if only some do."""
         return None
 
@@ -121,7 +121,7 @@ class CausalRows(RowCollator):
             boundary_targets=data.boundary_targets,
         )
 
-    def predicted(self, info: DatasetInfo) -> int:
+    def num_predicted_tokens(self, info: DatasetInfo) -> int:
         return info.tokens
 
 

@@ -102,7 +102,7 @@ class Blend:
                 float(self.asked[i]),
                 float(self.quotas[i]) / PERIOD,
                 float(taken[i]) / max(samples, 1),
-                float(taken[i]) / part.per_epoch,
+                float(taken[i]) / part.rows_per_epoch,
             )
             for i, part in enumerate(self.parts)
         ]
@@ -186,9 +186,8 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
     if isinstance(samples, Blend):
         lines += [("blend", share.describe()) for share in samples.shares(count)]
     else:
-        lines.append(
-            ("data", f"{pluralize(samples.per_epoch, 'row')}, {pluralize(count / samples.per_epoch, 'epoch', '.2g')}")
-        )
+        epochs = pluralize(count / samples.rows_per_epoch, "epoch", ".2g")
+        lines.append(("data", f"{pluralize(samples.rows_per_epoch, 'row')}, {epochs}"))
     for part in samples.parts if isinstance(samples, Blend) else [samples]:
         if isinstance(part, PackedSamples):
             empty = part.table.empty_share(part.sequence_length + 1)
@@ -200,7 +199,7 @@ def relative_epochs(samples: Samples | Blend) -> list[float]:
     """How often each dataset is read in the time in which the most read one is read once; [1] for a single dataset."""
     if not isinstance(samples, Blend):
         return [1.0]
-    epochs = samples.quotas / [part.per_epoch for part in samples.parts]
+    epochs = samples.quotas / [part.rows_per_epoch for part in samples.parts]
     return [float(each) for each in epochs / epochs.max()]
 
 

@@ -60,7 +60,7 @@ class Framing:
         """Ids that are never masked."""
         return self.masking.unmaskable_ids(self.end_token)
 
-    def rows(self, text: Array, document_starts: Array | None = None) -> FramedRows:
+    def frame(self, text: Array, document_starts: Array | None = None) -> FramedRows:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
 
         document_starts: bool [B, t], where documents begin other than after end tokens.
@@ -95,8 +95,8 @@ class NextTokens(RowCollator):
     """Whether a document's first token is a target, of the last token of the document before it."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.rows`; t targets in a full row."""
-        rows = self.framing.rows(text, document_starts)
+        """Arguments as of `Framing.frame`; t targets in a full row."""
+        rows = self.framing.frame(text, document_starts)
         known_BT = np.zeros(rows.tokens_BT.shape, bool)
         known_BT[:, :-2] = text >= 0
         if not self.boundary_targets:

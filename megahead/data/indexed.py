@@ -120,7 +120,7 @@ class TokenizerIdentity:
         return f"{self.name} ({self.sha256[:8]})"
 
 
-def require_one_tokenizer(cut_by: Mapping[str, TokenizerIdentity | None]) -> None:
+def require_same_tokenizer(cut_by: Mapping[str, TokenizerIdentity | None]) -> None:
     """DataError unless all of these, by what they are, have one tokenizer; those of which none is known pass."""
     known = [(what, identity) for what, identity in cut_by.items() if identity is not None]
     for what, identity in known[1:]:
@@ -169,7 +169,7 @@ class DatasetInfo:
     end_token: int | None = None
     """Id that closes each document."""
 
-    def identity(self) -> TokenizerIdentity | None:
+    def tokenizer_identity(self) -> TokenizerIdentity | None:
         """Of the tokenizer, if it is known."""
         known = self.tokenizer, self.tokenizer_sha256, self.vocabulary_sha256
         return None if None in known else TokenizerIdentity(*map(str, known))
@@ -327,9 +327,9 @@ class IndexedDataset:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
         return self._checked(first_token, self._tokens[first_token : first_token + count])
 
-    def cut_by(self) -> TokenizerIdentity | None:
+    def tokenizer_identity(self) -> TokenizerIdentity | None:
         """The tokenizer that made it, if `PREFIX.json` says."""
-        return None if self.info is None else self.info.identity()
+        return None if self.info is None else self.info.tokenizer_identity()
 
     def tokenizer_path(self) -> Path | None:
         """The tokenizer's file beside it, if there is one."""

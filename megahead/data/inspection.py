@@ -15,7 +15,7 @@ from megahead.data.indexed import (
     Array,
     IndexedDataset,
     dataset_paths,
-    require_one_tokenizer,
+    require_same_tokenizer,
     verify_file,
 )
 from megahead.data.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class Inspection:
                 f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {tokenizer.vocab_size - 1}: "
                 "the dataset was made with another one."
             )
-        cut_by = self.dataset.cut_by()
+        cut_by = self.dataset.tokenizer_identity()
         if tokenizer is not None and cut_by is not None and cut_by.vocabulary != tokenizer.identity().vocabulary:
             findings.append(f"the dataset was cut by {cut_by}, and not by {tokenizer.identity()}: its text is another.")
         empty = int((self.dataset.sizes == 0).sum())
@@ -128,7 +128,7 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     dataset = IndexedDataset(prefix)
     info = dataset.info
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
-    progress.begin(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
+    progress.start(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, fingerprint in files:
         verify_file(path, fingerprint, lambda read: progress.advance(read, read))
     if verify:
@@ -191,8 +191,10 @@ def merge_datasets(
     if there is not None and not overwrite:
         raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
     progress = progress or ByteProgress()
-    progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
-    tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
+    progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
+    tokenizers = [
+        each.tokenizer_identity() or (None if each.info is None else each.info.tokenizer) for each in datasets
+    ]
     vocab_size = max(map(_vocabulary, datasets))
     tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
     file = next((path for each in datasets if tokenizer and (path := each.tokenizer_path())), None)
@@ -215,7 +217,7 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
         raise DataError("there must be at least one dataset to merge, but none was given.")
     if dataset_paths(output)[0].resolve() in {dataset.bin_path.resolve() for dataset in datasets}:
         raise DataError(f"the output must be a new dataset, but `{output}` is one of those to merge.")
-    require_one_tokenizer({f"`{each.prefix}`": each.cut_by() for each in datasets if len(each)})
+    require_same_tokenizer({f"`{each.prefix}`": each.tokenizer_identity() for each in datasets if len(each)})
     kinds: dict[str, list[object]] = {
         "token types": [dataset.dtype.name for dataset in datasets],
         "vocabulary sizes": [dataset.info and dataset.info.vocab_size for dataset in datasets],

@@ -14,7 +14,7 @@ from megahead.data.blending import RowSource
 from megahead.data.framing import Framing, MaskedInputs, NextTokens
 from megahead.data.indexed import IndexedDataset
 from megahead.data.masking import Diffusion, MaskingCollator
-from megahead.data.strategies import Uniform, strategy_of
+from megahead.data.strategies import Uniform, build_strategy
 from megahead.data.strategy import ErrorCounts, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError
@@ -37,27 +37,30 @@ class BatchReader:
 
 
 def training_collator(
-    config: RunConfig, datasets: Sequence[IndexedDataset], error_counts: ErrorCounts | None = None, masked_from: int = 0
+    config: RunConfig,
+    datasets: Sequence[IndexedDataset],
+    error_counts: ErrorCounts | None = None,
+    steps_before_masking: int = 0,
 ) -> RowCollator:
-    """How a run, or a phase of it, frames and masks its training samples. `masked_from`: how many of the run's steps
-    come before the first one that masks.
+    """The collator of the training samples of a run, or of a phase. `steps_before_masking`: steps of the run before the
+    first that masks.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
-    text. Some strategies read the text to count pairs of neighbouring tokens; `error_counts` is for those that adapt.
+    text. Some strategies read the text to count bigrams; `error_counts` is for those that adapt.
     """
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
-    return _collator(config, TrainingText(config, datasets, "masking.strategy", error_counts), masked_from)
+    return _collator(config, TrainingText(config, datasets, "masking.strategy", error_counts), steps_before_masking)
 
 
 def held_out_collator(config: RunConfig) -> RowCollator:
-    """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
-    whose rows are masked as in training."""
+    """The collator of held-out rows. It masks equal rows alike in every run, but for masked diffusion, whose rows are
+    masked as in training."""
     return _collator(config)
 
 
-def _collator(config: RunConfig, text: TrainingText | None = None, masked_from: int = 0) -> RowCollator:
+def _collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
     """`text`: that of a run; None for held-out rows, of which single tokens are masked by the same seed everywhere."""
     if config.masking is None:
         return CausalRows(config.data)
@@ -65,7 +68,7 @@ def _collator(config: RunConfig, text: TrainingText | None = None, masked_from: 
     framing = Framing(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
         return NextTokens(framing, config.data.boundary_targets)
-    strategy, seed = (Uniform(), 0) if text is None else (strategy_of(masking, text), config.seed)
+    strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
         return Diffusion(framing, seed, strategy)
     return MaskingCollator(
@@ -75,8 +78,8 @@ def _collator(config: RunConfig, text: TrainingText | None = None, masked_from: 
         seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
-        masked_from=masked_from,
-        subsets=TokenSubsets.of(framing, config.model, text),
+        steps_before_masking=steps_before_masking,
+        subsets=TokenSubsets.from_settings(framing, config.model, text),
     )
 
 
@@ -116,7 +119,7 @@ def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_
         )
 
 
-def without_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
+def lacks_document_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
     """Whether `data` isolates documents, but the dataset shows no boundaries: it has preshuffled rows, whose index
     lists no documents, and none of the rows that were checked has an end token."""
     if dataset.num_documents or not data.isolate_documents:

@@ -36,7 +36,7 @@ class MaskingCollator(RowCollator):
     steps: int = 1
     """Optimizer steps of the run, for a masking rate that changes; it is the same for all samples of a step."""
 
-    masked_from: int = 0
+    steps_before_masking: int = 0
     """How many of these come before the first one that masks, with which the rate's course begins."""
 
     subsets: TokenSubsets | None = None
@@ -48,10 +48,10 @@ class MaskingCollator(RowCollator):
         return self.framing.masking
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.rows`."""
-        return self.masked(self.framing.rows(text, document_starts), text, sample_indices)
+        """Arguments as of `Framing.frame`."""
+        return self.mask_rows(self.framing.frame(text, document_starts), text, sample_indices)
 
-    def masked(
+    def mask_rows(
         self,
         rows: FramedRows,
         text: Array,
@@ -71,7 +71,7 @@ class MaskingCollator(RowCollator):
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
         step_B = np.asarray(sample_indices) // self.samples_per_step
-        progress_B = (step_B - self.masked_from) / max(self.steps - 1 - self.masked_from, 1)
+        progress_B = (step_B - self.steps_before_masking) / max(self.steps - 1 - self.steps_before_masking, 1)
         rate_B = np.array([self.config.rate_at(progress) for progress in progress_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
@@ -176,22 +176,22 @@ class Diffusion(RowCollator):
     """Of single tokens: by its weights some are masked before others; how many of a row stays as it is."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.rows`. All targets are read as the mask token; special tokens are none.
+        """Arguments as of `Framing.frame`. All targets are read as the mask token; special tokens are none.
 
         The shares of consecutive samples are spread evenly (MDLM's low-discrepancy sampler; here of any number of
         consecutive samples, wherever they begin).
         """
-        rows = self.framing.rows(text, document_starts)
+        rows = self.framing.frame(text, document_starts)
         rng = CounterRng(self.seed, sample_indices)
         tokens_B = rows.maskable_BT.sum(1)
-        masked_B = np.ceil(rng.spread(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
+        masked_B = np.ceil(rng.low_discrepancy(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
         weight_BT = self.strategy.weights(rows.tokens_BT)
-        chosen_BT = rng.choice(Purpose.DIFFUSION_PLACES, rows.maskable_BT, masked_B, weight_BT)
+        chosen_BT = rng.choice(Purpose.DIFFUSION_POSITIONS, rows.maskable_BT, masked_B, weight_BT)
         read_BT = np.where(chosen_BT, self.framing.masking.mask_token, rows.tokens_BT)
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
         return replace(rows.batch(chosen_BT, read_BT), weight_N=torch.from_numpy(weight_N))
 
-    def predicted(self, info: DatasetInfo) -> int:
+    def num_predicted_tokens(self, info: DatasetInfo) -> int:
         """All that may be masked."""
         unmaskable = set(self.framing.unmaskable())
         return sum(count for id_, count in enumerate(info.token_counts) if id_ not in unmaskable)

@@ -64,7 +64,7 @@ class PackedSamples(Samples):
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
         """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
-        epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.per_epoch)
+        epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.rows_per_epoch)
         document_starts = np.zeros((len(places_B), self.sequence_length + 1), bool)
         for slot, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
             (row,) = self._order(epoch).take(np.array([place]))

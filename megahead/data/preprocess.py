@@ -21,7 +21,7 @@ import numpy as np
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, most_documents, read_chunks, total_bytes
-from megahead.data.tokenizer import PIECE, Engine, Tokenizer, load_tokenizer, opened
+from megahead.data.tokenizer import PIECE_CHARACTERS, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -47,7 +47,7 @@ class ChunkTokenizer:
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """The ids of the chunk's documents. DataError for a broken document, unless `on_error` says to skip them."""
         parsed = chunk.parse()
-        texts = parsed.strict() if self.on_error == "fail" else parsed.texts
+        texts = parsed.strict_texts() if self.on_error == "fail" else parsed.texts
         tokenizer, held = opened(self.path, self.engine), None
         if self.tail is not None:
             cut = [part for text in texts for part in _cut(text, self.tail)]
@@ -151,7 +151,7 @@ def suitable_workers(total_bytes: int | None, cores: int) -> int:
 def _utf8_bytes(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(len(text[start : start + PIECE].encode()) for start in range(0, len(text), PIECE))
+    return sum(len(text[start : start + PIECE_CHARACTERS].encode()) for start in range(0, len(text), PIECE_CHARACTERS))
 
 
 def _prepare_worker() -> None:
@@ -184,7 +184,7 @@ class Recipe:
 
     selection: Selection = field(default_factory=Selection)
     end_token: str | None = None
-    """Spelling of the token that closes each document; None for the tokenizer's own (`closing_id`)."""
+    """Spelling of the token that closes each document; None for the tokenizer's own (`end_token_id`)."""
 
     holdout: Fraction | None = None
     """Share of the documents that goes to `OUTPUT-validation`."""
@@ -303,7 +303,7 @@ def preprocess(
     if (documents := most_documents(found)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
     progress = progress or ByteProgress()
-    progress.begin(total_bytes(found))
+    progress.start(total_bytes(found))
     with EncodingPool(workers) as pool:
         return write_dataset(read_chunks(found, recipe.selection), recipe, output, pool, progress)
 
@@ -318,7 +318,7 @@ def write_dataset(
             "it; give one of them another name."
         )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
-    end = closing_id(loaded, recipe.end_token)
+    end = end_token_id(loaded, recipe.end_token)
     encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error, recipe.holdout_tail)
     report = PreprocessReport()
     known: Any = {"vocab_size": loaded.vocab_size, "tokenizer": loaded.identity(), "tokenizer_file": loaded.path}
@@ -347,7 +347,7 @@ def write_dataset(
     return report
 
 
-def closing_id(tokenizer: Tokenizer, end_token: str | None) -> int:
+def end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int:
     """The id of `end_token`; without it of the tokenizer's own: END_TOKEN, what a SentencePiece model names, or one of
     ROLES.
 

@@ -75,12 +75,12 @@ class Selection:
         return kept and not any((key, _value(record, key)) in self.drop for key, _ in self.drop)
 
 
-def text_keys(given: Sequence[str]) -> str | tuple[str, ...]:
+def as_text_key(given: Sequence[str]) -> str | tuple[str, ...]:
     """A key alone as Selection had it before there could be several: folders of `--per-file` hold it so."""
     return given[0] if len(given) == 1 else tuple(given)
 
 
-def conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
+def parse_conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
     """`KEY=VALUE` texts as pairs; FieldError for one without `=`."""
     for text in given:
         if "=" not in text:
@@ -124,7 +124,7 @@ class Parsed:
     left_out: int = 0
     """Documents that the selection does not want."""
 
-    def strict(self) -> list[str]:
+    def strict_texts(self) -> list[str]:
         """The texts; DataError for the first broken place."""
         if self.broken:
             raise DataError(self.broken[0])

@@ -97,32 +97,33 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
 
 
 # Which span of a dataset's tokens sample k is. It does not depend on ranks, batches or progress, so a run resumes at
-# any sample and on any mesh with the same order. Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
+# any sample and on any mesh with the same order. With R rows per
+# epoch, sample k has position k % R in epoch k // R.
 
 
 class Samples:
     """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end; in file order,
     unless a subclass says otherwise."""
 
-    def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, min_tokens: int) -> None:
-        if per_epoch < 1:
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, rows_per_epoch: int, min_tokens: int) -> None:
+        if rows_per_epoch < 1:
             raise DataError(
                 f"`{dataset.prefix}` must hold at least {min_tokens:,} tokens for rows of "
                 f"{pluralize(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or "
                 "shorten data.sequence_length."
             )
-        self.dataset, self.sequence_length, self.per_epoch = dataset, sequence_length, per_epoch
+        self.dataset, self.sequence_length, self.rows_per_epoch = dataset, sequence_length, rows_per_epoch
 
     def __len__(self) -> int:
-        return self.per_epoch
+        return self.rows_per_epoch
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """The samples' tokens, int64 [B, T+1]; index // `per_epoch` is the epoch. O(B T), whatever the dataset."""
+        """The samples' tokens, int64 [B, T+1]; index // `rows_per_epoch` is the epoch. O(B T), whatever the dataset."""
         indices_B = np.asarray(sample_indices, np.int64)
         if indices_B.size and indices_B.min() < 0:
             raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
         rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
-        epochs_B, places_B = np.divmod(indices_B, self.per_epoch)
+        epochs_B, places_B = np.divmod(indices_B, self.rows_per_epoch)
         for epoch in set(epochs_B.tolist()):
             (slots,) = np.nonzero(epochs_B == epoch)
             self._fill(rows, slots, epoch, places_B[slots])
@@ -154,10 +155,10 @@ class StreamSamples(Samples):
     """
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int) -> None:
-        per_epoch = (dataset.num_tokens - sequence_length) // sequence_length
-        super().__init__(dataset, sequence_length, per_epoch, min_tokens=2 * sequence_length)
+        rows_per_epoch = (dataset.num_tokens - sequence_length) // sequence_length
+        super().__init__(dataset, sequence_length, rows_per_epoch, min_tokens=2 * sequence_length)
         self.seed = seed
-        self._order = epoch_orders(per_epoch, seed)
+        self._order = epoch_orders(rows_per_epoch, seed)
 
     def offset(self, epoch: int) -> int:
         """Tokens skipped at the start of the text in this epoch, in [0, T)."""
@@ -171,8 +172,8 @@ class SequentialSamples(Samples):
     """The whole text cut into rows in file order, for validation: every target at most once an epoch."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
-        per_epoch = (dataset.num_tokens - 1) // sequence_length
-        super().__init__(dataset, sequence_length, per_epoch, min_tokens=sequence_length + 1)
+        rows_per_epoch = (dataset.num_tokens - 1) // sequence_length
+        super().__init__(dataset, sequence_length, rows_per_epoch, min_tokens=sequence_length + 1)
 
 
 class StoredSamples(Samples):
@@ -207,12 +208,12 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
     return kind(dataset, sequence_length)
 
 
-class EvenlySpread:
+class EvenlySpacedSamples:
     """`count` of the rows of `samples` (or all, if there are fewer), evenly spread over the text, by numbers of their
     own from 0: by these they are masked, so that what is even over consecutive numbers stays so."""
 
     def __init__(self, samples: Samples, count: int) -> None:
-        self._samples, self.count = samples, min(count, samples.per_epoch)
+        self._samples, self.count = samples, min(count, samples.rows_per_epoch)
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """int64 [B, T+1]."""
@@ -223,7 +224,7 @@ class EvenlySpread:
         return self._samples.document_starts(self._places(sample_indices))
 
     def _places(self, sample_indices: Sequence[int] | Array) -> Array:
-        places: Array = np.asarray(sample_indices, np.int64) * self._samples.per_epoch // self.count
+        places: Array = np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count
         return places
 
 
@@ -243,7 +244,7 @@ class Purpose(IntEnum):
     SPAN_LENGTHS = 17
     MASKED_INPUTS = 33
     DIFFUSION_SHARES = 41
-    DIFFUSION_PLACES = 42
+    DIFFUSION_POSITIONS = 42
     REPLACED_TOKENS = 51
     DROPPING_TIES = 61
 
@@ -262,7 +263,7 @@ class CounterRng:
         place_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         return _as_fraction(scramble(row_B[:, None] + place_W))
 
-    def spread(self, purpose: int) -> Array:
+    def low_discrepancy(self, purpose: int) -> Array:
         """float64 [B], each in (0, 1); those of consecutive samples lie evenly, any number of them from any on.
 
         Steps of the golden ratio from a random beginning, modulo 1 (Weyl's sequence).

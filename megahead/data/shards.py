@@ -47,7 +47,7 @@ def preprocess_shards(
     try:
         manifest = ShardManifest.open(folder, recipe)
         progress, total = progress or ByteProgress(), PreprocessReport()
-        progress.begin(total_bytes(shards))
+        progress.start(total_bytes(shards))
         with EncodingPool(workers) as pool:
             for shard in shards:
                 report = manifest.report(shard, recipe)

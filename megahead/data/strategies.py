@@ -46,10 +46,12 @@ class Pmi(EqualWeights):
     def build(masking: MaskingConfig, text: TrainingText) -> Pmi:
         """Counts neighbours in the text."""
         pairs, longest = text.pair_counts(), masking.max_unit_length(text.config.data.sequence_length)
-        return Pmi.of(pairs, masking.least_pmi, masking.least_count, longest, text.special_ids())
+        return Pmi.from_pairs(pairs, masking.least_pmi, masking.least_count, longest, text.special_ids())
 
     @staticmethod
-    def of(pairs: PairCounts, min_pmi: float, min_count: int, max_tokens: int, excluded: Sequence[int] = ()) -> Pmi:
+    def from_pairs(
+        pairs: PairCounts, min_pmi: float, min_count: int, max_tokens: int, excluded: Sequence[int] = ()
+    ) -> Pmi:
         """With the pairs of at least so much PMI (nats) and so many occurrences, without `excluded` ids."""
         a, b = pairs.pairs()
         kept = (pairs.pmi() >= min_pmi) & (pairs.counts >= min_count)
@@ -77,24 +79,24 @@ class Frequency(WeightedIds):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Frequency:
         """By the counts that preprocessing has put beside the datasets."""
-        return Frequency.of(text.token_counts().tolist(), masking.frequency_power)
+        return Frequency.from_counts(text.token_counts().tolist(), masking.frequency_power)
 
     @staticmethod
-    def of(token_counts: Sequence[int], power: float) -> Frequency:
+    def from_counts(token_counts: Sequence[int], power: float) -> Frequency:
         """From each id's count in the training text."""
         return Frequency((np.asarray(token_counts, np.float64) + 1) ** -power)
 
 
-FLOOR = 0.1
+WEIGHT_FLOOR = 0.1
 """Added to all shares of misses, so that an id that is always predicted is masked at times."""
 
-PRIOR = 2
+PRIOR_TARGETS = 2
 """Targets that every id begins with, missed as often as all are together."""
 
 
 @dataclass(frozen=True)
 class Hardest(WeightedIds):
-    """Ids in proportion to FLOOR plus the share of times that they were missed; all alike until that is known.
+    """Ids in proportion to WEIGHT_FLOOR plus the share of times that they were missed; all alike until that is known.
 
     After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475, "Mask and You
     Shall Receive").
@@ -116,15 +118,15 @@ class Hardest(WeightedIds):
         counts_V2 = self.error_counts.at(step)
         if not self._latest or self._latest[0][0] is not counts_V2:
             misses_V, targets_V = counts_V2.numpy().astype(np.float64).T
-            share = (misses_V.sum() + PRIOR) / (targets_V.sum() + PRIOR)
-            weight_V = FLOOR + (misses_V + PRIOR * share) / (targets_V + PRIOR)
+            share = (misses_V.sum() + PRIOR_TARGETS) / (targets_V.sum() + PRIOR_TARGETS)
+            weight_V = WEIGHT_FLOOR + (misses_V + PRIOR_TARGETS * share) / (targets_V + PRIOR_TARGETS)
             self._latest[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.error_counts))]
         return self._latest[0][1]
 
 
 class Informative(WeightedIds):
-    """Tokens in proportion to FLOOR plus the positive PMI with a neighbour, on average over both neighbours of all
-    their occurrences; pairs that occur less than `least_count` times count as 0.
+    """Weights of ids: WEIGHT_FLOOR plus the mean positive PMI with a neighbour, over both neighbours of all uses.
+    Pairs that occur less than `least_count` times count as 0.
 
     After InforMask (Sadeq, Xu, McAuley 2022, arXiv 2210.11771), which prefers tokens with a high PMI with the rest of
     their row. Here an id has one weight, so that how often it is selected depends on the id alone, and the
@@ -135,17 +137,17 @@ class Informative(WeightedIds):
     def build(masking: MaskingConfig, text: TrainingText) -> Informative:
         """Counts neighbours in the text, whose token counts the training-free head will need."""
         text.token_counts()
-        return Informative.of(text.pair_counts(), masking.least_count, text.special_ids())
+        return Informative.from_pairs(text.pair_counts(), masking.least_count, text.special_ids())
 
     @staticmethod
-    def of(pairs: PairCounts, least_count: int, excluded: list[int]) -> Informative:
+    def from_pairs(pairs: PairCounts, least_count: int, excluded: list[int]) -> Informative:
         """From the counts of neighbours; `excluded` ids inform of nothing."""
         a, b = pairs.pairs()
         kept = (pairs.counts >= least_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
         information = np.where(kept, pairs.counts * np.maximum(pairs.pmi(), 0.0), 0.0)
         size = len(pairs.count_V)
         sums_V = np.bincount(a, information, size) + np.bincount(b, information, size)
-        return Informative(FLOOR + sums_V / np.maximum(2 * pairs.count_V, 1))
+        return Informative(WEIGHT_FLOOR + sums_V / np.maximum(2 * pairs.count_V, 1))
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
 """By `masking.strategy`."""
 
 
-def strategy_of(masking: MaskingConfig, text: TrainingText) -> Strategy:
+def build_strategy(masking: MaskingConfig, text: TrainingText) -> Strategy:
     """By `masking.strategy`, which may name a class of one's own with the same `build`; as `custom_strategy`."""
     if masking.strategy_is_custom():
         built: Strategy = custom_strategy(masking.strategy).build(masking, text)

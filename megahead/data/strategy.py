@@ -40,7 +40,7 @@ class PairCounts:
     """int64: unigram counts."""
 
     @staticmethod
-    def of(chunks: Iterable[Array], vocab_size: int) -> PairCounts:
+    def count(chunks: Iterable[Array], vocab_size: int) -> PairCounts:
         """Counts the bigrams in `chunks`.
 
         About 0.3 s per million tokens; memory is proportional to the number of distinct bigrams.
@@ -221,7 +221,7 @@ class TrainingText:
 
     def pair_counts(self) -> PairCounts:
         """Bigram counts; reads the text."""
-        return PairCounts.of(token_chunks(self.datasets), self.vocab_size)
+        return PairCounts.count(token_chunks(self.datasets), self.vocab_size)
 
     def token_counts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """int64 [V]: of all datasets together; ConfigError if one has none."""

@@ -43,7 +43,7 @@ class Survey:
         """Of the text, about: compressed files hold three times as much."""
         return sum(item.bytes * (3 if item.path.suffix in (".gz", ".zst", ".parquet") else 1) for item in self.inputs)
 
-    def few_documents(self, least: int) -> bool:
+    def has_fewer_documents(self, least: int) -> bool:
         """Whether there are fewer than `least`; reads no further than needed."""
         number = 0
         for chunk in read_chunks(self.inputs, self.selection()):
@@ -131,7 +131,7 @@ def _sizes(item: Input) -> Counter[str]:
         if not number:
             parsed = chunk.parse()
             if isinstance(chunk, TextFile):
-                sizes.characters[WHOLE] += sum(map(len, parsed.strict()))
+                sizes.characters[WHOLE] += sum(map(len, parsed.strict_texts()))
         if item.path.suffix == ".jsonl":
             break
     return +sizes.characters

@@ -41,7 +41,7 @@ class TokenDropping:
         order_BT = np.lexsort((draw_BT, falling_BT, self._kinds(read_BT, text)))
         kept_BT = np.zeros(read_BT.shape, bool)
         np.put_along_axis(kept_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return TokenSelection.of(kept_BT, self.layers, first_reads_all=True)
+        return TokenSelection.from_mask(kept_BT, self.layers, first_layer_sees_all=True)
 
     def _kinds(self, read_BT: Array, text: Array) -> Array:
         """int64 [B, T]: which are kept before which."""
@@ -57,14 +57,14 @@ class TokenSubsets:
 
     mask_token: int
 
-    masks_from: int = 0
+    first_masked_layer: int = 0
     """The first layer that sees mask tokens."""
 
     dropping: TokenDropping | None = None
     """What middle layers leave out, if anything."""
 
     @staticmethod
-    def of(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
+    def from_settings(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
         """As the settings ask for; held-out rows, which have no `text` by which tokens are important, drop none."""
         masking, settings = framing.masking, framing.masking.dropping
         if text is None or settings is None:
@@ -78,7 +78,7 @@ class TokenSubsets:
     ) -> tuple[TokenSelection, ...]:
         """In the order of layers; `chosen_BT`: targets, `read_BT`: what is read."""
         kept = () if self.dropping is None else (self.dropping.select(read_BT, text, step, rng),)
-        if self.masks_from:
+        if self.first_masked_layer:
             mask_BT = chosen_BT & (read_BT == self.mask_token)
-            kept = (TokenSelection.of(~mask_BT, range(self.masks_from)), *kept)
+            kept = (TokenSelection.from_mask(~mask_BT, range(self.first_masked_layer)), *kept)
         return kept

@@ -22,7 +22,7 @@ from megahead.files import write_atomically
 from megahead.remote_files import local_file
 from megahead.run_folder import RunFolder
 
-PIECE = 1 << 20
+PIECE_CHARACTERS = 1 << 20
 """About how many characters a piece has."""
 
 AROUND = 256
@@ -42,8 +42,8 @@ def pieces(text: str, encode: Encode) -> Iterator[str]:
     since all common tokenizers pre-tokenize there. If no such place is found, the rest stays whole.
     """
     start = 0
-    while len(text) - start >= 2 * PIECE:
-        cut = _place(text, start + PIECE, encode)
+    while len(text) - start >= 2 * PIECE_CHARACTERS:
+        cut = _place(text, start + PIECE_CHARACTERS, encode)
         yield text[start:cut]
         start = cut
     if start < len(text):
@@ -115,7 +115,7 @@ class Tokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
         """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
-        if all(len(text) < 2 * PIECE for text in texts):
+        if all(len(text) < 2 * PIECE_CHARACTERS for text in texts):
             return self._encode_whole(texts)
         dtype = token_dtype(self.vocab_size)
         parts = [
@@ -184,7 +184,7 @@ def has_fingerprint(path: str | Path, fingerprint: str) -> bool:
     return fingerprint == hashlib.sha256(file.read_bytes()).hexdigest() or fingerprint == tokenizer_fingerprint(file)
 
 
-def keep_tokenizer(source: Path, run: RunFolder) -> None:
+def copy_tokenizer(source: Path, run: RunFolder) -> None:
     """Copies a tokenizer's file into a run's folder, by the name of its kind; it takes the place of another one."""
     kept = run.tokenizer_model if is_sentencepiece(source) else run.tokenizer_json
     write_atomically(kept, source.read_bytes())

@@ -160,7 +160,7 @@ def sample_texts(
     progress = progress or ByteProgress()
     found, some = find_inputs(inputs), False
     total = total_bytes(found)
-    progress.begin(total)
+    progress.start(total)
     for item in found:
         share = 1 / len(found) if total is None else item.bytes / max(total, 1)
         budget = None if max_bytes is None else max_bytes * share
@@ -168,7 +168,7 @@ def sample_texts(
         for chunk in item.chunks(selection or Selection()):
             before = taken
             parsed = chunk.parse()
-            for text in parsed.texts if skip_broken else parsed.strict():
+            for text in parsed.texts if skip_broken else parsed.strict_texts():
                 if budget is not None and taken and taken >= budget:
                     break
                 yield text
@@ -201,7 +201,7 @@ def _check_room(vocab_size: int, min_size: int) -> None:
 # it ended: words of the new text are cut by the tokenizer, and pairs of its own tokens are merged. Each token is
 # written as one character for that, its *letter*, since a trainer merges characters.
 
-LEAST = 2
+MIN_PAIR_COUNT = 2
 """How often a pair must occur: of a token that occurs once nothing is learned."""
 _TEXTS_AT_ONCE = 64
 _MORE = 64
@@ -227,7 +227,9 @@ def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Token
     merges = _learned(_in_letters(tokenizer, texts, letters_V), letters_V, wanted + wanted // 8 + _MORE)
     _append(content["model"], ids, merges, vocab_size)
     if len(content["model"]["vocab"]) == len(ids):
-        raise DataError(f"the text must have pieces that occur {LEAST} times to be new tokens, but has none; add text.")
+        raise DataError(
+            f"the text must have pieces that occur {MIN_PAIR_COUNT} times to be new tokens, but has none; add text."
+        )
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -258,7 +260,7 @@ def _learned(words: Iterator[str], letters_V: Array, count: int) -> list[tuple[l
     bpe.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     alphabet = list(letters_V.astype("<u4").tobytes().decode("utf-32-le"))
     trainer = trainers.BpeTrainer(
-        vocab_size=len(letters_V) + count, min_frequency=LEAST, initial_alphabet=alphabet, show_progress=False
+        vocab_size=len(letters_V) + count, min_frequency=MIN_PAIR_COUNT, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(words, trainer)
     id_of = {letter: id_ for id_, letter in enumerate(alphabet)}

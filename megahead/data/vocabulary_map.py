@@ -33,18 +33,18 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
-class SpelledVocabulary:
+class ByteVocabulary:
     """A tokenizer and what its tokens stand for."""
 
     tokenizer: Tokenizer
     spellings: list[str | None]
     """By id; None where there is no such id."""
 
-    text: list[bytes | None]
+    token_bytes: list[bytes | None]
     """By id; None for special tokens and where there is no such id."""
 
     @staticmethod
-    def open(path: Path) -> SpelledVocabulary:
+    def open(path: Path) -> ByteVocabulary:
         """DataError for what is neither a `tokenizer.json` nor like one, or spells its tokens in another way than those
         above."""
         tokenizer = load_tokenizer(path)
@@ -55,12 +55,12 @@ class SpelledVocabulary:
         text = [
             None if one is None or one in special else one.encode() if one in added else undo(one) for one in spellings
         ]
-        return SpelledVocabulary(tokenizer, spellings, text)
+        return ByteVocabulary(tokenizer, spellings, text)
 
     @cached_property
     def by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
         """The ids that stand for text. SentencePiece may have a byte twice: as `A` and as a fallback, `<0x41>`."""
-        both = zip(self.text, self.spellings, strict=True)
+        both = zip(self.token_bytes, self.spellings, strict=True)
         return {(text, spelled): id_ for id_, (text, spelled) in enumerate(both) if text and spelled is not None}
 
     @cached_property
@@ -80,22 +80,26 @@ class SpelledVocabulary:
     @cached_property
     def special(self) -> dict[str, int]:
         """The ids of special tokens by their spellings."""
-        return {name: id_ for id_, name in enumerate(self.spellings) if name is not None and self.text[id_] is None}
+        return {
+            name: id_ for id_, name in enumerate(self.spellings) if name is not None and self.token_bytes[id_] is None
+        }
 
-    def in_role(self, role: str) -> int | None:
+    def id_of_role(self, role: str) -> int | None:
         """The id of the special token with this role (a key of ROLES); None where there is none."""
         own = self.tokenizer.roles.get(role)
         return next((self.special[name] for name in ROLES[role] if name in self.special), None) if own is None else own
 
     def role_of(self, id_: int) -> str | None:
         """The role of a special token."""
-        return next((role for role in ROLES if self.in_role(role) == id_ or self.spellings[id_] in ROLES[role]), None)
+        return next(
+            (role for role in ROLES if self.id_of_role(role) == id_ or self.spellings[id_] in ROLES[role]), None
+        )
 
 
 def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
     """What each id below `count` stands for; None for special tokens and where there is no such id. DataError as of
-    `SpelledVocabulary.open`."""
-    text = SpelledVocabulary.open(load_tokenizer(path).path).text[:count]
+    `ByteVocabulary.open`."""
+    text = ByteVocabulary.open(load_tokenizer(path).path).token_bytes[:count]
     return text + [None] * (count - len(text))
 
 
@@ -156,50 +160,50 @@ def _bytes_of_characters() -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Translation:
+class VocabularyMap:
     """What each new id is in old ids."""
 
     old_size: int
     """How many ids the old vocabulary has."""
 
-    kept_V: list[int | None]
+    old_id_V: list[int | None]
     """The old id of the same bytes, or of the same special token; None for tokens that are not kept."""
 
-    pieces_V: list[list[int]]
+    old_pieces_V: list[list[int]]
     """For a token that is not kept, the old ids whose bytes make it up; empty where none do."""
 
     def counts(self) -> tuple[int, int, int]:
         """Tokens that are kept, made up of pieces, and neither."""
-        kept = sum(id_ is not None for id_ in self.kept_V)
-        pieced = sum(bool(pieces) for pieces in self.pieces_V)
-        return kept, pieced, len(self.kept_V) - kept - pieced
+        kept = sum(id_ is not None for id_ in self.old_id_V)
+        pieced = sum(bool(pieces) for pieces in self.old_pieces_V)
+        return kept, pieced, len(self.old_id_V) - kept - pieced
 
-    def followed_by(self, old_ids: Sequence[int]) -> Translation:
+    def with_appended_ids(self, old_ids: Sequence[int]) -> VocabularyMap:
         """With ids behind the new tokenizer's that stand for these behind the old one's."""
         more: list[list[int]] = [[] for _ in old_ids]
-        return Translation(self.old_size + len(old_ids), [*self.kept_V, *old_ids], [*self.pieces_V, *more])
+        return VocabularyMap(self.old_size + len(old_ids), [*self.old_id_V, *old_ids], [*self.old_pieces_V, *more])
 
-    def only_renumbers(self) -> bool:
+    def is_permutation(self) -> bool:
         """Whether all tokens of both vocabularies are kept, each once."""
-        return set(self.kept_V) == {*range(self.old_size)} and len(self.kept_V) == self.old_size
+        return set(self.old_id_V) == {*range(self.old_size)} and len(self.old_id_V) == self.old_size
 
 
-def translate(old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> Translation:
+def map_vocabulary(old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> VocabularyMap:
     """What each token of `new` is in `old`; `roles`: old ids of special tokens by role (a key of ROLES), where the
     model's config names them."""
     kept = [_kept(id_, old, new, roles) for id_ in range(len(new.spellings))]
-    wanted = [id_ for id_, text in enumerate(new.text) if text and kept[id_] is None]
-    found = _pieces([new.text[id_] or b"" for id_ in wanted], old)
+    wanted = [id_ for id_, text in enumerate(new.token_bytes) if text and kept[id_] is None]
+    found = _pieces([new.token_bytes[id_] or b"" for id_ in wanted], old)
     pieces: list[list[int]] = [[] for _ in new.spellings]
     for id_, old_ids in zip(wanted, found, strict=True):
         pieces[id_] = old_ids
-    return Translation(len(old.spellings), kept, pieces)
+    return VocabularyMap(len(old.spellings), kept, pieces)
 
 
-def _kept(id_: int, old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> int | None:
+def _kept(id_: int, old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> int | None:
     """The old id of a new token: of the same bytes (in the same spelling, if two have them), or the same special
     token."""
-    text, spelled = new.text[id_], new.spellings[id_]
+    text, spelled = new.token_bytes[id_], new.spellings[id_]
     if spelled is None:
         return None
     if text is not None:
@@ -207,17 +211,17 @@ def _kept(id_: int, old: SpelledVocabulary, new: SpelledVocabulary, roles: Mappi
     if spelled in old.special:
         return old.special[spelled]
     role = new.role_of(id_)
-    return None if role is None else roles.get(role, old.in_role(role))
+    return None if role is None else roles.get(role, old.id_of_role(role))
 
 
-def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary) -> list[list[int]]:
+def _pieces(tokens: Sequence[bytes], old: ByteVocabulary) -> list[list[int]]:
     """The old ids that make up each token. They are what the old tokenizer encodes it as, if that is just its bytes;
     else the longest old tokens that match from left to right; else what the old tokenizer encodes it as after all
     (because it lower-cases, say), without unknown tokens."""
     found = []
     for token, ids in zip(tokens, old.tokenizer.encode_batch([_readable(token) for token in tokens]), strict=True):
-        exact = b"".join(old.text[id_] or b"" for id_ in ids) == token
-        own = [id_ for id_ in ids if old.text[id_] is not None]
+        exact = b"".join(old.token_bytes[id_] or b"" for id_ in ids) == token
+        own = [id_ for id_ in ids if old.token_bytes[id_] is not None]
         found.append(own if exact else _longest(token, old) or own)
     return found
 
@@ -230,7 +234,7 @@ def _readable(token: bytes) -> str:
         return ""
 
 
-def _longest(token: bytes, old: SpelledVocabulary) -> list[int]:
+def _longest(token: bytes, old: ByteVocabulary) -> list[int]:
     """The longest old token at each position, from left to right; empty where one matches nowhere."""
     ids, at = [], 0
     while at < len(token):

@@ -49,10 +49,10 @@ class WholeWords(EqualWeights):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> WholeWords:
         """From the settings and the tokenizer of the run."""
-        return WholeWords.of(text.bytes_of_ids(), masking.max_unit_length(text.config.data.sequence_length))
+        return WholeWords.from_bytes(text.bytes_of_ids(), masking.max_unit_length(text.config.data.sequence_length))
 
     @staticmethod
-    def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
+    def from_bytes(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
         """From the bytes of each id, including a leading space. None marks a special token, which is in no word."""
         known = [*(text or b"\0" for text in bytes_of_ids), _BETWEEN_ROWS]
         ends_V = np.cumsum([len(text) for text in known])

@@ -229,7 +229,7 @@ class IndexedDatasetWriter:
 class ByteProgress:
     """Follows a job that reads files; this one shows nothing."""
 
-    def begin(self, total_bytes: int | None) -> None:
+    def start(self, total_bytes: int | None) -> None:
         """The files' size on disk; None if it is not known."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
@@ -260,7 +260,7 @@ class ProgressBar(ByteProgress):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, total_bytes: int | None) -> None:
+    def start(self, total_bytes: int | None) -> None:
         """Starts the clock."""
         self._progress.reset(self._task, total=total_bytes)
 

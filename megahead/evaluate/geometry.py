@@ -18,7 +18,7 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import step_of
 from megahead.data.batch import Batch
 from megahead.data.loader import BatchReader, held_out_collator
-from megahead.data.samples import EvenlySpread
+from megahead.data.samples import EvenlySpacedSamples
 from megahead.data.tokenizer import Tokenizer
 from megahead.distributed.group import Group
 from megahead.errors import DataError, FieldError
@@ -72,7 +72,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     config, pretraining = model.config, model.load()
     if config.objective.score != "dot":
         raise FieldError("objective.score", "be dot for its gradients to be measured", got=config.objective.score)
-    samples = EvenlySpread(open_held_out(config), rows)
+    samples = EvenlySpacedSamples(open_held_out(config), rows)
     reader = BatchReader(samples, config.data, held_out_collator(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
     spread, shares = _Spread(), _Share()

@@ -149,7 +149,7 @@ def _mapping(file: Path) -> Mapping[str, Any]:
 
 def documents(file: Path, limit: int | None) -> list[str]:
     """The first `limit` documents of a file in any format that `megahead preprocess` reads."""
-    texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict())
+    texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict_texts())
     return list(islice(texts, limit))
 
 

@@ -18,7 +18,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import CausalRows, RowCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, require_end_tokens
-from megahead.data.samples import EvenlySpread, Samples, held_out_samples
+from megahead.data.samples import EvenlySpacedSamples, Samples, held_out_samples
 from megahead.distributed.group import Group
 from megahead.errors import FieldError
 from megahead.hf.heads import require_head
@@ -76,7 +76,7 @@ class ValidationSet:
         auxiliary: AuxiliarySettings | None = None,
     ) -> None:
         self._samples, self._auxiliary = samples, auxiliary
-        spread = EvenlySpread(samples, rows)
+        spread = EvenlySpacedSamples(samples, rows)
         self._collator = collator or CausalRows(data)
         self._reader = BatchReader(spread, data, self._collator)
         self._rows = spread.count
@@ -137,7 +137,7 @@ class ValidationSet:
         The whole dataset's average: exact only if all of it was read.
         """
         info = self._samples.dataset.info
-        predicted = None if info is None else self._collator.predicted(info)
+        predicted = None if info is None else self._collator.num_predicted_tokens(info)
         return info.text_bytes / max(predicted, 1) if info and info.text_bytes and predicted is not None else None
 
 
@@ -151,7 +151,7 @@ def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: st
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
     text = IndexedDataset(prefix)
-    cut_by = text.cut_by()
+    cut_by = text.tokenizer_identity()
     if (
         cut_by is not None
         and fingerprint is not None

@@ -32,7 +32,7 @@ from megahead.config.loading import config_from_dict
 from megahead.config.masking import SPECIAL_TOKEN_FIELDS
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
-from megahead.data.tokenizer import keep_tokenizer
+from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
@@ -248,7 +248,7 @@ def save_initial_checkpoint(
         sections["masking"] = config.masking.model_dump(mode="json", include={*SPECIAL_TOKEN_FIELDS})
     write_atomically(run.model, yaml.safe_dump(sections, sort_keys=False, default_flow_style=None))
     if tokenizer is not None:
-        keep_tokenizer(tokenizer, run)
+        copy_tokenizer(tokenizer, run)
 
 
 def _config(

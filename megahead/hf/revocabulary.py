@@ -16,7 +16,7 @@ from torch.nn import functional
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
-from megahead.data.vocabulary_map import ROLES, SpelledVocabulary, Translation, translate
+from megahead.data.vocabulary_map import ROLES, ByteVocabulary, VocabularyMap, map_vocabulary
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
 from megahead.hf.published import from_hf, save_initial_checkpoint
@@ -118,15 +118,16 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
     """
     if method not in METHODS:
         raise FieldError("--method", f"be one of {', '.join(METHODS)}", got=method)
-    new = SpelledVocabulary.open(tokenizer)
+    new = ByteVocabulary.open(tokenizer)
     with atomic_folder(output_dir) as staged, _opened(model_dir, output_dir.absolute().parent) as model:
         old = _old_vocabulary(model, model_dir)
-        translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
+        vocabulary_map = map_vocabulary(old, new, _roles(model.config))
+        vocabulary_map = vocabulary_map.with_appended_ids(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)
-        save_initial_checkpoint(RunFolder(staged), _tensors(model, config, translation, method), config, tokenizer)
-    kept, pieced, fresh = translation.counts()
-    pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)
-    return RevocabularyReport(output_dir, len(old.spellings), len(translation.kept_V), kept, pieced, pieces, fresh)
+        save_initial_checkpoint(RunFolder(staged), _tensors(model, config, vocabulary_map, method), config, tokenizer)
+    kept, pieced, fresh = vocabulary_map.counts()
+    pieces = sum(map(len, vocabulary_map.old_pieces_V)) / max(pieced, 1)
+    return RevocabularyReport(output_dir, len(old.spellings), len(vocabulary_map.old_id_V), kept, pieced, pieces, fresh)
 
 
 @contextmanager
@@ -139,13 +140,13 @@ def _opened(model_dir: Path, beside: Path) -> Iterator[TrainedModel]:
         yield TrainedModel.open(from_hf(model_dir, Path(folder, "imported")))
 
 
-def _old_vocabulary(model: TrainedModel, model_dir: Path) -> SpelledVocabulary:
+def _old_vocabulary(model: TrainedModel, model_dir: Path) -> ByteVocabulary:
     tokenizer = model.tokenizer()
     if tokenizer is None:
         raise CheckpointError(
             f"`{model_dir}` must hold a tokenizer.json, but has none; put the model's tokenizer there."
         )
-    old, rows = SpelledVocabulary.open(tokenizer), model.config.model.vocab_size
+    old, rows = ByteVocabulary.open(tokenizer), model.config.model.vocab_size
     if len(old.spellings) > rows:
         raise DataError(
             f"`{model_dir}` must have a row for each id of its tokenizer, but has {rows} for {len(old.spellings)}."
@@ -162,7 +163,7 @@ def _roles(config: RunConfig) -> dict[str, int]:
     return {"begin": masking.cls_token, "end": masking.sep_token, "mask": masking.mask_token}
 
 
-def _config(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -> RunConfig:
+def _config(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> RunConfig:
     """The run's, without its text, with the new ids."""
     tree: dict[str, Any] = config.model_dump(mode="json")
     tree["model"]["vocab_size"] = len(new.spellings)
@@ -172,7 +173,7 @@ def _config(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -
     if config.masking is not None:
         roles = _roles(config).items()
         begin, end, mask = (_renamed(role, id_, old, new) for role, id_ in roles)
-        rest = {*new.special.values()} - {begin, end, mask, new.in_role("unknown")}
+        rest = {*new.special.values()} - {begin, end, mask, new.id_of_role("unknown")}
         ids = {"cls_token": begin, "sep_token": end, "mask_token": mask, "special_tokens": sorted(rest)}
         tree["masking"] |= ids
     if config.masked_inputs is not None:
@@ -182,20 +183,20 @@ def _config(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -
     return config_from_dict(tree | {"init": None, "tasks": None, "output_dir": None}, source=path)
 
 
-def _masks_behind(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -> list[int]:
+def _masks_behind(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> list[int]:
     """The old id of the token that masks a decoder's inputs, where the new tokenizer has none: it comes behind all
     others."""
     masked = config.masked_inputs
     return [] if masked is None or _found("mask", masked.mask_token, old, new) is not None else [masked.mask_token]
 
 
-def _found(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary) -> int | None:
+def _found(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int | None:
     """The new id of a special token: that of the same spelling, else of the same role."""
     spelled = old.spellings[id_] if id_ < len(old.spellings) else None
-    return new.special.get(spelled or "", new.in_role(role))
+    return new.special.get(spelled or "", new.id_of_role(role))
 
 
-def _renamed(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary) -> int:
+def _renamed(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int:
     """The same; DataError where there is none."""
     found = _found(role, id_, old, new)
     if found is None:
@@ -205,7 +206,7 @@ def _renamed(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary
 
 
 def _tensors(
-    model: TrainedModel, config: RunConfig, translation: Translation, method: str
+    model: TrainedModel, config: RunConfig, vocabulary_map: VocabularyMap, method: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter; those with a row per id in the new vocabulary, with zeros for its padding."""
     old_ids = model.config.model.vocab_size
@@ -218,23 +219,23 @@ def _tensors(
     for name, shape in weight_shapes(config).items():
         weight = model.weight(name)
         if name in _WITH_A_ROW_PER_ID:
-            weight = _padded(_translated(weight[:old_ids], translation, method, counts_V), shape[0])
+            weight = _padded(_translated(weight[:old_ids], vocabulary_map, method, counts_V), shape[0])
         yield f"weight/{name}", weight
-    if counts_V is not None and translation.only_renumbers():
-        kept = torch.tensor([id_ or 0 for id_ in translation.kept_V])
+    if counts_V is not None and vocabulary_map.is_permutation():
+        kept = torch.tensor([id_ or 0 for id_ in vocabulary_map.old_id_V])
         yield TARGET_COUNTS, _padded(counts_V[kept], config.model.padded_vocab_size())
 
 
-def _translated(old_V: Tensor, translation: Translation, method: str, counts_V: Tensor | None) -> Tensor:
+def _translated(old_V: Tensor, vocabulary_map: VocabularyMap, method: str, counts_V: Tensor | None) -> Tensor:
     """[W, D], or [W] of a bias: kept rows as they are, all others made."""
     old_VD = old_V.view(len(old_V), -1)
-    others = [id_ for id_, kept in enumerate(translation.kept_V) if kept is None]
-    rows_WD = old_VD[torch.tensor([kept or 0 for kept in translation.kept_V])]
+    others = [id_ for id_, kept in enumerate(vocabulary_map.old_id_V) if kept is None]
+    rows_WD = old_VD[torch.tensor([kept or 0 for kept in vocabulary_map.old_id_V])]
     if others:
-        pieces = [translation.pieces_V[id_] for id_ in others]
+        pieces = [vocabulary_map.old_pieces_V[id_] for id_ in others]
         generator = torch.Generator().manual_seed(_SEED)
         rows_WD[torch.tensor(others)] = METHODS[method](old_VD, pieces, counts_V, generator)
-    return rows_WD.view(len(translation.kept_V), *old_V.shape[1:])
+    return rows_WD.view(len(vocabulary_map.old_id_V), *old_V.shape[1:])
 
 
 def _padded(rows_W: Tensor, size: int) -> Tensor:

@@ -127,7 +127,7 @@ class Backbone(nn.Module, ABC):
     def _run_subset(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, K, D]: what the layers of `part` make of its tokens."""
         first, stop = part.layers.start, part.layers.stop
-        if part.first_reads_all:
+        if part.first_layer_sees_all:
             view = self.block_inputs(documents)[first]
             kept_ND = self.run_block(self.blocks[first], x_BTD, *view, part.kept, static_shapes=False)
             x_BKD, first = part.kept.spread(kept_ND), first + 1

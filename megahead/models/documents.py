@@ -212,7 +212,7 @@ class TokenSubset:
     layers: range
     """Consecutive layers, at least one, without the last layer of the encoder."""
 
-    first_reads_all: bool
+    first_layer_sees_all: bool
     """Whether the kept tokens still attend to all tokens in the first of the layers."""
 
     cu_seqlens: Tensor | None = None

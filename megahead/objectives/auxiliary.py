@@ -142,8 +142,8 @@ class _Preparing(RowCollator):
         batch = self.inner.batch(text, sample_indices, document_starts)
         return replace(batch, auxiliary=self.kind.prepare(batch, self.config, CounterRng(self.seed, sample_indices)))
 
-    def predicted(self, info: DatasetInfo) -> int | None:
-        return self.inner.predicted(info)
+    def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
+        return self.inner.num_predicted_tokens(info)
 
 
 def auxiliary_kind(settings: AuxiliarySettings) -> type[Auxiliary]:
@@ -181,10 +181,13 @@ def with_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_
 
 
 def training_rows(
-    config: RunConfig, datasets: Sequence[IndexedDataset], error_counts: ErrorCounts | None = None, masked_from: int = 0
+    config: RunConfig,
+    datasets: Sequence[IndexedDataset],
+    error_counts: ErrorCounts | None = None,
+    steps_before_masking: int = 0,
 ) -> RowCollator:
     """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_collator`."""
-    return with_auxiliary(training_collator(config, datasets, error_counts, masked_from), config, config.seed)
+    return with_auxiliary(training_collator(config, datasets, error_counts, steps_before_masking), config, config.seed)
 
 
 def held_out_rows(config: RunConfig) -> RowCollator:

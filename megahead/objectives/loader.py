@@ -168,7 +168,7 @@ class StepLoader:
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes = [(batch.target_ids_N.numel(), batch.weight(), self._counted(batch)) for batch in batches]
+        sizes = [(batch.target_ids_N.numel(), batch.total_weight(), self._counted(batch)) for batch in batches]
         mine = torch.tensor([[size or 0 for size in each] for each in sizes], dtype=torch.float64)
         counts_RA, weights_RA, others_RA = self._group.all_gather(mine).unbind(-1)
         counts_RA = counts_RA.long()

@@ -50,7 +50,7 @@ def token_subsets_of(batch: Batch) -> list[TokenSubset]:
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
     for part in batch.selections:
         computed = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
-        subsets.append(TokenSubset(computed, part.layers, part.first_reads_all, part.cu_seqlens))
+        subsets.append(TokenSubset(computed, part.layers, part.first_layer_sees_all, part.cu_seqlens))
     return subsets
 
 

@@ -178,9 +178,9 @@ class PhraseCollator(RowCollator):
     settings: PhrasesConfig
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        rows = self.inner.framing.rows(text, document_starts)
+        rows = self.inner.framing.frame(text, document_starts)
         shared = SharedPhrases.of(rows, self.settings)
-        batch = self.inner.masked(rows, text, sample_indices, shared.with_phrases)
+        batch = self.inner.mask_rows(rows, text, sample_indices, shared.with_phrases)
         chosen_BT = np.zeros(rows.tokens_BT.shape, bool)
         chosen_BT.reshape(-1)[batch.target_index_N.numpy()] = True
         return replace(batch, auxiliary=shared.masked(chosen_BT))

@@ -20,8 +20,8 @@ from megahead.config.loading import config_from_checkpoint
 from megahead.config.plan import Phase, matching_phase, same_objective
 from megahead.config.run import RunConfig
 from megahead.data.blending import Blend, describe_samples, token_counts, training_samples
-from megahead.data.indexed import IndexedDataset, fetch_dataset, require_one_tokenizer
-from megahead.data.loader import require_end_tokens, without_boundaries
+from megahead.data.indexed import IndexedDataset, fetch_dataset, require_same_tokenizer
+from megahead.data.loader import lacks_document_boundaries, require_end_tokens
 from megahead.data.samples import Samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
@@ -50,9 +50,9 @@ class RunDatasets:
         apart = [
             ("documents", f"{dataset.prefix}: not kept apart, no row that was checked has an end token ({end})")
             for dataset in self.train
-            if without_boundaries(config.data, dataset)
+            if lacks_document_boundaries(config.data, dataset)
         ]
-        unknown = [str(each.prefix) for each in self.train if each.cut_by() is None]
+        unknown = [str(each.prefix) for each in self.train if each.tokenizer_identity() is None]
         if unknown and config.data.tokenizer is not None:
             apart.append(("tokenizer", f"not compared with {', '.join(unknown)}: not known there which one cut it"))
         return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
@@ -113,10 +113,10 @@ def _require_one_tokenizer(
     """DataError where a dataset is known to be cut by another tokenizer than others, or than `data.tokenizer`."""
     named = {f"`data.train` ({each.prefix})": each for each in train}
     named |= {} if validation is None else {f"`data.validation` ({validation.prefix})": validation}
-    cut_by = {what: each.cut_by() for what, each in named.items()}
+    cut_by = {what: each.tokenizer_identity() for what, each in named.items()}
     if data.tokenizer is not None and any(cut_by.values()):
         cut_by["`data.tokenizer`"] = Tokenizer(local_file(data.tokenizer)).identity()
-    require_one_tokenizer(cut_by)
+    require_same_tokenizer(cut_by)
 
 
 def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:

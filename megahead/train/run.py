@@ -399,7 +399,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
 
 def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with process groups of its own."""
-    masked_from, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
+    steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
     auxiliary = None if settings is None else auxiliary_kind(settings)
     return StepLoader(
         session.datasets.samples,
@@ -411,7 +411,7 @@ def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLo
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        collator=training_rows(config, session.datasets.train, state.error_counts, masked_from),
+        collator=training_rows(config, session.datasets.train, state.error_counts, steps_before_masking),
         counted=None if auxiliary is None else auxiliary.counted,
         owners=owners_of(config, session.mesh),
         sharing=session.mesh.tensor_group,

@@ -26,7 +26,7 @@ from megahead.checkpoints.upload import Uploads
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
-from megahead.data.tokenizer import keep_tokenizer
+from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
@@ -215,7 +215,7 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
     if config.data.tokenizer is not None:
         source = Path(local_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
-            keep_tokenizer(source, folder)
+            copy_tokenizer(source, folder)
     if config.init is not None and not folder.published_files.is_file():
         _keep_published(folder, config.init)
     folder.ending.unlink(missing_ok=True)

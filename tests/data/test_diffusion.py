@@ -59,7 +59,7 @@ def test_each_target_counts_by_the_inverse_of_its_rows_share_and_a_row_by_its_to
     tokens, masked = ((text >= 0) & (text != END)).sum(1), per_row(batch)
     assert batch.weight_N.numpy() == pytest.approx(np.repeat(tokens / np.maximum(masked, 1), masked))
     assert per_row(batch, batch.weight_N.numpy()) == pytest.approx(tokens, rel=1e-6)
-    assert batch.weight() == pytest.approx(tokens.sum(), rel=1e-6)
+    assert batch.total_weight() == pytest.approx(tokens.sum(), rel=1e-6)
 
 
 def test_all_targets_are_read_as_masks_all_else_as_it_is_and_special_tokens_are_no_targets() -> None:
@@ -67,7 +67,7 @@ def test_all_targets_are_read_as_masks_all_else_as_it_is_and_special_tokens_are_
     text[:, 20:] = -1
     text[::3, 5] = PAD
     batch = diffusion().batch(text, range(400))
-    read, plain = batch.input_ids_BT.numpy(), diffusion().framing.rows(text)
+    read, plain = batch.input_ids_BT.numpy(), diffusion().framing.frame(text)
     chosen = np.zeros(read.size, bool)
     chosen[batch.target_index_N.numpy()] = True
     assert (read.reshape(-1)[chosen] == MASK).all()
@@ -92,12 +92,12 @@ def test_by_weights_rare_ids_are_masked_before_others_and_no_row_more_or_less() 
     assert (per_row(batch) == per_row(diffusion().batch(text, range(6000)))).all()
     alone = per_row(batch)[batch.target_index_N.numpy() // 4] == 1
     assert (batch.target_ids_N.numpy()[alone] == 8).mean() == pytest.approx(3 / 4, abs=0.035)  # 3000 rows
-    assert batch.weight() == pytest.approx(text.size)
+    assert batch.total_weight() == pytest.approx(text.size)
 
 
 def test_a_row_without_text_has_no_targets_and_no_weight() -> None:
     batch = diffusion().batch(np.array([[-1, -1], [END, END]]), [0, 1])
-    assert batch.target_ids_N.numel() == batch.weight() == 0
+    assert batch.target_ids_N.numel() == batch.total_weight() == 0
 
 
 def test_a_sample_is_masked_alike_alone_and_in_any_batch_and_otherwise_by_another_seed_or_number() -> None:
@@ -110,7 +110,7 @@ def test_a_sample_is_masked_alike_alone_and_in_any_batch_and_otherwise_by_anothe
 
 
 def test_weyls_sequence_is_uniform_over_seeds() -> None:
-    firsts = np.array([CounterRng(seed, [5]).spread(41)[0] for seed in range(2000)])
+    firsts = np.array([CounterRng(seed, [5]).low_discrepancy(41)[0] for seed in range(2000)])
     assert np.histogram(firsts, 10, (0, 1))[0] == pytest.approx(200, abs=65)
 
 

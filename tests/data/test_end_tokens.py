@@ -11,7 +11,7 @@ import pytest
 
 from megahead.config.data import DataConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import require_end_tokens, without_boundaries
+from megahead.data.loader import lacks_document_boundaries, require_end_tokens
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import ConfigError
 
@@ -75,5 +75,5 @@ def test_preshuffled_rows_name_no_documents_to_miss(tmp_path: Path) -> None:
             writer.add_documents(tokens, np.full(100, 5), sequences=np.empty(0, np.int64))
     none, some = (IndexedDataset(tmp_path / name) for name in ("none", "some"))
     require_end_tokens(settings(order="stored"), none)
-    assert [without_boundaries(settings(order="stored"), dataset) for dataset in (none, some)] == [True, False]
-    assert not without_boundaries(settings(order="stored", isolate_documents=False), none)
+    assert [lacks_document_boundaries(settings(order="stored"), dataset) for dataset in (none, some)] == [True, False]
+    assert not lacks_document_boundaries(settings(order="stored", isolate_documents=False), none)

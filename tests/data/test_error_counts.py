@@ -9,7 +9,7 @@ import torch
 from megahead.config.masking import MaskingConfig
 from megahead.data.framing import Framing
 from megahead.data.masking import MaskingCollator
-from megahead.data.strategies import FLOOR, Hardest
+from megahead.data.strategies import WEIGHT_FLOOR, Hardest
 from megahead.data.strategy import ErrorCounts
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
@@ -102,7 +102,7 @@ def test_ids_are_selected_by_their_share_of_misses() -> None:
         return float(chosen[15:].sum() / 15 / (chosen[4:15].sum() / 11))
 
     assert ratio(EVERY) == pytest.approx(1, abs=0.1)
-    assert ratio(2 * EVERY) == pytest.approx((1 + FLOOR) / FLOOR, rel=0.15)
+    assert ratio(2 * EVERY) == pytest.approx((1 + WEIGHT_FLOOR) / WEIGHT_FLOOR, rel=0.15)
 
 
 def test_steps_of_another_size_must_begin_where_those_that_were_counted_ended() -> None:

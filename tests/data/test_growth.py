@@ -18,7 +18,7 @@ from megahead.data.train_tokenizer import (
     train_multilingual,
     train_wordpiece,
 )
-from megahead.data.vocabulary_map import SpelledVocabulary, translate
+from megahead.data.vocabulary_map import ByteVocabulary, map_vocabulary
 from megahead.errors import DataError, FieldError
 from support.vocabularies import GERMAN, TEXT
 
@@ -63,11 +63,11 @@ def test_a_model_keeps_its_rows_and_each_new_token_has_pieces(tmp_path: Path) ->
     old = add_encoder_tokens(train_bpe(TEXT, 300))
     save_tokenizer(old, tmp_path / "old.json")
     save_tokenizer(extend(old, [*TEXT, *GERMAN], 330), tmp_path / "new.json")
-    before, after = (SpelledVocabulary.open(tmp_path / f"{name}.json") for name in ("old", "new"))
-    found = translate(before, after, {})
-    assert found.kept_V[:303] == [*range(303)]
-    assert found.kept_V[303:] == [None] * 27
-    assert all(len(pieces) > 1 for pieces in found.pieces_V[303:])
+    before, after = (ByteVocabulary.open(tmp_path / f"{name}.json") for name in ("old", "new"))
+    found = map_vocabulary(before, after, {})
+    assert found.old_id_V[:303] == [*range(303)]
+    assert found.old_id_V[303:] == [None] * 27
+    assert all(len(pieces) > 1 for pieces in found.old_pieces_V[303:])
 
 
 def test_what_cannot_be_extended_is_refused() -> None:

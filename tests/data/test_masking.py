@@ -135,7 +135,7 @@ def test_the_rate_moves_with_the_run_and_is_one_for_a_step(course: str, rates: t
 
 def test_the_rates_course_begins_with_the_first_step_that_masks() -> None:
     moving = collator(rate=0.4, final_rate=0.1, steps=7, samples_per_step=2)
-    late = replace(moving, masked_from=3)
+    late = replace(moving, steps_before_masking=3)
     batch = late.batch(texts(8), range(6, 14))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=8)
     assert per_row.tolist() == [round(126 * rate) for rate in (0.4, 0.3, 0.2, 0.1) for _ in range(2)]
@@ -181,7 +181,7 @@ def test_ids_that_weigh_almost_nothing_are_chosen_last_but_before_places_that_ar
     rng, allowed_BW = CounterRng(0, range(2000)), np.tile([False, True, True, True], (2000, 1))
     weight_BW = np.where(allowed_BW, np.array([1.0, 5e-324, 1e-300, 1.0]), 1.0)
     for count, chosen in enumerate(([3], [2, 3], [1, 2, 3]), start=1):
-        chosen_BW = rng.choice(Purpose.DIFFUSION_PLACES, allowed_BW, np.full(2000, count), weight_BW)
+        chosen_BW = rng.choice(Purpose.DIFFUSION_POSITIONS, allowed_BW, np.full(2000, count), weight_BW)
         assert chosen_BW[:, chosen].all(), count
 
 

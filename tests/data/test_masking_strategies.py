@@ -25,7 +25,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import FLOOR, STRATEGIES, Frequency, Informative, Pmi, Spans, Weights
+from megahead.data.strategies import STRATEGIES, WEIGHT_FLOOR, Frequency, Informative, Pmi, Spans, Weights
 from megahead.data.strategy import ErrorCounts, PairCounts, Strategy
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
@@ -78,7 +78,7 @@ SPELLED = [None] * 4 + [b"a" if continues else b" a" for continues in CONTINUES[
 @pytest.mark.parametrize("count", ["fixed", "bernoulli"])
 def test_whole_words_are_selected_whole(count: str) -> None:
     text = texts(500)
-    selected = chosen(WholeWords.of(SPELLED, 126), text, count=count)
+    selected = chosen(WholeWords.from_bytes(SPELLED, 126), text, count=count)
     inside = CONTINUES[text[:, 1:]]
     assert (selected[:, 1:] == selected[:, :-1])[inside].all()
     assert selected.mean() == pytest.approx(0.15, abs=0.01)
@@ -102,7 +102,7 @@ def test_words_are_the_same_of_all_tokenizers(tmp_path: Path, kind: str, other: 
         save_tokenizer(TRAINERS[kind]([*lines, other], 330), path)
     (ids,) = load_tokenizer(path).encode_batch([SENTENCE])
     spelled = bytes_of_ids(str(path), VOCABULARY)
-    starts = WholeWords.of(spelled, 40).starts(np.array([ids]), CounterRng(0, [0]))[0]
+    starts = WholeWords.from_bytes(spelled, 40).starts(np.array([ids]), CounterRng(0, [0]))[0]
     units = [b"".join(spelled[id_] or b"?" for id_ in unit) for unit in np.split(ids, np.flatnonzero(starts)[1:])]
     texts = [unit.decode().strip(" \n▁") for unit in units]
     assert [text for text in texts if text] == WORDS.split("|")
@@ -127,7 +127,7 @@ def test_the_rate_is_reached_in_scripts_of_many_bytes_and_no_character_is_cut(
     stream = np.frombuffer(SCRIPTS[script].encode() * 700, np.uint8).astype(np.int64) + 4
     text = stream[: len(stream) // length * length].reshape(-1, length)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, count=count)
-    words = WholeWords.of(spelled, config.max_unit_length(length + 2))
+    words = WholeWords.from_bytes(spelled, config.max_unit_length(length + 2))
     selected = chosen(words, text, count=count)
     if length == 126:
         assert selected.mean() == pytest.approx(0.15, abs=0.012)
@@ -149,7 +149,7 @@ def text_of_languages(shared_data: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer"])
 def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, name: str) -> None:
     tokenizer = load_tokenizer(shared_data / f"tokenizers/{name}.json")
-    words = WholeWords.of(bytes_of_ids(str(tokenizer.path), tokenizer.vocab_size), 10)
+    words = WholeWords.from_bytes(bytes_of_ids(str(tokenizer.path), tokenizer.vocab_size), 10)
     samples = text_of_languages(shared_data)
     for language, ids in zip(samples, tokenizer.encode_batch(list(samples.values())), strict=True):
         text = np.array(ids[: len(ids) // 126 * 126]).reshape(-1, 126)
@@ -170,7 +170,7 @@ def test_words_by_table_equal_words_by_bytes_in_real_text(shared_data: Path, tmp
         path = tmp_path / "tokenizer.model"
         sentencepiece_model([text[:2000] for text in samples.values()], path, 1000)
     tokenizer = load_tokenizer(path)
-    words = WholeWords.of(bytes_of_ids(str(path), tokenizer.vocab_size), 10)
+    words = WholeWords.from_bytes(bytes_of_ids(str(path), tokenizer.vocab_size), 10)
     for ids in tokenizer.encode_batch(list(samples.values())):
         words_by_table_equal_words_by_bytes(words, np.array(ids))
     generator = np.random.default_rng(0)
@@ -191,7 +191,7 @@ def test_words_by_table_equal_words_by_bytes_wherever_characters_are_cut() -> No
         b"\xc0a",
     ]
     spelled = [*whole, *marks, *cut]
-    words, generator = WholeWords.of(spelled, 10), np.random.default_rng(0)
+    words, generator = WholeWords.from_bytes(spelled, 10), np.random.default_rng(0)
     for share in (0.02, 0.2, 0.9):
         for length in [*range(1, 9), 20_000]:
             for _ in range(30 if length < 9 else 1):
@@ -202,7 +202,7 @@ def test_words_by_table_equal_words_by_bytes_wherever_characters_are_cut() -> No
 
 def test_the_words_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
     """Else masks would depend on micro-batches and ranks. Rows begin and end within characters of four bytes."""
-    words, generator = WholeWords.of([bytes([byte]) for byte in range(256)], 10), np.random.default_rng(0)
+    words, generator = WholeWords.from_bytes([bytes([byte]) for byte in range(256)], 10), np.random.default_rng(0)
     pieces = [bytes([byte]) for byte in "a 1é猫😀я\u0301b".encode()]
     ids = np.array([int.from_bytes(piece) for piece in pieces])
     rows = ids[(generator.integers(0, len(ids), (200, 1)) + np.arange(7)) % len(ids)]
@@ -212,14 +212,14 @@ def test_the_words_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_rows_of_nothing_but_the_ends_of_characters_have_units() -> None:
-    words = WholeWords.of([bytes([byte]) for byte in range(256)], 2)
+    words = WholeWords.from_bytes([bytes([byte]) for byte in range(256)], 2)
     starts = words.starts(np.full((2, 4), 0x80), CounterRng(0, [0]))
     assert starts.tolist() == [[True, False, False, False]] * 2
 
 
 def test_a_character_of_more_tokens_than_may_be_masked_together_is_masked_whole() -> None:
     spelled = [None] * 4 + [bytes([byte]) for byte in "é猫".encode()]
-    starts = WholeWords.of(spelled, 1).starts(np.array([[CLS, 4, 5, 6, 7, 8, 5]]), CounterRng(0, [0]))
+    starts = WholeWords.from_bytes(spelled, 1).starts(np.array([[CLS, 4, 5, 6, 7, 8, 5]]), CounterRng(0, [0]))
     assert starts.tolist() == [[True, True, False, True, False, False, False]]
 
 
@@ -239,11 +239,11 @@ def test_spans_have_the_papers_lengths(count: str, length: int) -> None:
 def test_rare_tokens_are_selected_in_proportion_to_their_weight() -> None:
     counts = np.where(np.arange(VOCABULARY) < 100, 9999, 99)  # weights 0.01 and 0.1
     text = texts(3000)
-    selected = chosen(Frequency.of(counts.tolist(), 0.5), text, rate=0.02)
+    selected = chosen(Frequency.from_counts(counts.tolist(), 0.5), text, rate=0.02)
     frequent = text < 100
     ratio = selected[~frequent].mean() / selected[frequent].mean()
     assert ratio == pytest.approx(10, rel=0.15)
-    drawn = chosen(Frequency.of(counts.tolist(), 0.5), text, rate=0.02, count="bernoulli")
+    drawn = chosen(Frequency.from_counts(counts.tolist(), 0.5), text, rate=0.02, count="bernoulli")
     assert drawn[~frequent].mean() / drawn[frequent].mean() == pytest.approx(10, rel=0.15)
     assert drawn.mean() == pytest.approx(0.02, rel=0.05)
 
@@ -254,14 +254,14 @@ def test_drawn_targets_are_the_rate_however_much_ids_differ(rate: float) -> None
     share = 1 / np.arange(1, VOCABULARY - 3)
     text = np.random.default_rng(0).choice(np.arange(4, VOCABULARY), (2000, 126), p=share / share.sum())
     counts = np.bincount(text.reshape(-1), minlength=VOCABULARY)
-    selected = chosen(Frequency.of(counts.tolist(), 1.0), text, rate=rate, count="bernoulli")
+    selected = chosen(Frequency.from_counts(counts.tolist(), 1.0), text, rate=rate, count="bernoulli")
     assert selected.mean() == pytest.approx(rate, abs=0.003)
     assert selected[text > 400].mean() > selected[text == 4].mean() + 0.3
 
 
 def test_drawn_words_are_the_rate_however_much_they_weigh() -> None:
     text, weight_V = texts(2000), np.where(np.arange(VOCABULARY) % 10 == 0, 50.0, 1.0)
-    words = WholeWords.of(SPELLED, 126)
+    words = WholeWords.from_bytes(SPELLED, 126)
     weighted = _WeighedWords(words.bytes_, words.ends_V, words.max_tokens, weight_V)
     assert chosen(weighted, text, rate=0.4, count="bernoulli").mean() == pytest.approx(0.4, abs=0.005)
 
@@ -282,15 +282,15 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
     places = np.arange(0, 19_000, 40)
     run[places], run[places + 1] = 5, 6  # always together
     run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
-    pairs = Pmi.of(PairCounts.of([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10, max_tokens=9)
+    pairs = Pmi.from_pairs(PairCounts.count([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10, max_tokens=9)
     assert pairs.contain(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [True, False, False, False]
     assert len(pairs.codes) == 1
 
 
 def test_excluded_ids_are_in_no_pair() -> None:
     run = np.tile([5, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18], 100)
-    every = Pmi.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, max_tokens=9)
-    some = Pmi.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, max_tokens=9, excluded=[6])
+    every = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9)
+    some = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9, excluded=[6])
     a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
     assert every.contain(a, b).tolist() == [True, True, True]
     assert some.contain(a, b).tolist() == [False, False, True]
@@ -383,16 +383,16 @@ def test_an_id_informs_as_much_as_its_pmi_with_its_neighbours_is_on_average() ->
     run[::7], run[1::7] = 12, 13  # always neighbours
     pairs, tokens = Counter(pairwise(run.tolist())), Counter(run.tolist())
     total = sum(pairs.values())
-    expected = np.full(20, FLOOR)
+    expected = np.full(20, WEIGHT_FLOOR)
     for (a, b), count in pairs.items():
         pmi = log(count / total) - log(tokens[a] / len(run)) - log(tokens[b] / len(run))
         if count >= 30 and 11 not in (a, b):
             expected[a] += count * max(pmi, 0.0) / (2 * tokens[a])
             expected[b] += count * max(pmi, 0.0) / (2 * tokens[b])
-    found = Informative.of(PairCounts.of([run], 20), least_count=30, excluded=[11]).weight_V
+    found = Informative.from_pairs(PairCounts.count([run], 20), least_count=30, excluded=[11]).weight_V
     np.testing.assert_allclose(found, expected)
     assert found[12] > 2 * found[5:11].max()
-    assert found[11] == found[0] == FLOOR
+    assert found[11] == found[0] == WEIGHT_FLOOR
 
 
 def test_informative_tokens_are_selected_in_proportion_to_their_weight() -> None:

@@ -55,7 +55,7 @@ def test_every_target_inside_a_document_is_met_once(
             writer.add_document(text)
     dataset = IndexedDataset(prefix)
     samples = PackedSamples(dataset, T, 1, pack_table(dataset, T, most))
-    rows = samples.rows(range(samples.per_epoch))
+    rows = samples.rows(range(samples.rows_per_epoch))
     pairs = [(a, b) for row in rows.tolist() for a, b in pairwise(row) if a > 0 and b >= 0]
     assert sorted(pairs) == sorted((a, b) for text in texts for a, b in pairwise(text))
     if most is not None:
@@ -92,7 +92,7 @@ def test_padding_is_neither_read_nor_predicted() -> None:
 def test_epochs_differ_and_resume_anywhere(write_dataset: Write) -> None:
     dataset = IndexedDataset(write_dataset(documents([9] * 60), vocab_size=5000))
     samples = PackedSamples(dataset, 20, 5, pack_table(dataset, 20))
-    n = samples.per_epoch
+    n = samples.rows_per_epoch
     rows = samples.rows(range(2 * n))
     assert not np.array_equal(rows[:n], rows[n:])
     assert np.array_equal(np.sort(rows[:n], axis=0), np.sort(rows[n:], axis=0))
@@ -160,7 +160,7 @@ def test_documents_without_end_tokens_never_see_each_other(
             writer.add_document(text)
     data = DataConfig(train=str(prefix), sequence_length=15, pack="best_fit", boundary_targets=False)
     samples = training_samples(data, [IndexedDataset(prefix)], seed)
-    batch = BatchReader(samples, data).read(range(samples.per_epoch))
+    batch = BatchReader(samples, data).read(range(samples.rows_per_epoch))
     inputs, positions = batch.input_ids_BT, batch.positions_BT
     if positions is None:
         positions = torch.arange(inputs.shape[1]).expand_as(inputs)

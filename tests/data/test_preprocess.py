@@ -145,7 +145,7 @@ def test_inputs_are_checked_before_anything_is_written(tokenizer_path: Path, jso
 @pytest.mark.parametrize("name", ["en_wikipedia", "multilingual_19lang"])
 def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: Path, name: str) -> None:
     source = find_inputs([shared_data / "text" / f"{name}.jsonl.zst"])
-    texts = next(read_chunks(source, Selection())).parse().strict()[:60]
+    texts = next(read_chunks(source, Selection())).parse().strict_texts()[:60]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(orjson.dumps({"text": text}) for text in texts))
     vocabulary = shared_data / "tokenizers" / "20B_tokenizer.json"
@@ -228,7 +228,7 @@ def peak_megabytes(path: Path, tokenizer_path: Path) -> float:
 
 def test_a_bar_ends_with_the_text_that_was_read_and_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressBar("Reading") as bar:
-        bar.begin(3)
+        bar.start(3)
         for _ in range(3):
             bar.advance(1, 40_000_000)
     (text, rate), *_ = re.findall(r"100 % (\d+) MB, ([\d.]+) MB/s", capsys.readouterr().err)

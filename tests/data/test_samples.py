@@ -27,7 +27,7 @@ def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: 
     samples = StreamSamples(IndexedDataset(flat_dataset(tokens)), length, seed)
     n = (tokens - length) // length
     rows = samples.rows(range(epoch * n, (epoch + 1) * n))
-    assert samples.per_epoch == len(samples) == n
+    assert samples.rows_per_epoch == len(samples) == n
     assert rows.shape == (n, length + 1)
     assert (np.diff(rows, axis=1) == 1).all()  # each row is one run of the text, over document boundaries
     first = samples.offset(epoch)
@@ -37,7 +37,7 @@ def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: 
 
 def test_epochs_differ_in_order_and_offset(flat_dataset: Flat) -> None:
     samples = StreamSamples(IndexedDataset(flat_dataset(2000)), 10, 1)
-    rows = samples.rows(range(4 * samples.per_epoch)).reshape(4, samples.per_epoch, 11)
+    rows = samples.rows(range(4 * samples.rows_per_epoch)).reshape(4, samples.rows_per_epoch, 11)
     assert len({samples.offset(epoch) for epoch in range(4)}) > 1
     assert not np.array_equal(rows[0] - samples.offset(0), rows[1] - samples.offset(1))
 
@@ -82,9 +82,9 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
 
 def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:
     samples = SequentialSamples(IndexedDataset(flat_dataset(100)), 11)
-    rows = samples.rows(range(samples.per_epoch))
+    rows = samples.rows(range(samples.rows_per_epoch))
     assert np.array_equal(rows[:, 1:].reshape(-1), np.arange(1, 100))  # 99 targets, each once
-    assert np.array_equal(samples.rows([samples.per_epoch]), samples.rows([0]))
+    assert np.array_equal(samples.rows([samples.rows_per_epoch]), samples.rows([0]))
 
 
 @pytest.mark.parametrize(("kind", "least"), [(StreamSamples, 100), (SequentialSamples, 51)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.data.records import InvalidRecord, Selection, conditions
+from megahead.data.records import InvalidRecord, Selection, parse_conditions
 from megahead.errors import FieldError
 
 PILE = {"text": "words", "meta": {"pile_set_name": "ArXiv", "year": 2020}}
@@ -35,11 +35,11 @@ def test_nested_and_literal_keys() -> None:
     ],
 )
 def test_filters(keep: list[str], drop: list[str], wanted: bool) -> None:
-    text = Selection("text", conditions("--keep", keep), conditions("--drop", drop)).text(PILE)
+    text = Selection("text", parse_conditions("--keep", keep), parse_conditions("--drop", drop)).text(PILE)
     assert text == ("words" if wanted else None)
 
 
 def test_values_may_hold_spaces_and_signs() -> None:
-    assert conditions("--keep", ["a=Wikipedia (en)", "b=x=y"]) == (("a", "Wikipedia (en)"), ("b", "x=y"))
+    assert parse_conditions("--keep", ["a=Wikipedia (en)", "b=x=y"]) == (("a", "Wikipedia (en)"), ("b", "x=y"))
     with pytest.raises(FieldError, match="`--keep` must be KEY=VALUE"):
-        conditions("--keep", ["ArXiv"])
+        parse_conditions("--keep", ["ArXiv"])

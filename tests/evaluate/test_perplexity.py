@@ -78,7 +78,7 @@ def test_masked_diffusion_is_an_upper_bound_in_bits_of_all_text_but_for_special_
     bound = ValidationSet(samples, encoder.data, 12, 4, Group(), held_out_collator(encoder))
 
     def three_nats(request: EvaluationRequest) -> EvaluationSums:
-        weight = sum(batch.weight() for batch in request.batches)
+        weight = sum(batch.total_weight() for batch in request.batches)
         targets = sum(len(batch.target_ids_N) for batch in request.batches)
         return EvaluationSums(3 * weight, targets // 2, targets, weight)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cosine_similarity
 
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.vocabulary_map import SpelledVocabulary
+from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.geometry import similarities, synonym_pairs
 from megahead.hf.export import export
@@ -71,10 +71,10 @@ def test_cosines_are_those_of_words_that_are_one_token(wordnet: Path, run: Path)
 def test_words_are_one_token_of_a_sentencepiece_model_too(tmp_path: Path) -> None:
     """Which puts a space before a text, also before one that begins with a space."""
     model = sentencepiece_model(tmp_path / "my.model", TEXT, **KINDS["llama"])
-    spelled = SpelledVocabulary.open(model)
+    spelled = ByteVocabulary.open(model)
     weight_VD = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
     pairs = [("cat", "mat"), ("dog", "bird"), ("sea", "tree")]
-    rows = [[weight_VD[spelled.text.index(f" {word}".encode())].double() for word in pair] for pair in pairs]
+    rows = [[weight_VD[spelled.token_bytes.index(f" {word}".encode())].double() for word in pair] for pair in pairs]
     expected = torch.stack([cosine_similarity(*pair, dim=0) for pair in rows])
     torch.testing.assert_close(similarities(weight_VD, spelled.tokenizer, pairs).synonyms_P, expected)
 

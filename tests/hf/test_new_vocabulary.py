@@ -16,7 +16,7 @@ from megahead.config.loading import config_from_dict
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, save_tokenizer
-from megahead.data.vocabulary_map import SpelledVocabulary, translate
+from megahead.data.vocabulary_map import ByteVocabulary, map_vocabulary
 from megahead.errors import UserError
 from megahead.hf.export import export
 from megahead.hf.revocabulary import revocabulary
@@ -44,7 +44,7 @@ def encoder(ids: int, objective: str = "headless") -> RunConfig:
     return small_config(model=model, objective=KINDS[objective], masking=masking, data={"end_token": 3})
 
 
-def saved(run: Path, old: SpelledVocabulary, config: RunConfig) -> Path:
+def saved(run: Path, old: ByteVocabulary, config: RunConfig) -> Path:
     save_small(run, config)
     (run / "tokenizer.json").write_bytes(old.tokenizer.path.read_bytes())
     return run
@@ -87,29 +87,29 @@ def test_shared_rows_stay_and_others_are_means_of_pieces(tmp_path: Path, kind: s
     old, new = vocabulary(tmp_path, "bpe"), vocabulary(tmp_path, kind, size, [*TEXT, *GERMAN])
     run = saved(tmp_path / "run", old, decoder(len(old.spellings), objective))
     report = revocabulary(run, new.tokenizer.path, tmp_path / "out")
-    translation = translate(old, new, {"end": 0})
+    translation = map_vocabulary(old, new, {"end": 0})
     assert (report.kept, report.pieced, report.new) == translation.counts()
     before, after = tensors(run), tensors(tmp_path / "out")
     assert not [name for name in after if name.startswith("state/")]  # counts of another cut of the text
     with_a_row_per_id = [name for name in before if "embedding" in name or "head" in name or "output_bias" in name]
     assert len(with_a_row_per_id) == {"untied": 2, "biased": 3}.get(objective, 1)
     for name in with_a_row_per_id:
-        for id_, kept in enumerate(translation.kept_V):
-            pieces = translation.pieces_V[id_] if kept is None else [kept]
+        for id_, kept in enumerate(translation.old_id_V):
+            pieces = translation.old_pieces_V[id_] if kept is None else [kept]
             if pieces:
                 assert torch.equal(after[name][id_], before[name][pieces].double().mean(0).float())
-        assert not after[name][len(new.text) :].any()  # padding
+        assert not after[name][len(new.token_bytes) :].any()  # padding
     body = [name for name in before if name.startswith("weight/") and name not in with_a_row_per_id]
     assert len(body) > 10
     assert all(torch.equal(before[name], after[name]) for name in body)
     config = config_from_dict(open_checkpoint(tmp_path / "out").config)
-    assert (config.model.vocab_size, config.data.end_token) == (len(new.text), 0)
+    assert (config.model.vocab_size, config.data.end_token) == (len(new.token_bytes), 0)
     assert len(after[EMBEDDING]) == config.model.padded_vocab_size()
 
 
 def test_an_encoder_has_its_special_tokens_and_bias_where_the_new_ids_are(tmp_path: Path) -> None:
     save_tokenizer(add_encoder_tokens(TRAINERS["bpe"](TEXT, 400)), tmp_path / "new.json")
-    old, new = vocabulary(tmp_path, "wordpiece"), SpelledVocabulary.open(tmp_path / "new.json")
+    old, new = vocabulary(tmp_path, "wordpiece"), ByteVocabulary.open(tmp_path / "new.json")
     run = saved(tmp_path / "run", old, encoder(len(old.spellings), "tied"))
     revocabulary(run, tmp_path / "new.json", tmp_path / "out")
     config = config_from_dict(open_checkpoint(tmp_path / "out").config)
@@ -123,7 +123,7 @@ def test_an_encoder_has_its_special_tokens_and_bias_where_the_new_ids_are(tmp_pa
     before, after = tensors(run), tensors(tmp_path / "out")
     for name in (EMBEDDING, "weight/mask_head.bias"):
         assert torch.equal(after[name][[cls, sep, mask]], before[name][[2, 3, 4]])
-    the, cat = new.text.index(b" the"), old.text.index(b" the")
+    the, cat = new.token_bytes.index(b" the"), old.token_bytes.index(b" the")
     assert torch.equal(after["weight/mask_head.bias"][the], before["weight/mask_head.bias"][cat])
     assert export(tmp_path / "out", tmp_path / "hf", "trained").parity.tokens > 0
 
@@ -136,16 +136,18 @@ def test_a_published_model_moves_too_and_can_be_exported(tmp_path: Path) -> None
     (tmp_path / "hf/tokenizer.json").write_bytes(old.tokenizer.path.read_bytes())
     arguments = ["--model", tmp_path / "hf", "--tokenizer", new.tokenizer.path, "--output", tmp_path / "out"]
     told = run_script("tools/convert.py", "revocabulary", *arguments).stdout
-    kept, pieced, fresh = translate(old, new, {"end": 0}).counts()
-    assert f"{len(new.text)} ids instead of {len(old.text)}\n{kept} rows kept, {pieced} of tokens in pieces (" in told
+    kept, pieced, fresh = map_vocabulary(old, new, {"end": 0}).counts()
+    sizes = f"{len(new.token_bytes)} ids instead of {len(old.token_bytes)}"
+    assert f"{sizes}\n{kept} rows kept, {pieced} of tokens in pieces (" in told
     assert told.rstrip().endswith(f"on average), {fresh} new")
     assert (tmp_path / "out/tokenizer.json").read_bytes() == new.tokenizer.path.read_bytes()
-    assert ModelConfig(**yaml.safe_load((tmp_path / "out/model.yaml").read_text())["model"]).vocab_size == len(new.text)
+    written = ModelConfig(**yaml.safe_load((tmp_path / "out/model.yaml").read_text())["model"])
+    assert written.vocab_size == len(new.token_bytes)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("tmp", "."))]
     export(tmp_path / "out", tmp_path / "back", "trained")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    the = model.get_input_embeddings().weight[old.text.index(b" the")]
-    assert torch.equal(back.get_input_embeddings().weight[new.text.index(b" the")], the)
+    the = model.get_input_embeddings().weight[old.token_bytes.index(b" the")]
+    assert torch.equal(back.get_input_embeddings().weight[new.token_bytes.index(b" the")], the)
 
 
 def test_methods_differ_where_a_token_is_not_kept(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_methods_differ_where_a_token_is_not_kept(tmp_path: Path) -> None:
     for method in ("mean", "rarity", "random"):
         revocabulary(run, new.tokenizer.path, tmp_path / method, method)
         rows[method] = tensors(tmp_path / method)[EMBEDDING]
-    hunde = new.text.index(b" hund")
+    hunde = new.token_bytes.index(b" hund")
     assert not torch.equal(rows["mean"][hunde], rows["rarity"][hunde])
     assert not torch.equal(rows["mean"][hunde], rows["random"][hunde])
     assert torch.equal(rows["mean"][:2], rows["random"][:2])
@@ -196,7 +198,7 @@ def test_the_token_that_masks_a_decoders_inputs_comes_along(tmp_path: Path, kind
     """Behind a tokenizer that has none, as before; or as its mask token."""
     old, made = vocabulary(tmp_path, "bpe"), TRAINERS["bpe"](TEXT, 400)
     save_tokenizer(add_encoder_tokens(made) if kind == "encoder" else made, tmp_path / "new.json")
-    ids, new = len(old.spellings), SpelledVocabulary.open(tmp_path / "new.json")
+    ids, new = len(old.spellings), ByteVocabulary.open(tmp_path / "new.json")
     config = small_config(model={"vocab_size": ids + 1}, masked_inputs={"mask_token": ids})
     run = saved(tmp_path / "run", old, config)
     report = revocabulary(run, tmp_path / "new.json", tmp_path / "out")

@@ -65,7 +65,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     assert config.masking is not None
     context_B, text = rows(12_000, seed=1)
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
-    strategy = Frequency.of(token_counts.tolist(), power)
+    strategy = Frequency.from_counts(token_counts.tolist(), power)
     seen_N, target_N = targets(
         MaskingCollator(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text
     )

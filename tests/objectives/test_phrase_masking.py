@@ -117,7 +117,7 @@ def test_phrases_are_that_share_of_the_masked_tokens_which_are_as_many_as_withou
     text = texts(2000, 120)[::2]  # some 60 tokens of each row are in phrases
     batch, plain = (collator(phrases, count=count).batch(text, range(len(text))) for phrases in (asked, None))
     assert len(batch.target_ids_N) == pytest.approx(len(plain.target_ids_N), rel=0.02)
-    shared = SharedPhrases.of(collator(None).framing.rows(text), asked)
+    shared = SharedPhrases.of(collator(None).framing.frame(text), asked)
     inside_M = np.zeros(batch.input_ids_BT.numel(), bool)
     for first, length in zip(shared.first_S, shared.length_S, strict=True):
         inside_M[first : first + length] = True

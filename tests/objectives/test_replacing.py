@@ -40,7 +40,7 @@ def texts(rows: int, length: int = 30) -> np.ndarray:
 
 
 def test_every_token_is_judged_but_special_ones_and_padding() -> None:
-    rows, plain = replacing(), collator().framing.rows(texts(50))
+    rows, plain = replacing(), collator().framing.frame(texts(50))
     batch = rows.batch(texts(50), range(50))
     classified = np.zeros(plain.tokens_BT.size, bool)
     classified[batch.auxiliary.classified_P.numpy()] = True

@@ -84,7 +84,7 @@ def saved_again(source: Path, folder: Path) -> Path:
 def test_a_dataset_knows_what_cut_it(given: Path, tmp_path: Path) -> None:
     info = IndexedDataset(given / "ours").info
     assert info is not None
-    assert info.identity() == load_tokenizer(given / "by/ours.json").identity()
+    assert info.tokenizer_identity() == load_tokenizer(given / "by/ours.json").identity()
     again = Tokenizer(saved_again(given / "by/ours.json", tmp_path)).identity()
     assert again.vocabulary == info.vocabulary_sha256
     assert again.sha256 != info.tokenizer_sha256
@@ -164,10 +164,10 @@ def test_datasets_of_two_tokenizers_are_not_merged(given: Path, tmp_path: Path) 
         merge_datasets([given / "ours", given / "another"], tmp_path / "both")
     merged = merge_datasets([given / "ours", given / "ours"], tmp_path / "twice")
     assert merged.info is not None
-    assert merged.info.identity() == load_tokenizer(given / "by/ours.json").identity()
+    assert merged.info.tokenizer_identity() == load_tokenizer(given / "by/ours.json").identity()
     of_unknown = merge_datasets([given / "ours", given / "old"], tmp_path / "unknown")
     assert of_unknown.info is not None
-    assert of_unknown.info.identity() is None
+    assert of_unknown.info.tokenizer_identity() is None
 
 
 def test_an_inspection_by_another_tokenizer_warns(given: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from megahead.config.run import RunConfig
 from megahead.data.preprocess import preprocess
 from megahead.data.sentencepiece_model import tokenizer_json
-from megahead.data.vocabulary_map import SpelledVocabulary
+from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import FieldError
@@ -141,14 +141,14 @@ def test_an_encoder_masks_whole_words_of_a_model_and_scores_texts(tmp_path: Path
 def test_a_model_takes_the_place_of_another_vocabulary_and_the_other_way_round(tmp_path: Path, kind: str) -> None:
     old = vocabulary(tmp_path, "bpe")
     model = sentencepiece_model(tmp_path / "my.model", TEXTS, eos_piece="<end>", **KINDS[kind])
-    new = SpelledVocabulary.open(model)
+    new = ByteVocabulary.open(model)
     preprocess([texts_file(tmp_path)], old.tokenizer.path, tmp_path / "text")
     before = trained(tmp_path, old.tokenizer.path, 0)
     revocabulary(before, model, tmp_path / "to")
     revocabulary(tmp_path / "to", old.tokenizer.path, tmp_path / "back")
     rows = {name: input_embedding(tmp_path / name)[0] for name in ("run", "to", "back")}
     for word in (" the", " cat"):
-        was, now = old.text.index(word.encode()), new.text.index(word.encode())
+        was, now = old.token_bytes.index(word.encode()), new.token_bytes.index(word.encode())
         assert torch.equal(rows["to"][now], rows["run"][was])
         assert torch.equal(rows["back"][was], rows["run"][was])
     end = new.spellings.index("<end>")

@@ -135,7 +135,7 @@ def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) ->
     assert 0.03 < len(ends[1]) / sum(map(len, ends)) < 0.06
     many = quick / "many.jsonl"
     many.write_text("".join(json.dumps({"text": f"{n} {TEXTS[n % 9][:300]}"}) + "\n" for n in range(250)))
-    assert not survey(many).few_documents(quickstart.FEW_DOCUMENTS)
+    assert not survey(many).has_fewer_documents(quickstart.FEW_DOCUMENTS)
 
 
 def test_given_tokenizers_are_taken(quick: Path) -> None:

@@ -41,7 +41,7 @@ def plain_phases(config: RunConfig) -> Course:
             causal = phase.config.model.is_causal
             counts_V.zero_()
         objective = build_objective(phase.config.objective, config.model.vocab_size)
-        collator = training_collator(phase.config, [dataset], masked_from=config.steps_before_masking())
+        collator = training_collator(phase.config, [dataset], steps_before_masking=config.steps_before_masking())
         loader = StepLoader(samples, objective, config.data, config.batch, Group(), seed=config.seed, collator=collator)
         for step in phase.steps:
             micro_batches = loader.step(step * config.batch.global_size).micro_batches

@@ -51,7 +51,7 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
     candidates = rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
     others = None if settings is None else auxiliary_kind(settings).counted(batch)
-    return MicroBatch(batch, (candidates,), 1 / batch.weight(), None if others is None else 1 / max(others, 1))
+    return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if others is None else 1 / max(others, 1))
 
 
 def step_batches(

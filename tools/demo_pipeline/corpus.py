@@ -295,7 +295,7 @@ def _read(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, Runs]
     """All pages in the order of `sources`, then the language reference's topics."""
     pool_of_workers = ProcessPoolExecutor(workers, initializer=gc.disable)  # parsing makes no cycles
     with pool_of_workers as pool, ProgressBar("Reading docstrings") as bar:
-        bar.begin(sum(source.size for source in sources))
+        bar.start(sum(source.size for source in sources))
         for source, pages in zip(sources, pool.map(_pages_and_runs, sources, chunksize=8), strict=True):
             yield from pages
             bar.advance(source.size, sum(len(page.text) for page, _ in pages))

@@ -28,7 +28,7 @@ from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.vocabulary_map import SpelledVocabulary
+from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
@@ -88,8 +88,8 @@ class ExperimentRunner:
 
     def data_in(self, tokenizer: Path) -> list[str]:
         """The settings that name the text in the ids of a tokenizer that is there."""
-        spelled = SpelledVocabulary.open(tokenizer)
-        end = spelled.in_role("end")
+        spelled = ByteVocabulary.open(tokenizer)
+        end = spelled.id_of_role("end")
         if end is None:
             raise FieldError("--tokenizer", "have a special token that ends a text", got=str(tokenizer))
         settings = self._cut(f"of-{tokenizer.stem}", tokenizer, ["--end-token", spelled.spellings[end] or ""])
