@@ -76,7 +76,7 @@ class Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pinned(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """The same in page-locked memory, from which a CUDA device copies in the background."""
         return self._mapped(Tensor.pin_memory)
 

@@ -27,7 +27,7 @@ from megahead.evaluate.results import ResultCache
 from megahead.hf.trained import EMBEDDING, TrainedModel
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective
-from megahead.losses.fused_softmax import chunk_softmax
+from megahead.losses.fused_softmax import build_chunk_softmax
 from megahead.losses.scores import Dot
 from megahead.objectives.micro_batch import documents_of, target_positions_of, token_subsets_of
 from megahead.objectives.pretraining import Pretraining
@@ -141,9 +141,9 @@ class _Share:
     def add(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> None:
         """The outputs of one candidate group."""
         basis_UD = rows_UD @ _whitening(rows_UD)
-        step = chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
-        counted_N = candidates.weighted(torch.ones_like(outputs_ND[:, 0]))
-        parts = (each_N.split(step.chunk) for each_N in (outputs_ND, candidates.target_N, counted_N))
+        step = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
+        counted_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
+        parts = (each_N.split(step.chunk_size) for each_N in (outputs_ND, candidates.target_N, counted_N))
         for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
             _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)
             gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]

@@ -78,7 +78,7 @@ class Auxiliary(nn.Module):
     generator: Backbone | None
     """A second encoder, which learns the targets in the model's place."""
 
-    drawn_bias_V: Tensor | None
+    sampling_bias_V: Tensor | None
     """The bias of the training-free head, in runs whose settings say that tokens are drawn from all ids."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -86,7 +86,7 @@ class Auxiliary(nn.Module):
         settings = config.objective.auxiliary()
         assert settings is not None
         self.weight, self.needs_all_outputs = settings.weight, settings.needs_all_outputs
-        self.generator, self.drawn_bias_V = None, None
+        self.generator, self.sampling_bias_V = None, None
 
     @classmethod
     def head_parameters(cls, model: ModelConfig) -> int:

@@ -98,11 +98,11 @@ class MicroBatch:
         """
         if device.type != "cuda":
             return self._padded(CANDIDATE_MULTIPLE_ON_CPU) if half else self
-        candidates = tuple(one.pinned() for one in self._padded(CANDIDATE_MULTIPLE).candidates)
-        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates=candidates)
+        candidates = tuple(one.pin_memory() for one in self._padded(CANDIDATE_MULTIPLE).candidates)
+        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pin_memory(), candidates=candidates)
 
     def _padded(self, multiple: int) -> MicroBatch:
-        return replace(self, candidates=tuple(one.padded(multiple) for one in self.candidates))
+        return replace(self, candidates=tuple(one.pad_to_multiple(multiple) for one in self.candidates))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class ReplacedTokens(Auxiliary):
         """How well the backbone finds tokens drawn from the generator's predictions of the targets, where they are not
         the targets themselves; see `detection_sums`. Drawn tokens' rows take the places of the targets."""
         backbone, batch, prepared = given.backbone, given.batch, given.batch.auxiliary
-        bias_V = self.drawn_bias_V if given.training else given.head_bias_V
+        bias_V = self.sampling_bias_V if given.training else given.head_bias_V
         predictions = given.predictions(bias_V, all_ids=self._draws_all_ids or not given.training)
         drawn_ids_N, drawn_rows_ND = drawn_tokens(backbone, predictions, prepared.draw_N)
         flat = given.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, drawn_rows_ND)
@@ -115,10 +115,10 @@ def drawn_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N: 
 
 
 def _drawn_from(backbone: Backbone, prediction: Softmax, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    place_N, ids_U = prediction.draws(uniform_N), prediction.candidates.ids_U
+    place_N, ids_U = prediction.sample(uniform_N), prediction.candidates.ids_U
     if ids_U is None:  # of all ids; an output matrix of its own has not the embedding's rows
         return place_N, backbone.embed(place_N)
-    return ids_U[place_N], prediction.rows_at(place_N)
+    return ids_U[place_N], prediction.gather_rows(place_N)
 
 
 def without_table(backbone: Backbone) -> Backbone:

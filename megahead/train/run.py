@@ -357,7 +357,7 @@ def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, 
     if settings is not None and auxiliary is not None and settings.samples_vocabulary():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
         bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
-        auxiliary.drawn_bias_V = None if bias_V is None else bias_V.to(device)
+        auxiliary.sampling_bias_V = None if bias_V is None else bias_V.to(device)
 
 
 def _step_metrics(session: Session, progress: Progress) -> StepMetrics:

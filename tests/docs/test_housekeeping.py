@@ -37,7 +37,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "SHARDING": "models/families.py",
         "_BACKBONES": "models/families.py",
         "Family": "hf/families.py",
-        "compute_weighting": "losses/candidates.py",
+        "compute_biases": "losses/candidates.py",
         "Objective": "losses/contrastive.py",
         "Candidates": "losses/candidates.py",
         "CandidateShard": "losses/softmax.py",

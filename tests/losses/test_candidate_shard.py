@@ -16,7 +16,7 @@ def test_shards_cover_all_candidates_once_in_tables_of_one_width(total: int) -> 
     slices = [shard.slice(bias) for shard in shards]
     assert torch.equal(torch.cat([part[: shard.count] for part, shard in zip(slices, shards, strict=True)]), bias)
     assert all(len(part) == 2 and not part[shard.count :].any() for part, shard in zip(slices, shards, strict=True))
-    last = shards[-1].slice(bias, elsewhere=-torch.inf)
+    last = shards[-1].slice(bias, pad_value=-torch.inf)
     assert last is not None
     assert (last[shards[-1].count :] == -torch.inf).all()
     assert shards[0].slice(None) is None

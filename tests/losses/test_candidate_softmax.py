@@ -162,7 +162,7 @@ def test_outputs_without_a_target_are_left_out(shape: tuple[int, ...], ignored: 
     wanted = torch.autograd.grad(expected, [outputs, embedding])
     for looks in (True, False):  # as on a CPU, and as where it would wait
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(contrastive, "_can_look", lambda ids, looks=looks: looks)
+            patch.setattr(contrastive, "_can_read_values", lambda ids, looks=looks: looks)
             loss = cwt_loss(outputs.view(*shape, 4), targets.view(shape), embedding)
         torch.testing.assert_close(loss, expected)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, embedding]), wanted, strict=True):

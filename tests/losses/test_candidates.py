@@ -18,7 +18,7 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
     outputs = torch.randn(30, 8, generator=generator, requires_grad=True)
     table = torch.randn(40, 8, generator=generator, requires_grad=True)
     results = []
-    for candidates in (unique_candidates(targets), unique_candidates(targets).padded(multiple)):
+    for candidates in (unique_candidates(targets), unique_candidates(targets).pad_to_multiple(multiple)):
         assert candidates.ids_U is not None
         loss = candidate_loss(outputs, table[candidates.ids_U], candidates)
         results.append((loss, *torch.autograd.grad(loss, [outputs, table])))
@@ -31,9 +31,9 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
 
 def test_the_whole_vocabulary_is_not_padded() -> None:
     candidates = vocabulary_candidates(torch.tensor([1, 2]))
-    assert candidates.padded(512) is candidates
+    assert candidates.pad_to_multiple(512) is candidates
     biased = replace(candidates, bias_U=torch.tensor([0.0, 0.0, -torch.inf]))
-    assert biased.padded(512) is biased
+    assert biased.pad_to_multiple(512) is biased
 
 
 def test_all_tensors_move_and_the_rest_stays() -> None:

@@ -17,11 +17,11 @@ from megahead.errors import ConfigError
 from megahead.losses import fused_softmax
 from megahead.losses.candidates import (
     Candidates,
-    compute_weighting,
-    draw_ids,
+    compute_biases,
     inclusion_probabilities,
-    log_negatives,
+    log_negative_probabilities,
     log_unigram,
+    sample_ids,
     systematic_sample,
     training_free_bias,
     unique_candidates,
@@ -78,7 +78,7 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
     rule = objective(bias=bias, negatives=negatives)
     candidates = rule.candidate_set(targets, seed=3).candidates(targets)
     below = log_unigram(TOKEN_COUNTS, V).exp().double().cumsum(0)
-    draws = draw_ids(below, negatives, torch.Generator().manual_seed(3))
+    draws = sample_ids(below, negatives, torch.Generator().manual_seed(3))
     expected = formula(bias, outputs, table, targets.tolist(), draws.tolist())
     loss = loss_of(candidates, outputs, table)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
@@ -166,7 +166,7 @@ def test_all_that_weigh_anything_are_in_where_no_fewer_are_asked_for() -> None:
 
 def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    ids = draw_ids(probabilities.double().cumsum(0), 20_000, torch.Generator().manual_seed(1))
+    ids = sample_ids(probabilities.double().cumsum(0), 20_000, torch.Generator().manual_seed(1))
     counts = torch.bincount(ids, minlength=4)
     assert counts[1] == 0
     torch.testing.assert_close(counts / 20_000, probabilities, atol=0.02, rtol=0)
@@ -179,10 +179,10 @@ def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
 
 def test_negatives_are_drawn_as_asked_for() -> None:
     counts = 10**8 * torch.tensor([6, 3, 1])
-    unigram = log_negatives(ObjectiveConfig(negatives=5), 3, counts).exp()
+    unigram = log_negative_probabilities(ObjectiveConfig(negatives=5), 3, counts).exp()
     torch.testing.assert_close(unigram, torch.tensor([0.6, 0.3, 0.1]))
     for known in (counts, None):
-        even = log_negatives(ObjectiveConfig(negatives=5, negatives_from="uniform"), 3, known).exp()
+        even = log_negative_probabilities(ObjectiveConfig(negatives=5, negatives_from="uniform"), 3, known).exp()
         torch.testing.assert_close(even, torch.full((3,), 1 / 3))
 
 
@@ -253,7 +253,7 @@ def test_token_counts_are_asked_for_where_they_are_needed() -> None:
 
 def test_the_corrected_bias_needs_the_chances_that_it_corrects() -> None:
     with pytest.raises(ValueError, match="needs the probabilities"):
-        compute_weighting("corrected", torch.ones(3), None)
+        compute_biases("corrected", torch.ones(3), None)
 
 
 def test_the_head_of_candidates_that_count_once_is_how_often_they_are_candidates() -> None:

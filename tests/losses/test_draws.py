@@ -39,14 +39,14 @@ def test_candidates_are_drawn_as_often_as_the_softmax_says(score: Score, own_bia
     biases_U = candidates.bias_U
     assert biases_U is not None
     if own_bias:
-        candidates = replace(candidates, drawn_bias_U=torch.full((U,), 1.5, dtype=torch.float64))
+        candidates = replace(candidates, sampling_bias_U=torch.full((U,), 1.5, dtype=torch.float64))
         biases_U = biases_U.index_fill(0, torch.tensor([2]), 1.5)
-    expected_U = (score.reference(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
+    expected_U = (score.reference_scores(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
     uniform_N = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # no noise
-    place_N = Softmax(outputs_ND, rows_UD, candidates, score).draws(uniform_N)
-    assert torch.bincount(place_N, minlength=U) / n == pytest.approx(expected_U.numpy(), abs=1e-4)
-    assert not torch.isin(place_N, torch.tensor([3, 6])).any()
-    assert (place_N.diff() >= 0).all()  # in the order of the candidates: a random number decides alone
+    index_N = Softmax(outputs_ND, rows_UD, candidates, score).sample(uniform_N)
+    assert torch.bincount(index_N, minlength=U) / n == pytest.approx(expected_U.numpy(), abs=1e-4)
+    assert not torch.isin(index_N, torch.tensor([3, 6])).any()
+    assert (index_N.diff() >= 0).all()  # in the order of the candidates: a random number decides alone
 
 
 @pytest.mark.parametrize("total", [511, 512, 513, 1300])
@@ -57,11 +57,11 @@ def test_of_many_candidates_that_one_is_drawn_at_which_the_running_sum_passes(to
     bias_U = torch.randn(total, generator=generator).index_fill(0, torch.arange(total - 5, total), -torch.inf)
     uniform_N = torch.rand(500, generator=generator, dtype=torch.float64)
     candidates = Candidates(torch.arange(total), bias_U, torch.zeros(500, dtype=torch.int64))
-    place_N = Softmax(outputs_ND, rows_UD, candidates, Dot()).draws(uniform_N)
+    index_N = Softmax(outputs_ND, rows_UD, candidates, Dot()).sample(uniform_N)
     below_NU = (outputs_ND.double() @ rows_UD.double().T + bias_U).softmax(1).cumsum(1)
-    assert (below_NU[torch.arange(500), place_N] > uniform_N - 1e-6).all()
-    assert (torch.nn.functional.pad(below_NU, (1, 0))[torch.arange(500), place_N] < uniform_N + 1e-6).all()
-    assert (place_N < total - 5).all()
+    assert (below_NU[torch.arange(500), index_N] > uniform_N - 1e-6).all()
+    assert (torch.nn.functional.pad(below_NU, (1, 0))[torch.arange(500), index_N] < uniform_N + 1e-6).all()
+    assert (index_N < total - 5).all()
 
 
 def share(group: Group, total: int) -> Tensor:
@@ -72,7 +72,7 @@ def share(group: Group, total: int) -> Tensor:
     shard = CandidateShard.of(total, -(-total // group.size), group)
     own_wD = rows_UD[shard.first :][: shard.width]
     own_wD = torch.cat([own_wD, torch.full((shard.width - len(own_wD), D), 9.0, dtype=torch.float64)])
-    return Softmax(outputs_ND, own_wD, candidates, Dot(), shard).draws(uniform_N)
+    return Softmax(outputs_ND, own_wD, candidates, Dot(), shard).sample(uniform_N)
 
 
 @pytest.mark.parametrize("total", [3, 8, 201, 2050])
@@ -87,15 +87,15 @@ def test_draws_are_the_same_however_many_ranks_share_the_candidates(total: int) 
 
 def test_nothing_is_drawn_where_there_are_no_outputs() -> None:
     outputs_ND, rows_UD, candidates = problem(0)
-    assert Softmax(outputs_ND, rows_UD, candidates, Dot()).draws(torch.zeros(0)).shape == (0,)
+    assert Softmax(outputs_ND, rows_UD, candidates, Dot()).sample(torch.zeros(0)).shape == (0,)
 
 
 def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
     rule = build_objective(ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), 50)
     ids = torch.tensor([17])
-    candidates = rule.candidate_set(ids).candidates(ids).padded(8)
+    candidates = rule.candidate_set(ids).candidates(ids).pad_to_multiple(8)
     rows_UD, uniform_N = torch.randn(8, D), torch.tensor([0.9], dtype=torch.float64)
-    assert Softmax(torch.randn(1, D), rows_UD, candidates, Dot()).draws(uniform_N).tolist() == [0]
+    assert Softmax(torch.randn(1, D), rows_UD, candidates, Dot()).sample(uniform_N).tolist() == [0]
 
 
 def test_an_outputs_own_target_weighs_as_often_as_others_have_it_on_average() -> None:
@@ -103,13 +103,13 @@ def test_an_outputs_own_target_weighs_as_often_as_others_have_it_on_average() ->
     config, ids = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), torch.tensor([5, 7, 7, 7, 9])
     counts_V = torch.zeros(50, dtype=torch.int64).index_fill(0, torch.tensor([5, 7]), 10**9)
     candidates = build_objective(config, 50, counts_V).candidate_set(ids).candidates(ids)
-    assert candidates.drawn_bias_U is not None
-    assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([2, 2, 0], abs=1e-6)
+    assert candidates.sampling_bias_U is not None
+    assert candidates.sampling_bias_U.exp().tolist() == pytest.approx([2, 2, 0], abs=1e-6)
     rule = build_objective(config, 50)
     candidates = rule.candidate_set(ids).candidates(ids)
-    assert candidates.drawn_bias_U is not None
-    assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([0, 2, 0])
-    assert build_objective(ObjectiveConfig(), 50).candidate_set(ids).candidates(ids).drawn_bias_U is None
+    assert candidates.sampling_bias_U is not None
+    assert candidates.sampling_bias_U.exp().tolist() == pytest.approx([0, 2, 0])
+    assert build_objective(ObjectiveConfig(), 50).candidate_set(ids).candidates(ids).sampling_bias_U is None
 
 
 WEIGHTINGS: dict[str, dict[str, Any]] = {
@@ -148,7 +148,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
         outputs_ND = torch.ones(each, 1, dtype=torch.float64)
-        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).draws(uniform_N)].numpy()
+        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).sample(uniform_N)].numpy()
         found_V += np.bincount(drawn_N, minlength=vocabulary)
         originals += int((drawn_N == own).sum())
     apart = np.abs(found_V / found_V.sum() - p_V).sum() / 2
@@ -180,6 +180,6 @@ def test_a_rare_original_is_drawn_as_often_as_its_probability_says(name: str) ->
         assert candidates.ids_U is not None
         again = replace(candidates, target_N=candidates.target_N.expand(each))
         outputs_ND, rows_UD = torch.ones(each, 1, dtype=torch.float64), optimum_V[candidates.ids_U][:, None]
-        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).draws(uniform_N)]
+        drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).sample(uniform_N)]
         originals += int((drawn_N == own).sum())
     assert originals / each / 100 == pytest.approx(p_V[own], abs=0.02)

@@ -138,7 +138,7 @@ def test_under_autocast_to_bf16_so_do_others() -> None:
 def test_evaluation_takes_no_bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded scores would often be the same, so that a target is less often the only largest."""
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart=False)
-    monkeypatch.setattr(fused_softmax, "HalfChunkSoftmax", None)
+    monkeypatch.setattr(fused_softmax, "Bf16ChunkSoftmax", None)
     mine = Softmax(outputs, rows, candidates, SCORE).sums()
     true = Softmax(outputs.double(), rows.double(), candidates, SCORE).sums()
     assert mine.loss == pytest.approx(true.loss, rel=1e-5)

@@ -181,7 +181,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
     counts = []
     for chunk in (8, 40):
         monkeypatch.setattr("megahead.losses.triton_kernel.GPU_CHUNKS", ChunkSize(1, min_outputs=chunk, multiple=1))
-        monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", sums_of_nothing)
+        monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._run_kernel", sums_of_nothing)
         with Operations() as operations:
             torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
         counts.append(operations.counts)
@@ -192,7 +192,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
 
 def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", sums_of_nothing)
+    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._run_kernel", sums_of_nothing)
     outputs, rows, candidates = drawn(40, 48, 16, torch.bfloat16, torch.device("cpu"), apart=False)
     candidates = weighed_with_a_learned_bias(candidates)
     with Operations() as operations:

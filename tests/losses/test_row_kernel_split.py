@@ -122,7 +122,7 @@ def test_rows_of_a_vocabulary_of_any_size_begin_where_16_bytes_are_moved_at_once
         seen.append((scores_nw.stride(0), step._residuals.stride(0), len(step._biases[0])))
         return torch.empty(4, len(scores_nw))
 
-    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", look)
+    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._run_kernel", look)
     outputs, rows, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((3, 16), (30592, 16), (30592,)))
     vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_target_bias=True)
     torch.autograd.grad(candidate_loss(outputs, rows[:30522], vocabulary), [outputs, rows, bias])

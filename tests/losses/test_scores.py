@@ -85,7 +85,7 @@ def test_a_score_that_is_no_product_takes_torchs_operations_in_float32_on_a_gpu_
     monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
     """Also under autocast, as bf16 is computed at ZeRO 0."""
-    monkeypatch.setattr(fused_softmax, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(fused_softmax, "supports_kernel", lambda tensor: tensor.dtype != torch.float64)
     outputs, rows, candidates = drawn(23, 14, 6, torch.float32, CPU, apart=False)
     exact = solved(candidate_loss_reference(outputs, rows, candidates, Harmonic(0.7)), [outputs, rows])
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -148,7 +148,7 @@ def test_the_training_free_head_of_every_score_is_the_score_and_log_q(kind: str)
         return loss
 
     optimizer.step(closure)
-    head = (score.reference(outputs, rows) + log_unigram(torch.bincount(targets), 3)).softmax(1)
+    head = (score.reference_scores(outputs, rows) + log_unigram(torch.bincount(targets), 3)).softmax(1)
     empirical = torch.zeros(2, 3).index_put_((contexts, targets), torch.tensor(1.0), accumulate=True)
     torch.testing.assert_close(head, empirical / empirical.sum(1, keepdim=True), atol=5e-3, rtol=2e-2)
 

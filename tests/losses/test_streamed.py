@@ -77,9 +77,9 @@ def test_on_a_gpu_blocks_go_through_the_kernel_and_give_what_float64_gives(
     kernel = pytest.importorskip("megahead.losses.triton_kernel", exc_type=ImportError)
     outputs, rows, candidates = drawn(n, v, d, torch.bfloat16, on_device(kind, monkeypatch), apart=False)
     scored: list[int] = []
-    plain = kernel.TritonChunkSoftmax.sums
+    plain = kernel.TritonChunkSoftmax.stats
     monkeypatch.setattr(
-        kernel.TritonChunkSoftmax, "sums", lambda step, *given: [scored.append(1), plain(step, *given)][1]
+        kernel.TritonChunkSoftmax, "stats", lambda step, *given: [scored.append(1), plain(step, *given)][1]
     )
     vocabulary = vocabulary_candidates(candidates.target_N, candidates.bias_U)
     mine = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))

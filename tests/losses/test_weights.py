@@ -161,6 +161,6 @@ def test_weights_go_with_the_batch_to_another_device() -> None:
     moved = candidates.to(torch.device("meta"))
     assert moved.weight_N is not None
     assert moved.weight_N.is_meta
-    assert candidates.padded(512).weight_N is candidates.weight_N
+    assert candidates.pad_to_multiple(512).weight_N is candidates.weight_N
     with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor + 0):
-        assert torch.equal(candidates.pinned().weight_N, candidates.weight_N)  # type: ignore[arg-type]
+        assert torch.equal(candidates.pin_memory().weight_N, candidates.weight_N)  # type: ignore[arg-type]

@@ -78,13 +78,13 @@ def test_the_rows_of_what_an_auxiliary_objective_draws_learn(all_ids: bool) -> N
     outputs = pretraining.backbone.encode(looked_up, documents_of(micro.batch)).flatten(0, 1)
     parts = [(outputs, *each) for each in zip(rows, micro.candidates, strict=True)]
     (prediction,) = pretraining._predictions(parts, outputs, micro.batch, all_ids=all_ids)
-    place_N = torch.arange(3)
+    index_N = torch.arange(3)
     ids_U = micro.candidates[0].ids_U
     assert ids_U is not None
-    prediction.rows_at(place_N).sum().backward()
+    prediction.gather_rows(index_N).sum().backward()
     gradient = pretraining.backbone.embedding.weight.grad
     assert gradient is not None
-    assert gradient.any(1).nonzero()[:, 0].tolist() == (place_N if all_ids else ids_U[place_N]).tolist()
+    assert gradient.any(1).nonzero()[:, 0].tolist() == (index_N if all_ids else ids_U[index_N]).tolist()
 
 
 @pytest.mark.parametrize("tied", [True, False])

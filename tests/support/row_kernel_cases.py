@@ -17,7 +17,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the kernel, with blocks and chunks so small that a few dozen rows fill several."""
     from megahead.losses import triton_kernel as row_kernel
 
-    patch.setattr(fused_softmax, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    patch.setattr(fused_softmax, "supports_kernel", lambda tensor: tensor.dtype != torch.float64)
     patch.setattr(row_kernel, "BLOCK", 16)
     patch.setattr(row_kernel, "GPU_CHUNKS", ChunkSize(score_bytes=1, min_outputs=8, multiple=1))
 

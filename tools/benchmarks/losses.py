@@ -135,7 +135,7 @@ def as_they_are(problem: Problem) -> list[Entry]:
 def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
     """Every form with what it begins with: ours with candidates padded as the loader pads them, the others without."""
     among = chosen(problem.targets)
-    padded = among.padded(CANDIDATE_MULTIPLE)
+    padded = among.pad_to_multiple(CANDIDATE_MULTIPLE)
     entries = [
         Entry("ours", partial(ours, padded.to(problem.outputs.device)), looked_up(problem, padded)),
         Entry("paper", paper, looked_up(problem, among)),
