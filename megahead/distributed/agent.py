@@ -1,8 +1,8 @@
-"""torchrun, as launch/elastic.sh starts it: an agent that ends by its own error leaves the rendezvous open for others.
+"""torchrun for launch/elastic.sh, patched: an agent that fails with an error of its own leaves the rendezvous open.
 
-torchrun (2.13) closes it then, for good, and agents that come later end at once. Such an error is a node that falls
-silent just while others begin, which wait for its answer in vain. The rendezvous is still closed after the end of a
-run, and by a node that has used up its --max-restarts.
+torchrun (2.13) closes the rendezvous on such an error, permanently, and agents that join later exit at once. An agent
+fails this way when a node stops responding while the others start up and wait for it. The rendezvous is still closed
+at the end of a run, and by a node that has used up its --max-restarts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed.run import main
 
 
 def keep_rendezvous_open() -> None:
-    """From here on in this process."""
-    close = DynamicRendezvousHandler.shutdown
+    """Patches torch's rendezvous handler in this process."""
+    original_shutdown = DynamicRendezvousHandler.shutdown
 
     def shutdown(self: DynamicRendezvousHandler) -> bool:
-        error = sys.exception()  # what ends the agent
+        error = sys.exception()  # the agent's
         if error is None or isinstance(error, ChildFailedError):
-            return close(self)
+            return original_shutdown(self)
         self._stop_heartbeats()
         return True
 

@@ -20,16 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate; every method but `shard` is a collective, which all of them must call.
-
-    Tensors travel through `handle` (gloo for CPU tensors, nccl for CUDA tensors).
-    """
+    """Ranks that communicate; every method but `shard` is a collective, which all of them must call."""
 
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
+    """torch's group (gloo for CPU tensors, nccl for CUDA tensors)."""
+
     timeout_seconds: float = 600
-    """How long a rank waits for the others before it raises, in connections made from this one."""
+    """The timeout of process groups that are created from this one."""
 
     @staticmethod
     def world(timeout_seconds: float = 600) -> Group:
@@ -39,7 +38,7 @@ class Group:
         return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, timeout_seconds)
 
     def new_gloo_group(self) -> Group:
-        """The same ranks over a separate gloo connection, for CPU tensors; usable from another thread. Collective."""
+        """A separate gloo group of the same ranks, for CPU tensors or another thread. Collective."""
         if self.size == 1:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
@@ -48,18 +47,18 @@ class Group:
         return Group(self.rank, self.size, handle, self.timeout_seconds)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
-        """A copy of this rank's equal slice of `full` along `dim`. Sends nothing, and is no collective."""
+        """A copy of this rank's equal slice of `full` along `dim`. Sends nothing."""
         size = full.shape[dim]
         if size % self.size:
             raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
         return full.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
-    def unshard(self, part: Tensor, dim: int) -> Tensor:
-        """All ranks' parts (of one shape) in rank order along `dim` (from 0 on): the inverse of `shard`.
+    def unshard(self, shard: Tensor, dim: int) -> Tensor:
+        """All ranks' shards (of one shape) concatenated in rank order along `dim` (not negative); inverse of `shard`.
 
-        They are received where they belong if `dim` is 0, else copied once.
+        They are received in their final position if `dim` is 0, otherwise copied once.
         """
-        return part if self.size == 1 else self.all_gather(part).movedim(0, dim).flatten(dim, dim + 1)
+        return shard if self.size == 1 else self.all_gather(shard).movedim(0, dim).flatten(dim, dim + 1)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
@@ -68,7 +67,7 @@ class Group:
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
-        """Largest value over the group, elementwise and in place."""
+        """Takes the elementwise maximum over the group, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.handle)
         return tensor
@@ -82,28 +81,30 @@ class Group:
         return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """This rank's slice along `dim`, as `shard` cuts it, of the sum of all ranks' tensors."""
+        """This rank's slice along `dim` (as in `shard`) of the sum of all ranks' tensors."""
         if self.size == 1:
             return tensor
         parts = tensor.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
-        share = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(share.flatten(), parts.flatten(), group=self.handle)
-        return share
+        shard = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(shard.flatten(), parts.flatten(), group=self.handle)
+        return shard
 
-    def all_to_all(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Parts along dim 0 in rank order, one from each rank: of `tensor` each rank gets the next `sent[its rank]`.
+    def all_to_all(
+        self, tensor: Tensor, input_splits: list[int] | None = None, output_splits: list[int] | None = None
+    ) -> Tensor:
+        """The parts that the ranks send to this one, concatenated along dim 0 in rank order.
 
-        `received`: how much each rank sends here, which all must know beforehand. Without both all parts are equal.
+        `input_splits`: rows of `tensor` for each rank; `output_splits`: rows from each rank. None: all parts are equal.
         """
         if self.size == 1:
             return tensor
-        count = len(tensor) if received is None else sum(received)
-        parts = tensor.new_empty(count, *tensor.shape[1:])
-        dist.all_to_all_single(parts, tensor.contiguous(), received, sent, group=self.handle)
-        return parts
+        count = len(tensor) if output_splits is None else sum(output_splits)
+        output = tensor.new_empty(count, *tensor.shape[1:])
+        dist.all_to_all_single(output, tensor.contiguous(), output_splits, input_splits, group=self.handle)
+        return output
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Every rank's (small, picklable) value in rank order; for settings and messages, not for tensors."""
+        """Every rank's value (small and picklable, no tensor) in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -114,26 +115,26 @@ class Group:
         """Rank 0's (small, picklable) value on every rank."""
         if self.size == 1:
             return value
-        box = [value]
-        first = dist.get_process_group_ranks(self.handle)[0]
-        dist.broadcast_object_list(box, src=first, group=self.handle)
-        return box[0]
+        objects = [value]
+        source = dist.get_process_group_ranks(self.handle)[0]
+        dist.broadcast_object_list(objects, src=source, group=self.handle)
+        return objects[0]
 
 
-# Collectives with gradients, named after what the forward pass does.
+# Collectives with gradients, named after their forward pass.
 #
-# Two conventions make them short: a value that is equal on every rank of a group has a gradient that is equal on every
-# rank, and the scalar on which backward is called is equal on all. With one rank each of them is the identity.
+# They rely on two conventions: a tensor that is replicated over a group has a replicated gradient, and backward is
+# called on a replicated scalar. With one rank each of them is the identity.
 
 
 def reduce_from_group(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region."""
-    return _collective(part, group, "sum", "same")
+    return _collective(part, group, "sum", "identity")
 
 
-def copy_to_group(same: Tensor, group: Group) -> Tensor:
-    """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region."""
-    return _collective(same, group, "same", "sum")
+def copy_to_group(replicated: Tensor, group: Group) -> Tensor:
+    """`replicated`, unchanged; backward sums its gradient over the ranks. Starts a tensor-parallel region."""
+    return _collective(replicated, group, "identity", "sum")
 
 
 def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -141,20 +142,21 @@ def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor
     return _collective(parts, group, "reduce_scatter", "unshard", dim)
 
 
-def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of what all ranks have; backward gathers. Begins a sequence-parallel region."""
-    return _collective(same, group, "shard", "unshard", dim)
+def scatter_to_group(replicated: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice along `dim` of a replicated tensor; backward gathers. Starts a sequence-parallel region."""
+    return _collective(replicated, group, "shard", "unshard", dim)
 
 
-def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
-    """The whole tensor of which every rank has a slice along `dim`; all ranks must use it alike, since backward sends
-    nothing. The inverse of `scatter_to_group`.
+def gather_from_group(shard: Tensor, group: Group, dim: int) -> Tensor:
+    """The full tensor from every rank's slice along `dim`; the inverse of `scatter_to_group`.
+
+    All ranks must use it in the same way, since backward sends nothing.
     """
-    return _collective(share, group, "unshard", "shard", dim)
+    return _collective(shard, group, "unshard", "shard", dim)
 
 
 _OPERATIONS: Mapping[str, Callable[[Group, Tensor, int], Tensor]] = {
-    "same": lambda group, tensor, dim: tensor.view_as(tensor),
+    "identity": lambda group, tensor, dim: tensor.view_as(tensor),
     "sum": lambda group, tensor, dim: group.all_reduce_(tensor.clone(memory_format=torch.contiguous_format)),
     "shard": Group.shard,
     "unshard": Group.unshard,
@@ -172,19 +174,20 @@ def _collective(tensor: Tensor, group: Group, forward: str, backward: str, dim: 
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, forward: str, backward: str, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.operation = group, dim, backward
+        ctx.group, ctx.dim, ctx.backward_operation = group, dim, backward
         return _OPERATIONS[forward](group, tensor, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _OPERATIONS[ctx.operation](ctx.group, grad, ctx.dim), None, None, None, None
+        return _OPERATIONS[ctx.backward_operation](ctx.group, grad, ctx.dim), None, None, None, None
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups: the ranks of `tensor_group` split each layer, those of `data_group` each batch.
+    """This rank's groups: `tensor_group` splits each layer, `data_group` each batch.
 
-    World rank = data rank * tensor size + tensor rank: a tensor group is consecutive ranks, with the fastest links.
+    World rank = data rank * tensor size + tensor rank, so that a tensor group has consecutive ranks, which have the
+    fastest links.
     """
 
     world_group: Group = field(default_factory=Group)
@@ -193,72 +196,79 @@ class Mesh:
 
     @staticmethod
     def build(world_group: Group, tensor_size: int = 1) -> Mesh:
-        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective over all of it."""
+        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective."""
         if world_group.size % tensor_size:
             raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_group.size})", got=tensor_size)
         if tensor_size == 1:
             return Mesh(world_group, Group(), world_group)
         data_size = world_group.size // tensor_size
         grid = [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
-        seconds = world_group.timeout_seconds
-        timeout = timedelta(seconds=seconds)
+        timeout_seconds = world_group.timeout_seconds
+        timeout = timedelta(seconds=timeout_seconds)
         tensor, _ = dist.new_subgroups_by_enumeration(grid, timeout)
         data, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)], timeout)
         data_rank, tensor_rank = divmod(world_group.rank, tensor_size)
         return Mesh(
-            world_group, Group(tensor_rank, tensor_size, tensor, seconds), Group(data_rank, data_size, data, seconds)
+            world_group,
+            Group(tensor_rank, tensor_size, tensor, timeout_seconds),
+            Group(data_rank, data_size, data, timeout_seconds),
         )
 
 
-# Bytes that each rank passes to one other, in the background and in pieces, so that it can be ended between two.
+# Point-to-point exchange of bytes in the background, in chunks, so that it can be cancelled between two.
 
 
-PIECE = 16 << 20
-"""Bytes that are sent at a time: an eighth of a second at 1 Gb/s."""
+CHUNK_BYTES = 16 << 20
+"""An eighth of a second at 1 Gb/s."""
 
 
-def exchange_bytes(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], ends: Callable[[], bool]) -> bool:
-    """Sends `mine` (uint8 [n]) to rank `to`, while the bytes that other ranks send here are received into `theirs`, by
-    rank. Returns whether all came. Collective: `to` and `theirs` must agree over the ranks of `group` (gloo).
+def exchange_bytes(
+    group: Group, outgoing: Tensor, destination: int, incoming: Mapping[int, Tensor], is_cancelled: Callable[[], bool]
+) -> bool:
+    """Sends `outgoing` (uint8 [n]) to rank `destination`, and receives from each source rank into `incoming[rank]`.
 
-    Once `ends` is true a rank sends no further piece, and says so to those that wait for it. It waits for each piece
-    `group.timeout_seconds` at most.
+    Returns whether this rank sent and received everything. Once `is_cancelled()` is true it sends no further chunk,
+    and notifies its destination. Waits at most `group.timeout_seconds` for each chunk. Collective over `group` (gloo):
+    `destination` and `incoming` must match over the ranks.
     """
-    outgoing, incoming = mine.split(PIECE), {rank: part.split(PIECE) for rank, part in theirs.items()}
-    stopped, cut_short = False, set[int]()
-    for number, piece in zip_longest(range(max(map(len, (outgoing, *incoming.values())))), outgoing):
-        sending = []
-        if piece is not None and not stopped:
-            stopped = ends()
-            sending = _send(group, torch.tensor([not stopped]), to) + ([] if stopped else _send(group, piece, to))
-        for rank, places in incoming.items():
-            if number < len(places) and rank not in cut_short and not _receive(group, places[number], rank):
-                cut_short.add(rank)
-        for work in sending:
+    outgoing_chunks = outgoing.split(CHUNK_BYTES)
+    incoming_chunks = {rank: buffer.split(CHUNK_BYTES) for rank, buffer in incoming.items()}
+    cancelled, cancelled_sources = False, set[int]()
+    num_chunks = max(map(len, (outgoing_chunks, *incoming_chunks.values())))
+    for index, chunk in zip_longest(range(num_chunks), outgoing_chunks):
+        works = []
+        if chunk is not None and not cancelled:
+            cancelled = is_cancelled()
+            works = _send(group, torch.tensor([not cancelled]), destination)
+            works += [] if cancelled else _send(group, chunk, destination)
+        for rank, buffers in incoming_chunks.items():
+            if index < len(buffers) and rank not in cancelled_sources and not _receive(group, buffers[index], rank):
+                cancelled_sources.add(rank)
+        for work in works:
             work.wait()
-    return not stopped and not cut_short
+    return not cancelled and not cancelled_sources
 
 
-def _send(group: Group, tensor: Tensor, to: int) -> list[dist.Work]:
-    work = dist.isend(tensor, group=group.handle, group_dst=to)
+def _send(group: Group, tensor: Tensor, destination: int) -> list[dist.Work]:
+    work = dist.isend(tensor, group=group.handle, group_dst=destination)
     return [] if work is None else [work]
 
 
-def _receive(group: Group, place: Tensor, rank: int) -> bool:
-    """Whether a piece came, and not word that none will."""
-    comes = torch.empty(1, dtype=torch.bool)
-    dist.recv(comes, group=group.handle, group_src=rank)
-    if comes:
-        dist.recv(place, group=group.handle, group_src=rank)
-    return bool(comes)
+def _receive(group: Group, buffer: Tensor, source: int) -> bool:
+    """Receives a chunk into `buffer`; returns False if `source` has cancelled instead."""
+    has_chunk = torch.empty(1, dtype=torch.bool)
+    dist.recv(has_chunk, group=group.handle, group_src=source)
+    if has_chunk:
+        dist.recv(buffer, group=group.handle, group_src=source)
+    return bool(has_chunk)
 
 
 @contextmanager
 def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
-    """Inside, every rank of `group` draws different numbers; afterwards all draw the same again. Sends nothing.
+    """Gives each rank of `group` its own random numbers inside the block, and restores the shared state afterwards.
 
-    Torch's CPU generator must be in the same state on all ranks on entry. Draws depend on that state alone, so that a
-    forward pass that is repeated from it (activation checkpointing, a resumed run) draws the same again.
+    Torch's CPU generator must be in the same state on all ranks on entry. The seed depends on that state alone, so
+    that a repeated forward pass (activation checkpointing, a resumed run) samples the same numbers. Sends nothing.
     """
     if group.size == 1:
         yield
@@ -270,9 +280,9 @@ def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether training in bf16 is faster than in fp32: on GPUs since Ampere, and on CPUs that multiply bf16, by AMX or
-    by AVX-512 (measured: products 7 and 2.4 times as fast, the demo's whole headless step 1.6 and 1.5 times). A CPU
-    whose capabilities torch does not know counts as slow."""
+    """Whether training in bf16 is faster than in fp32: on GPUs since Ampere, and on CPUs with AMX or AVX-512 for bf16
+    (measured: products 7 and 2.4 times as fast, the demo's whole headless step 1.6 and 1.5 times). False for a CPU
+    whose capabilities torch cannot detect."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -1,4 +1,4 @@
-"""Tensors that are read in blocks of rows, and tensors whose rows are sharded over ranks."""
+"""Tensor sources that are read in blocks of rows, and tensors whose rows are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 
 BLOCK_ROWS = 1 << 14
-"""Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
+"""Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 random numbers that torch generates at a time."""
 
 
 class TensorSource(Protocol):
-    """A source of full CPU tensors by name. The source raises an error for a missing or unsuitable tensor."""
+    """A source of full CPU tensors by name. Raises an error for a missing or unsuitable tensor."""
 
     def read(self, name: str, /) -> Tensor:
-        """The whole tensor."""
+        """The full tensor."""
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        """The same, in consecutive parts along dim 0."""
+        """The full tensor in consecutive parts along dim 0."""
 
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """Tensors whose only block is the whole tensor."""
+    """A source whose tensors are one block each."""
 
-    function: Callable[[str], Tensor]
+    read_tensor: Callable[[str], Tensor]
 
     def read(self, name: str, /) -> Tensor:
-        return self.function(name)
+        return self.read_tensor(name)
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        yield self.function(name)
+        yield self.read_tensor(name)
 
 
 @dataclass(frozen=True)
@@ -48,53 +48,53 @@ class RoutedTensors:
     """Tensors of several sources."""
 
     route: Callable[[str], tuple[TensorSource, str]]
-    """From a name to its source, and the name that it has there."""
+    """Maps a name to a source, and to the tensor's name in that source."""
 
     def read(self, name: str, /) -> Tensor:
-        source, there = self.route(name)
-        return source.read(there)
+        source, source_name = self.route(name)
+        return source.read(source_name)
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        source, there = self.route(name)
-        return source.blocks(there)
+        source, source_name = self.route(name)
+        return source.blocks(source_name)
 
 
 @dataclass(frozen=True)
 class FiniteTensors:
-    """The same tensors, which must hold finite numbers only: CheckpointError for the first that does not."""
+    """The tensors of `source`, with a CheckpointError for one that has NaN or infinity."""
 
-    tensors: TensorSource
-    place: Path
-    """Their file or folder, for the error."""
+    source: TensorSource
+    path: Path
+    """The source's file or folder, for the error."""
 
     def read(self, name: str, /) -> Tensor:
-        return next(finite_blocks(iter([self.tensors.read(name)]), self.place, name))
+        return next(finite_blocks(iter([self.source.read(name)]), self.path, name))
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return finite_blocks(self.tensors.blocks(name), self.place, name)
+        return finite_blocks(self.source.blocks(name), self.path, name)
 
 
-def finite_blocks(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
-    """The same blocks of the tensor `name` in `place`. CheckpointError at the first block with NaN or infinity, which
-    counts these values in all blocks."""
-    others = 0
+def finite_blocks(blocks: Iterable[Tensor], path: object, name: str) -> Iterator[Tensor]:
+    """Yields the blocks of the tensor `name` in `path` before the first one with NaN or infinity, if any; then counts
+    these values in all further blocks and raises a CheckpointError."""
+    num_nonfinite = 0
     for block in blocks:
-        if others or not is_finite(block):
-            others += block.numel() - int(block.isfinite().sum())
+        if num_nonfinite or not is_finite(block):
+            num_nonfinite += block.numel() - int(block.isfinite().sum())
         else:
             yield block
-    if others:
-        found = f"{others:,} of {name} {'is' if others == 1 else 'are'} NaN or infinite"
+    if num_nonfinite:
+        problem = f"{num_nonfinite:,} of {name} {'is' if num_nonfinite == 1 else 'are'} NaN or infinite"
         raise CheckpointError(
-            f"`{place}` must hold finite numbers only, but {found}; use weights that were saved before."
+            f"`{path}` must hold finite numbers only, but {problem}; use weights that were saved before."
         )
 
 
-def require_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Checks named tensors as `finite_blocks` does, except those on `meta`."""
+def require_finite(tensors: Iterable[tuple[str, Tensor]], path: object) -> None:
+    """CheckpointError if a named tensor has NaN or infinity; those on `meta` are not checked."""
     for name, tensor in tensors:
         if not tensor.is_meta:
-            deque(finite_blocks([tensor.detach()], place, name), maxlen=0)
+            deque(finite_blocks([tensor.detach()], path, name), maxlen=0)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -108,29 +108,29 @@ def block_ranges(rows: int) -> Iterator[range]:
 
 
 def join_blocks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """Concatenates blocks to a tensor of `shape` without a second copy. A single block is returned as it is."""
-    left = iter(blocks)
-    head = next(left)
+    """Concatenates blocks to a tensor of `shape` without a second copy. A single block is returned unchanged."""
+    remaining = iter(blocks)
+    head = next(remaining)
     if head.shape == tuple(shape):
         return head
-    whole, row = head.new_empty(tuple(shape)), 0
-    for block in chain([head], left):
-        whole[row : row + len(block)] = block
+    full, row = head.new_empty(tuple(shape)), 0
+    for block in chain([head], remaining):
+        full[row : row + len(block)] = block
         row += len(block)
-    return whole
+    return full
 
 
-def copy_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
-    """Copies the rows from `first` on of a tensor in blocks to `part`. Reads all blocks."""
+def copy_rows_(part: Tensor, blocks: Iterable[Tensor], start: int) -> None:
+    """Copies rows `start` to `start + len(part)` of a tensor in blocks to `part`. Reads all blocks."""
     row = 0
     for block in blocks:
-        lower, upper = max(first, row), min(first + len(part), row + len(block))
+        lower, upper = max(start, row), min(start + len(part), row + len(block))
         if lower < upper:
-            part[lower - first : upper - first] = block.detach()[lower - row : upper - row]
+            part[lower - start : upper - start] = block.detach()[lower - row : upper - row]
         row += len(block)
 
 
-# A tensor whose rows are sharded round-robin over a group: rank i mod R has row i at index i // R.
+# A tensor whose rows are sharded round-robin over a group of R ranks: rank i mod R has row i at index i // R.
 
 
 @dataclass(frozen=True)
@@ -140,31 +140,31 @@ class RoundRobinShard:
     part: Tensor
 
     rows: int
-    """Rows of the whole tensor."""
+    """Rows of the full tensor."""
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return torch.Size([self.rows, *self.part.shape[1:]])
 
 
 def fill_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
     """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] in consecutive blocks [b, ...].
 
-    Without communication: every rank reads all blocks, one at a time. n is V / ranks, rounded up or down."""
-    first = 0
+    n is V / ranks, rounded up or down. Sends nothing: every rank reads all blocks, one at a time."""
+    start = 0
     for block in blocks:
-        own = block[(group.rank - first) % group.size :: group.size]
-        place = len(range(group.rank, first, group.size))
-        part[place : place + len(own)] = own
-        first += len(block)
+        rows = block[(group.rank - start) % group.size :: group.size]
+        index = len(range(group.rank, start, group.size))
+        part[index : index + len(rows)] = rows
+        start += len(block)
 
 
 def interleave_shards(parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor from the shards in rank order."""
+    """The full tensor from the shards in rank order."""
     if len(parts) == 1:
         return parts[0]
-    whole = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype)
+    full = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
-        whole[rank :: len(parts)] = part
-    return whole
+        full[rank :: len(parts)] = part
+    return full

@@ -1,12 +1,15 @@
-"""Finds ranks that are lost or hang, and ends those that wait for them, with a sentence.
+"""Detects ranks that died or hang, and ends the ranks that wait for them with an error that names them.
 
-Without this, waiting for a rank that died may fail at once (gloo), fail after a time limit with a RuntimeError that
-names no rank, or never end: a store whose process is suspended does not answer, and NCCL's kernels keep waiting. So
-every rank has a TCP connection to a monitor at rank 0 from the rendezvous to the end. A rank that dies is noticed at
-once, because its connection breaks; one that is suspended, or whose machine is gone, when its heartbeats have been
-missing for the time limit; one that hangs, whose thread still sends heartbeats, when another rank reports that it gave
-up waiting and this one reports nothing within GRACE_SECONDS. The monitor tells all ranks who is lost, and one that
-still waits GRACE_SECONDS later is ended.
+Without this, waiting for a dead rank may fail at once (gloo), fail after a timeout with a RuntimeError that names no
+rank, or never end: a store whose process is suspended does not answer, and NCCL's kernels keep waiting. So every rank
+has a TCP connection to a monitor at rank 0 from the rendezvous to the end of the run.
+
+- A rank that dies is detected at once, because its connection breaks.
+- A rank that is suspended, or whose machine is down, is detected when its heartbeats have been missing for the timeout.
+- A rank that hangs still sends heartbeats from its thread. It is detected when another rank reports a timeout and this
+  one reports nothing within GRACE_SECONDS.
+
+The monitor sends the lost ranks to all others, and ends a process that still waits GRACE_SECONDS later.
 """
 
 from __future__ import annotations
@@ -33,39 +36,40 @@ from megahead.errors import UserError
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""Seconds that ranks have to report after one gave up waiting, and then to end by themselves."""
+"""Seconds that ranks have to report after one of them timed out, and then to end by themselves."""
 
 _SETTLE_SECONDS = 1.0
-"""Seconds to wait for further lost ranks after the first, since ranks seldom die alone."""
+"""Seconds to wait for further lost ranks after the first, since several ranks often die together."""
 
 
 class LostRankError(UserError):
     """Other ranks died, hang, or failed."""
 
     def __init__(self, lost: Mapping[int, str]) -> None:
-        """`lost`: from rank to what became of it. The sentence: rank 1 died; ranks 2, 3 did not come within 60 s."""
+        """`lost`: the reason for each lost rank. Example: rank 1 died; ranks 2, 3 did not come within 60 s."""
         self.lost = lost
-        reasons: dict[str, list[int]] = {}
+        ranks_by_reason: dict[str, list[int]] = {}
         for rank, reason in lost.items():
-            reasons.setdefault(reason, []).append(rank)
-        who = [
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {reason}" for reason, ranks in reasons.items()
+            ranks_by_reason.setdefault(reason, []).append(rank)
+        sentences = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {reason}"
+            for reason, ranks in ranks_by_reason.items()
         ]
-        found = "; ".join(who) or "each waits for the others"
-        super().__init__(f"all ranks must take part in the run, but {found}; start again to resume.")
+        problem = "; ".join(sentences) or "each waits for the others"
+        super().__init__(f"all ranks must take part in the run, but {problem}; start again to resume.")
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether torch raised `error` because other ranks do not take part; only some of these errors have a type."""
-    signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe", "timed out")
-    by_text = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    return isinstance(error, dist.DistError) or by_text
+    """Whether torch raised `error` because other ranks do not respond; not all of these errors have their own type."""
+    texts = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe", "timed out")
+    matches_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, dist.DistError) or matches_text
 
 
 def with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """`function()`, or TimeoutError after `seconds`; the call then continues in a thread that nobody waits for.
+    """Returns `function()`; TimeoutError after `seconds`, while the call continues in a daemon thread.
 
-    For requests to a store: if the process that serves it is suspended, torch waits forever, whatever its own limit.
+    For requests to a store: if the process that serves it is suspended, torch waits forever despite its own timeout.
     """
     try:
         return submit(function).result(seconds)
@@ -73,233 +77,246 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-# Short JSON messages over TCP, and heartbeats.
+# Short JSON messages over TCP, and heartbeats. A message is a list of its type and arguments.
 
 
 _MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes; what is longer is not our format."""
 
 
-def heartbeats(limit_seconds: float) -> tuple[float, int]:
-    """Seconds from one heartbeat to the next, and how many there are in `limit_seconds`.
+def heartbeat_schedule(timeout_seconds: float) -> tuple[float, int]:
+    """The heartbeat interval in seconds, and the number of heartbeats in `timeout_seconds`.
 
-    Silence is counted in one's own heartbeats, not in seconds, so that a process that was suspended for a while does
-    not take the others for lost when it continues.
+    A process measures the other end's silence in its own heartbeats, not in seconds: after being suspended itself, it
+    does not consider the others lost.
     """
-    every = min(limit_seconds / 10, 15.0)
-    return every, ceil(limit_seconds / every)
+    interval = min(timeout_seconds / 10, 15.0)
+    return interval, ceil(timeout_seconds / interval)
 
 
 class Connection:
-    """One end of a TCP connection for JSON messages. The other end is lost if it is silent for `limit_seconds`, and its
-    machine for `host_timeout_seconds`, if that is given: a process that is suspended is silent, but its machine
-    answers. Sending blocks for a second at most, even then."""
+    """One end of a TCP connection for JSON messages.
 
-    def __init__(self, to: socket.socket, limit_seconds: float, host_timeout_seconds: float | None = None) -> None:
-        to.settimeout(1)
+    The other end is lost if it sends nothing for `timeout_seconds`, or if its machine does not answer for
+    `host_timeout_seconds` (that of a suspended process does). Sending blocks for at most a second.
+    """
+
+    def __init__(self, peer: socket.socket, timeout_seconds: float, host_timeout_seconds: float | None = None) -> None:
+        peer.settimeout(1)
         if host_timeout_seconds is not None:
-            _enable_keepalive(to, host_timeout_seconds)
-        self._socket, self._sending, self.limit_seconds = to, threading.Lock(), limit_seconds
+            _enable_keepalive(peer, host_timeout_seconds)
+        self._socket, self._send_lock, self.timeout_seconds = peer, threading.Lock(), timeout_seconds
 
-    def send(self, *words: Any) -> None:
-        """Sends one message, from any thread; it is lost if the other end is gone."""
-        with self._sending, suppress(OSError):
-            self._socket.sendall(json.dumps(words).encode() + b"\n")
+    def send(self, *message: Any) -> None:
+        """Sends one message, from any thread; drops it if the other end has disconnected."""
+        with self._send_lock, suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def messages(self) -> Iterator[list[Any]]:
-        """The messages that arrive; sends heartbeats meanwhile. The last one is made here, when the other end is lost
-        or sends something that is not our format: `gone`, and what became of it."""
-        every, limit_beats = heartbeats(self.limit_seconds)
-        next_beat, silent_beats, rest = time.monotonic() + every, 0, b""
-        while silent_beats <= limit_beats + 1:
+        """Yields the messages that arrive, and sends heartbeats in between.
+
+        When the other end is lost or sends an invalid message, the last one yielded is ["disconnected", reason].
+        """
+        interval, max_silent_beats = heartbeat_schedule(self.timeout_seconds)
+        next_beat, silent_beats, incomplete = time.monotonic() + interval, 0, b""
+        while silent_beats <= max_silent_beats + 1:
             try:
                 if wait([self._socket], max(0, next_beat - time.monotonic())):
                     received = self._socket.recv(1 << 16)
-                    *complete, rest = (rest + received).split(b"\n")
-                    messages = [[word, *more] for word, *more in map(json.loads, complete)]
-                    if not received or len(rest) > _MAX_MESSAGE_BYTES:
+                    *complete, incomplete = (incomplete + received).split(b"\n")
+                    messages = [[kind, *arguments] for kind, *arguments in map(json.loads, complete)]
+                    if not received or len(incomplete) > _MAX_MESSAGE_BYTES:
                         raise EOFError
                     silent_beats = 0
-                    yield from (message for message in messages if message != ["beat"])
+                    yield from (message for message in messages if message != ["heartbeat"])
             except (OSError, EOFError, ValueError, TypeError, RecursionError):
-                yield ["gone", "died"]
+                yield ["disconnected", "died"]
                 return
             if time.monotonic() >= next_beat:
-                next_beat, silent_beats = time.monotonic() + every, silent_beats + 1
-                self.send("beat")
-        yield ["gone", f"died or hangs (silent for {self.limit_seconds:g} s)"]
+                next_beat, silent_beats = time.monotonic() + interval, silent_beats + 1
+                self.send("heartbeat")
+        yield ["disconnected", f"died or hangs (silent for {self.timeout_seconds:g} s)"]
 
     def close(self) -> None:
-        """Closes the connection, which the other end notices."""
+        """Closes the connection; the other end sees it as disconnected."""
         self._socket.close()
 
 
 def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
-    """Breaks `connection` when the machine at the other end is silent for `seconds`."""
+    """Breaks `connection` when the machine at the other end does not answer for `seconds`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("KEEPIDLE", seconds / 4), ("KEEPINTVL", seconds / 4), ("USER_TIMEOUT", 1000 * seconds)):
         if hasattr(socket, f"TCP_{option}"):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), ceil(value))
 
 
-# The monitor, in rank 0's process: a thread for each rank notes what is received, and one concludes.
+# The monitor, in rank 0's process: one thread per rank receives messages, and one decides the outcome.
 
 
 class RankMonitor:
-    """Expects `size` ranks within `limit_seconds`; listens, from now on, until all have left or one is lost.
+    """Waits `timeout_seconds` for `size` ranks to connect, then listens until all have finished or one is lost.
 
-    `spare_ranks`: as many ranks beyond these receive the outcome. Nobody waits for them, and they may be lost.
-    `host_timeout_seconds`: a machine that is silent for that long is lost; by default only its ranks' silence counts.
+    `spare_ranks`: the number of further ranks, which only receive the outcome and may be lost.
+    `host_timeout_seconds`: a machine that does not answer for so long is lost; None: only silent ranks are.
     """
 
     def __init__(
-        self, size: int, limit_seconds: float, spare_ranks: int = 0, host_timeout_seconds: float | None = None
+        self, size: int, timeout_seconds: float, spare_ranks: int = 0, host_timeout_seconds: float | None = None
     ) -> None:
-        self._all, self._spare_ranks = frozenset(range(size)), frozenset(range(size, size + spare_ranks))
-        self._limits = limit_seconds, host_timeout_seconds
+        self._ranks, self._spare_ranks = frozenset(range(size)), frozenset(range(size, size + spare_ranks))
+        self._timeout_seconds, self._host_timeout_seconds = timeout_seconds, host_timeout_seconds
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=size + spare_ranks, dualstack_ipv6=dual)
         self.address = f"{self._listener.getsockname()[1]} {secrets.token_hex(8)}"
         """Port and password for the ranks."""
-        self._connections, self._over = dict[int, Connection](), False
-        self._gave_up, self._left, self._lost = set[int](), set[int](), dict[int, str]()
+        self._connections, self._is_done = dict[int, Connection](), False
+        self._timed_out, self._finished, self._lost = set[int](), set[int](), dict[int, str]()
         self._changed = threading.Condition()
-        """Guards all of these, and tells the thread that concludes."""
-        self._start("rank monitor's listener", self._accept)
-        self._start("rank monitor", self._conclude)
+        """Guards all of these, and notifies the thread that decides the outcome."""
+        self._start_thread("rank monitor's listener", self._accept)
+        self._start_thread("rank monitor", self._decide_outcome)
 
-    def _start(self, name: str, function: Callable[..., None], *arguments: Any) -> None:
+    def _start_thread(self, name: str, function: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
 
     def _accept(self) -> None:
         with self._listener:
-            while not self._over and self._connections.keys() != self._all | self._spare_ranks:
+            while not self._is_done and self._connections.keys() != self._ranks | self._spare_ranks:
                 if wait([self._listener], 1):
-                    connection = Connection(self._listener.accept()[0], *self._limits)
-                    self._start("rank monitor's connection", self._receive, connection)
+                    peer = self._listener.accept()[0]
+                    connection = Connection(peer, self._timeout_seconds, self._host_timeout_seconds)
+                    self._start_thread("rank monitor's connection", self._receive, connection)
 
     def _receive(self, connection: Connection) -> None:
-        """Notes what one rank sends; a connection from anything else is closed."""
+        """Records the messages of one rank; closes a connection that does not start with a rank's hello."""
         rank: int | None = None
         for message in connection.messages():
             with self._changed:
                 if rank is not None:
                     self._record(rank, *message)
                 else:
-                    expected = (self._all | self._spare_ranks) - self._connections.keys()
-                    rank = next((each for each in expected if message == ["hello", self.address, each]), None)
+                    expected = (self._ranks | self._spare_ranks) - self._connections.keys()
+                    rank = next((rank for rank in expected if message == ["hello", self.address, rank]), None)
                     if rank is None:
                         return connection.close()
                     self._connections[rank] = connection
                 self._changed.notify()
 
-    def _record(self, rank: int, word: str, reason: str = "") -> None:
-        if word == "gave_up":
-            self._gave_up.add(rank)
-        elif word == "left":
-            self._left.add(rank)
-        elif rank not in self._left and (word == "ended" or rank in self._all):  # else `gone`, which spare ranks may be
+    def _record(self, rank: int, kind: str, reason: str = "") -> None:
+        if kind == "timed_out":
+            self._timed_out.add(rank)
+        elif kind == "finished":
+            self._finished.add(rank)
+        elif rank not in self._finished and (kind == "failed" or rank in self._ranks):  # spare ranks may disconnect
             self._lost.setdefault(rank, reason)
 
-    def _conclude(self) -> None:
-        """Sends the outcome to all ranks as soon as it is known: all left, or some lost."""
+    def _decide_outcome(self) -> None:
+        """Sends the outcome to all ranks as soon as it is known: all finished, or some lost."""
         with self._changed:
-            wait_for, limit = self._changed.wait_for, self._limits[0]
-            every, limit_beats = heartbeats(limit)
-            begun = (wait_for(lambda: self._all_came() or self._in_doubt(), every) for _ in range(limit_beats))
-            if not any(begun):
-                absent = self._all - self._connections.keys()
-                self._lost |= dict.fromkeys(absent, f"did not come within {limit:g} s")
-            if self._all_came():
-                self._send_all("here")
-            wait_for(lambda: self._left == self._all or self._in_doubt())
-            wait_for(lambda: self._lost or not self._silent(), GRACE_SECONDS)
-            wait_for(lambda: not self._silent(), _SETTLE_SECONDS if self._lost else 0)
-            unanswered = dict.fromkeys(self._silent(), f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
-            lost = sorted((self._lost or unanswered).items())
-            self._send_all("left") if self._left == self._all else self._send_all("lost", lost)
-            self._over = True
+            wait_for, timeout = self._changed.wait_for, self._timeout_seconds
+            interval, max_beats = heartbeat_schedule(timeout)
+            started = (
+                wait_for(lambda: self._all_connected() or self._has_trouble(), interval) for _ in range(max_beats)
+            )
+            if not any(started):
+                missing = self._ranks - self._connections.keys()
+                self._lost |= dict.fromkeys(missing, f"did not come within {timeout:g} s")
+            if self._all_connected():
+                self._send_all("connected")
+            wait_for(lambda: self._finished == self._ranks or self._has_trouble())
+            wait_for(lambda: self._lost or not self._unreported(), GRACE_SECONDS)
+            wait_for(lambda: not self._unreported(), _SETTLE_SECONDS if self._lost else 0)
+            hanging = dict.fromkeys(self._unreported(), f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
+            lost = sorted((self._lost or hanging).items())
+            self._send_all("finished") if self._finished == self._ranks else self._send_all("lost", lost)
+            self._is_done = True
 
-    def _all_came(self) -> bool:
-        return self._connections.keys() >= self._all
+    def _all_connected(self) -> bool:
+        return self._connections.keys() >= self._ranks
 
-    def _in_doubt(self) -> bool:
-        return bool(self._lost or self._gave_up)
+    def _has_trouble(self) -> bool:
+        return bool(self._lost or self._timed_out)
 
-    def _silent(self) -> frozenset[int]:
-        """Ranks that have neither left nor reported why they will not."""
-        return self._all - self._lost.keys() - self._gave_up - self._left
+    def _unreported(self) -> frozenset[int]:
+        """Ranks that have neither finished nor reported an error."""
+        return self._ranks - self._lost.keys() - self._timed_out - self._finished
 
-    def _send_all(self, *words: Any) -> None:
-        for rank in sorted(self._connections, reverse=True):  # rank 0 last: then it may end, and the monitor with it
-            self._connections[rank].send(*words)
+    def _send_all(self, *message: Any) -> None:
+        for rank in sorted(
+            self._connections, reverse=True
+        ):  # rank 0 last: its process, which runs the monitor, may exit
+            self._connections[rank].send(*message)
 
 
-# A rank's end of its connection to the monitor.
+# A rank's client of the monitor.
 
 
-def connect(host: str, address: str, rank: int, limit_seconds: float, host_timeout_seconds: float | None) -> Connection:
-    """Rank `rank`'s connection to the monitor on `host`."""
-    to = socket.create_connection((host, int(address.split()[0])), min(limit_seconds, 60))
-    connection = Connection(to, limit_seconds, host_timeout_seconds)
+def connect(
+    host: str, address: str, rank: int, timeout_seconds: float, host_timeout_seconds: float | None
+) -> Connection:
+    """Connects rank `rank` to the monitor on `host`."""
+    peer = socket.create_connection((host, int(address.split()[0])), min(timeout_seconds, 60))
+    connection = Connection(peer, timeout_seconds, host_timeout_seconds)
     connection.send("hello", address, rank)
     return connection
 
 
 class MonitorClient:
-    """Rank `rank`'s end of its connection. A thread reads it, and calls `end_process` with the reason, if it must."""
+    """Rank `rank`'s client. Its thread reads the connection; `end_process` is called with a reason if a rank is lost
+    and the main thread does not end."""
 
     def __init__(self, connection: Connection, rank: int, end_process: Callable[[str], None]) -> None:
         self._connection, self._rank, self._end_process = connection, rank, end_process
-        self._ends, self._received = threading.Event(), SimpleQueue[str | dict[int, str]]()
+        self._ending, self._received = threading.Event(), SimpleQueue[str | dict[int, str]]()
         threading.Thread(target=self._listen, name="rank monitor's client", daemon=True).start()
 
     def wait_for_all(self) -> None:
-        """Waits until all ranks are connected; LostRankError names those that are too late."""
-        self._expect(None)  # rank 0 enforces the limit, and the thread notices if rank 0 is lost
+        """Waits until all ranks are connected; LostRankError for those that are too late."""
+        self._wait_for_message(None)  # rank 0 enforces the timeout, and the thread detects the loss of rank 0
 
     def finish(self) -> None:
-        """Waits until all ranks are finished; LostRankError names those that are too late."""
-        self._connection.send("left")
-        self._expect(self._connection.limit_seconds)
+        """Waits until all ranks are finished; LostRankError for those that are too late."""
+        self._connection.send("finished")
+        self._wait_for_message(self._connection.timeout_seconds)
 
     def stand_by(self) -> None:
-        """For a spare rank: waits until the others have left; LostRankError if they end otherwise."""
-        while self._expect(None) != "left":
+        """For a spare rank: waits until the training ranks have finished; LostRankError if they do not."""
+        while self._wait_for_message(None) != "finished":
             pass
 
     @contextmanager
     def explain_lost_ranks(self) -> Iterator[None]:
-        """Inside, a failed wait for other ranks becomes a LostRankError that names them; any other error is reported to
-        them. If a rank is lost and a wait does not end, the process is ended."""
+        """Turns a communication error in the block into a LostRankError; reports any other error to the other ranks.
+
+        Ends the process if a rank is lost while the block keeps waiting.
+        """
         try:
             yield
         except LostRankError:
             raise
         except Exception as error:
-            waited = is_communication_error(error)
-            report = ("gave_up",) if waited else ("ended", f"ended with {type(error).__name__}: {error}")
+            timed_out = is_communication_error(error)
+            report = ("timed_out",) if timed_out else ("failed", f"ended with {type(error).__name__}: {error}")
             lost = self._report(*report)
-            if not waited or not lost:
+            if not timed_out or not lost:
                 raise
             raise LostRankError(lost) from error
 
-    def _expect(self, seconds: float | None) -> str:
-        """Waits for the monitor's message that all ranks got here; LostRankError if it reports lost ranks instead."""
+    def _wait_for_message(self, seconds: float | None) -> str:
+        """Returns the monitor's next message; LostRankError if it reports lost ranks."""
         try:
             received = self._received.get(timeout=seconds)
         except Empty:
-            received = self._report("gave_up")
+            received = self._report("timed_out")
         if isinstance(received, dict):
-            self._ends.set()
+            self._ending.set()
             raise LostRankError(received)
         return received
 
-    def _report(self, *words: str) -> dict[int, str]:
-        """Reports why this rank ends; returns the lost ranks, from rank to what became of it."""
-        self._ends.set()
-        self._connection.send(*words)
+    def _report(self, *message: str) -> dict[int, str]:
+        """Reports why this rank ends; returns the lost ranks with their reasons."""
+        self._ending.set()
+        self._connection.send(*message)
         try:
             received = self._received.get(timeout=2 * GRACE_SECONDS)
         except Empty:
@@ -307,21 +324,21 @@ class MonitorClient:
         return received if isinstance(received, dict) else {}
 
     def _listen(self) -> None:
-        """The thread: reads messages until all ranks have left, or some are lost. Then it ends the process unless the
-        main thread does so within GRACE_SECONDS; if this rank is the lost one, with the stack of its main thread."""
-        for word, *more in self._connection.messages():
-            if word in ("lost", "gone"):  # with rank 0
-                lost = dict(more[0]) if word == "lost" else {0: more[0]}
+        """Reads messages, in a thread, until all ranks have finished or some are lost."""
+        for kind, *arguments in self._connection.messages():
+            if kind in ("lost", "disconnected"):  # disconnected: from rank 0
+                lost = dict(arguments[0]) if kind == "lost" else {0: arguments[0]}
                 self._received.put(lost)
                 self._end(lost)
                 break
-            self._received.put(word)
-            if word == "left":
+            self._received.put(kind)
+            if kind == "finished":
                 break
         self._connection.close()
 
     def _end(self, lost: dict[int, str]) -> None:
-        if self._ends.wait(GRACE_SECONDS):
+        """Ends the process unless the main thread does within GRACE_SECONDS; prints its stack if this rank is lost."""
+        if self._ending.wait(GRACE_SECONDS):
             return
         if self._rank in lost:
             traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])

@@ -20,7 +20,7 @@ from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import ErrorCounts
 from megahead.distributed.group import Group, Mesh, has_fast_bf16
-from megahead.distributed.launch import Launch, choose_device, connected, stand_by
+from megahead.distributed.launch import Launch, choose_device, distributed_session, stand_by
 from megahead.distributed.tensors import TensorSource
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
@@ -282,7 +282,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
-        with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
+        with distributed_session(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
             resolved, by_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
             plan = RunPlan.of(resolved, ranks.size, device.type, precision_was_auto=by_auto)
             with explain_out_of_memory(plan):

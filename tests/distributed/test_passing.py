@@ -19,7 +19,7 @@ def text(rank: int) -> Tensor:
 
 def pass_to(group: Group, keepers: tuple[int, ...], ended: tuple[int, ...]) -> tuple[bool, list[bool]]:
     """Whether all came, and what did."""
-    passing.PIECE = 64
+    passing.CHUNK_BYTES = 64
     wards = [rank for rank, keeper in enumerate(keepers) if keeper == group.rank]
     places = {ward: torch.zeros(SIZES[ward], dtype=torch.uint8) for ward in wards}
     channel = group.new_gloo_group()

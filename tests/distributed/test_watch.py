@@ -167,8 +167,8 @@ def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> Non
     line = Connection(mine, 60)
     monkeypatch.setattr(line, "send", sent.append)
     with theirs:
-        assert list(line.messages()) == [["gone", "died or hangs (silent for 60 s)"]]
-    assert (sent, now) == (["beat"] * 12, 1000.0 + 11 * 6.0)
+        assert list(line.messages()) == [["disconnected", "died or hangs (silent for 60 s)"]]
+    assert (sent, now) == (["heartbeat"] * 12, 1000.0 + 11 * 6.0)
 
 
 def test_within_gives_the_result_the_error_or_up() -> None:
@@ -189,7 +189,7 @@ def test_lost_ranks_are_told_with_like_fates_together() -> None:
 def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> None:
     """Its first two messages may arrive at once."""
     ranks = Ranks(2, absent=1)
-    messages = ["hello", ranks.address, 1], ["ended", "ended with ValueError: no"]
+    messages = ["hello", ranks.address, 1], ["failed", "ended with ValueError: no"]
     line = socket.create_connection(("127.0.0.1", int(ranks.address.split()[0])))
     line.sendall(b"".join(json.dumps(words).encode() + b"\n" for words in messages))
     ranks.met()
