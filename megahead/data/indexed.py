@@ -20,7 +20,7 @@ from megahead.files import write_atomically
 from megahead.remote_files import ExpectedFile, Store, cache_folder, fetch_into, is_remote, split_url
 from megahead.wording import pluralize
 
-# The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
+# The layout of an `.idx` file (Megatron "MMIDIDX", version 1).
 #
 #     0  magic (9)    9  version u64    17  dtype code u8    18  L u64    26  D u64
 #     34            sizes       L x i32   tokens of each sequence
@@ -37,7 +37,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 LARGEST_UINT16_VOCABULARY = 65_500
-MISSING = "`{}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
+MISSING_DATASET = "`{}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
 Array = np.ndarray[Any, Any]
 
 
@@ -55,8 +55,8 @@ class IndexLayout:
     num_boundaries: int
     """D = documents + 1; 1 in Pythia's preshuffled files, which list no documents."""
 
-    def starts(self) -> tuple[int, int, int, int]:
-        """Bytes from the file's beginning to its sizes, offsets and documents, and to their end."""
+    def array_offsets(self) -> tuple[int, int, int, int]:
+        """Byte offsets of the sizes, of the offsets and of the documents in the file, and of their end."""
         offsets = HEADER.size + 4 * self.num_sequences
         documents = offsets + 8 * self.num_sequences
         return HEADER.size, offsets, documents, documents + 8 * self.num_boundaries
@@ -68,7 +68,7 @@ class IndexLayout:
 
     @staticmethod
     def parse(path: Path, header: bytes, file_bytes: int) -> IndexLayout:
-        """Reads the header of `path`, a file of `file_bytes` bytes. DataError if it is no index, or was cut short."""
+        """Reads the header of `path`, a file of `file_bytes` bytes. DataError if it is no index or is truncated."""
         if header[: len(MAGIC)] != MAGIC:
             raise DataError(
                 f"`{path}` must begin with the magic of an indexed dataset ({MAGIC!r}), "
@@ -83,7 +83,7 @@ class IndexLayout:
             reason = " (6 and 7 mean different types in GPT-NeoX and Megatron)" if code in (6, 7) else ""
             raise DataError(f"`{path}` must have a dtype code of {sorted(DTYPES)}, but has {code} instead{reason}.")
         layout = IndexLayout(DTYPES[code], sequences, boundaries)
-        *_, end = layout.starts()
+        *_, end = layout.array_offsets()
         if file_bytes not in (end, end + sequences):
             raise DataError(
                 f"`{path}` must be {end:,} bytes long for {pluralize(sequences, 'sequence')} and "
@@ -105,30 +105,30 @@ class FileFingerprint:
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer cut a text."""
+    """Identifies the tokenizer of a dataset."""
 
     name: str
-    """Of its file."""
+    """Name of the tokenizer's file."""
 
     sha256: str
-    """Of its file."""
+    """SHA-256 of that file."""
 
     vocabulary: str
-    """SHA-256 of all that decides which ids a text becomes: equal for a file that was saved again in another form."""
+    """SHA-256 of all that determines the ids of a text; saving the file again in another form does not change it."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.sha256[:8]})"
 
 
-def require_same_tokenizer(cut_by: Mapping[str, TokenizerIdentity | None]) -> None:
-    """DataError unless all of these, by what they are, have one tokenizer; those of which none is known pass."""
-    known = [(what, identity) for what, identity in cut_by.items() if identity is not None]
-    for what, identity in known[1:]:
-        first, its = known[0]
-        if identity.vocabulary != its.vocabulary:
+def require_same_tokenizer(identities: Mapping[str, TokenizerIdentity | None]) -> None:
+    """DataError if two of the identities differ; None is unknown. The keys name the owners in the error."""
+    known = [(owner, identity) for owner, identity in identities.items() if identity is not None]
+    for owner, identity in known[1:]:
+        first_owner, first_identity = known[0]
+        if identity.vocabulary != first_identity.vocabulary:
             raise DataError(
-                f"{first} and {what} must have one tokenizer, but they have {its} and {identity} instead; name the "
-                "tokenizer that the text was cut with, or cut it again."
+                f"{first_owner} and {owner} must have one tokenizer, but they have {first_identity} and {identity} "
+                "instead; name the tokenizer that the text was preprocessed with, or preprocess it again."
             )
 
 
@@ -146,7 +146,7 @@ class DatasetInfo:
     """UTF-8 bytes of the text (bits per byte = nats / ln 2 / text_bytes); 0 when unknown."""
 
     vocab_size: int
-    """Ids are below this."""
+    """All ids are below this."""
 
     tokenizer: str | None
     """Name of the tokenizer's file."""
@@ -158,7 +158,7 @@ class DatasetInfo:
     idx: FileFingerprint
 
     tokenizer_sha256: str | None = None
-    """Of the tokenizer's file; None in datasets of earlier versions, and where nobody named one."""
+    """SHA-256 of the tokenizer's file; None in datasets of earlier versions, or if none was given."""
 
     vocabulary_sha256: str | None = None
     """`TokenizerIdentity.vocabulary`."""
@@ -170,9 +170,9 @@ class DatasetInfo:
     """Id that closes each document."""
 
     def tokenizer_identity(self) -> TokenizerIdentity | None:
-        """Of the tokenizer, if it is known."""
-        known = self.tokenizer, self.tokenizer_sha256, self.vocabulary_sha256
-        return None if None in known else TokenizerIdentity(*map(str, known))
+        """The identity of the tokenizer; None if it is unknown."""
+        values = self.tokenizer, self.tokenizer_sha256, self.vocabulary_sha256
+        return None if None in values else TokenizerIdentity(*map(str, values))
 
     def dump(self) -> bytes:
         """The JSON text."""
@@ -180,16 +180,16 @@ class DatasetInfo:
 
     @staticmethod
     def load(path: Path) -> DatasetInfo:
-        """Reads `path`; DataError when it is not such a file."""
+        """Reads `path`; DataError if it is not a dataset description."""
         try:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
             info = DatasetInfo(**fields | {name: FileFingerprint(**fields[name]) for name in ("bin", "idx")})
-            numbers = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
-            checksums = isinstance(info.bin.sha256, str) and isinstance(info.idx.sha256, str)
-            if not checksums or not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError("a number or a checksum is none")
+            sizes = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
+            has_checksums = isinstance(info.bin.sha256, str) and isinstance(info.idx.sha256, str)
+            if not has_checksums or not all(isinstance(size, int) and size >= 0 for size in sizes):
+                raise ValueError("a number or a checksum is invalid")
             counts_V = np.asarray(info.token_counts)
             if counts_V.dtype.kind not in "iu" or counts_V.shape != (info.vocab_size,) or (counts_V < 0).any():
                 raise ValueError("token_counts are not counts of vocab_size ids")
@@ -201,14 +201,16 @@ class DatasetInfo:
             ) from error
 
 
-def verify_file(path: Path, fingerprint: FileFingerprint, advance: Callable[[int], None] = lambda read: None) -> None:
-    """Reads all of `path` and compares its checksum; DataError when it differs. `advance` is called with the number of
-    bytes of each block read."""
+def verify_file(
+    path: Path, fingerprint: FileFingerprint, on_read: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Reads all of `path` and compares its checksum; DataError if it differs. Calls `on_read` with the number of bytes
+    of each block."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
-            advance(len(block))
+            on_read(len(block))
     if digest.hexdigest() != fingerprint.sha256:
         raise DataError(
             f"`{path}` must have the SHA-256 {fingerprint.sha256} recorded when it was made, but has "
@@ -222,46 +224,45 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
     return bin_path, idx_path, info_path
 
 
-# Datasets named by a URL: their files are fetched to this machine, and then mapped like any other.
+# Datasets at a URL: their files are downloaded to this machine, and then mapped like any other.
 
 
 def fetch_dataset(prefix: str) -> Iterator[str]:
-    """Fetches what is not here yet; meanwhile yields the prefix here at least once a second, and again at the end.
+    """Downloads the missing files of a dataset; yields the local prefix at least once a second, and at the end.
 
-    Checked by the lengths and checksums in `PREFIX.json`; without that file by the lengths in the store alone.
-    DataError for a dataset that is not there, RemoteError for a store that cannot be read, DamagedError for files that
-    do not agree.
+    Verifies sizes and checksums by `PREFIX.json`; without that file, sizes by the store. DataError for a dataset that
+    does not exist, RemoteError for a store that cannot be read, DamagedError for files that do not match.
     """
-    here = prefix
+    local_prefix = prefix
     if is_remote(prefix):
         folder, store, files = _remote_files(prefix)
-        here = str(folder / split_url(prefix)[1])
+        local_prefix = str(folder / split_url(prefix)[1])
         for _ in fetch_into(folder, store, files):
-            yield here
-    yield here
+            yield local_prefix
+    yield local_prefix
 
 
 def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
-    """Where a dataset's files belong here, the store that has them, and what they must be."""
+    """(local folder, store, expected size and checksum of each file) of a dataset at a URL."""
     url, name = split_url(prefix)
     store = Store(url)
-    tokens, index, info = (path.name for path in dataset_paths(name))
+    bin_name, idx_name, info_name = (path.name for path in dataset_paths(name))
     try:
-        described = store.read_if_exists(info)
-        if described is None:
-            folder = cache_folder(prefix, store.version(tokens), store.version(index))
-            return folder, store, {each: ExpectedFile(store.size(each)) for each in (tokens, index)}
+        description = store.read_if_exists(info_name)
+        if description is None:
+            folder = cache_folder(prefix, store.version(bin_name), store.version(idx_name))
+            return folder, store, {file: ExpectedFile(store.size(file)) for file in (bin_name, idx_name)}
     except FileNotFoundError:
-        raise DataError(MISSING.format(prefix)) from None
-    folder = cache_folder(prefix, described.hex())
-    if not (folder / info).exists():
-        write_atomically(folder / info, described)
-    known = DatasetInfo.load(folder / info)
-    pairs = (tokens, known.bin), (index, known.idx)
-    return folder, store, {each: ExpectedFile(recorded.bytes, recorded.sha256) for each, recorded in pairs}
+        raise DataError(MISSING_DATASET.format(prefix)) from None
+    folder = cache_folder(prefix, description.hex())
+    if not (folder / info_name).exists():
+        write_atomically(folder / info_name, description)
+    info = DatasetInfo.load(folder / info_name)
+    fingerprints = {bin_name: info.bin, idx_name: info.idx}
+    return folder, store, {file: ExpectedFile(known.bytes, known.sha256) for file, known in fingerprints.items()}
 
 
-# Reads `PREFIX.bin` + `PREFIX.idx` in place: both stay on disk and are mapped into memory.
+# Reads `PREFIX.bin` and `PREFIX.idx` in place, mapped into memory.
 
 
 class IndexedDataset:
@@ -269,23 +270,23 @@ class IndexedDataset:
 
     Opening reads the header and the last entries only, whatever the number of sequences; `sizes`, `offsets` and
     `document_index` are copied (aligned) on first use. Arrays of tokens are read-only views of the file.
-    DataError for files that are missing, cut short or inconsistent. A URL's files are fetched first, and `prefix` is
-    where they are then.
+    DataError for files that are missing, truncated or inconsistent. The files of a URL are downloaded first, and
+    `prefix` is then their local prefix.
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        *_, here = fetch_dataset(str(prefix))
-        self.prefix = Path(here)
-        self.bin_path, self.idx_path, self.info_path = dataset_paths(here)
-        self._index = _map(self.idx_path)
+        *_, local_prefix = fetch_dataset(str(prefix))
+        self.prefix = Path(local_prefix)
+        self.bin_path, self.idx_path, self.info_path = dataset_paths(local_prefix)
+        self._index = _map_file(self.idx_path)
         self.layout = IndexLayout.parse(self.idx_path, self._index[: HEADER.size], len(self._index))
         self.dtype = self.layout.dtype
-        sizes_at, offsets_at, documents_at, _ = self.layout.starts()
-        self._sizes_L = np.frombuffer(self._index, "<i4", len(self), sizes_at)  # in the file, unaligned
-        self._offsets_L = np.frombuffer(self._index, "<i8", len(self), offsets_at)
-        self._documents_D = np.frombuffer(self._index, "<i8", self.layout.num_boundaries, documents_at)
-        self._map = self._map_tokens()
-        self._tokens = np.frombuffer(self._map, self.dtype)
+        sizes_start, offsets_start, documents_start, _ = self.layout.array_offsets()
+        self._sizes_L = np.frombuffer(self._index, "<i4", len(self), sizes_start)  # in the file, unaligned
+        self._offsets_L = np.frombuffer(self._index, "<i8", len(self), offsets_start)
+        self._documents_D = np.frombuffer(self._index, "<i8", self.layout.num_boundaries, documents_start)
+        self._bin = self._map_tokens()
+        self._tokens = np.frombuffer(self._bin, self.dtype)
         self.random_access = False
         self._vocab_size: int | None = None
         self._check_documents()
@@ -303,7 +304,7 @@ class IndexedDataset:
                 f"`{self.idx_path}` must point into `{self.bin_path.name}`, but sequence {position} lies outside it; "
                 "it was damaged, make the dataset again."
             )
-        return self._checked(first, self._tokens[first : first + size])
+        return self._check_ids(first, self._tokens[first : first + size])
 
     @property
     def num_tokens(self) -> int:
@@ -316,23 +317,23 @@ class IndexedDataset:
         return self.layout.num_boundaries - 1
 
     def document(self, i: int) -> Array:
-        """Document i as a read-only view; neither its ids nor its boundaries are checked, and nothing else is read."""
+        """Document i as a read-only view. Checks neither its ids nor its boundaries, and reads nothing else."""
         sequences = self._documents_D[i : i + 2].tolist()
-        bytes_ = [self._offsets_L[each] if each < len(self) else len(self._map) for each in sequences]
-        return self._tokens[bytes_[0] // self.dtype.itemsize : bytes_[1] // self.dtype.itemsize]
+        start, end = (self._offsets_L[number] if number < len(self) else len(self._bin) for number in sequences)
+        return self._tokens[start // self.dtype.itemsize : end // self.dtype.itemsize]
 
     def read(self, first_token: int, count: int) -> Array:
         """The tokens [first_token, first_token + count) of the dataset, across sequence boundaries; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
-        return self._checked(first_token, self._tokens[first_token : first_token + count])
+        return self._check_ids(first_token, self._tokens[first_token : first_token + count])
 
     def tokenizer_identity(self) -> TokenizerIdentity | None:
-        """The tokenizer that made it, if `PREFIX.json` says."""
+        """The identity of its tokenizer; None if `PREFIX.json` does not have it."""
         return None if self.info is None else self.info.tokenizer_identity()
 
     def tokenizer_path(self) -> Path | None:
-        """The tokenizer's file beside it, if there is one."""
+        """The tokenizer's file beside the dataset; None if there is none."""
         name = None if self.info is None else self.info.tokenizer_file
         path = None if name is None else self.info_path.with_name(name)
         return path if path is not None and path.is_file() else None
@@ -341,12 +342,12 @@ class IndexedDataset:
         """From now on, reading an id that is not below `vocab_size` is a DataError."""
         self._vocab_size = vocab_size
 
-    def _checked(self, first: int, tokens: Array) -> Array:
-        limit = self._vocab_size
-        if limit is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < limit:
-            at = int(np.argmax((tokens < 0) | (tokens >= limit)))
+    def _check_ids(self, first: int, tokens: Array) -> Array:
+        size = self._vocab_size
+        if size is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+            i = int(np.argmax((tokens < 0) | (tokens >= size)))
             raise DataError(
-                f"`{self.bin_path}` must hold ids below {limit:,} only, but token {first + at:,} is {tokens[at]:,}; it "
+                f"`{self.bin_path}` must hold ids below {size:,} only, but token {first + i:,} is {tokens[i]:,}; it "
                 "is damaged, or of another tokenizer."
             )
         return tokens
@@ -357,19 +358,19 @@ class IndexedDataset:
         Measured on a sparse file of 15 GB: a cold row of 4 KB took 6 to 10 ms before, 13 to 25 us after.
         """
         self.random_access = True
-        if isinstance(self._map, mmap.mmap):
-            self._map.madvise(mmap.MADV_RANDOM)
+        if isinstance(self._bin, mmap.mmap):
+            self._bin.madvise(mmap.MADV_RANDOM)
 
-    def will_read(self, first_token: int, count: int) -> None:
+    def prefetch(self, first_token: int, count: int) -> None:
         """Starts reading these tokens from disk in the background; `read` them later."""
-        if isinstance(self._map, mmap.mmap):
+        if isinstance(self._bin, mmap.mmap):
             start = first_token * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, start, (first_token + count) * self.dtype.itemsize - start)
+            self._bin.madvise(mmap.MADV_WILLNEED, start, (first_token + count) * self.dtype.itemsize - start)
 
     @cached_property
     def sizes(self) -> Array:
         """Tokens of each sequence, int32 [L]. The first use checks that they add up to the `.bin` file."""
-        sizes = _aligned(self._sizes_L)
+        sizes = _aligned_copy(self._sizes_L)
         total = int(sizes.sum(dtype=np.int64))
         if total != self.num_tokens or (sizes < 0).any():
             raise DataError(
@@ -381,26 +382,26 @@ class IndexedDataset:
     @cached_property
     def offsets(self) -> Array:
         """Byte offset of each sequence in the `.bin` file, int64 [L]."""
-        return _aligned(self._offsets_L)
+        return _aligned_copy(self._offsets_L)
 
     @cached_property
     def document_index(self) -> Array:
         """First sequence of each document, then L; int64 [D]."""
-        return _aligned(self._documents_D)
+        return _aligned_copy(self._documents_D)
 
     def sequence_boundaries(self) -> Array:
         """First token of each sequence, then the number of all tokens; int64 [L + 1]. Reads the whole index."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
 
     def document_boundaries(self) -> Array:
-        """The same of each document; int64 [D]."""
+        """First token of each document, then the number of all tokens; int64 [D]. Reads the whole index."""
         boundaries: Array = self.sequence_boundaries()[self.document_index]
         return boundaries
 
     @cached_property
     def info(self) -> DatasetInfo | None:
-        """The content of `PREFIX.json`; None if there is none, since another tool made the dataset. DataError when it
-        describes other files."""
+        """The content of `PREFIX.json`; None if another tool made the dataset without one. DataError if it describes
+        other files."""
         if not self.info_path.exists():
             return None
         info = DatasetInfo.load(self.info_path)
@@ -413,13 +414,13 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the text without reading it, by its length and a checksum: that of its tokens in `PREFIX.json`, or
-        if there is none, that of its index."""
-        noted = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
-        return f"{self.num_tokens:,} tokens, sha256 {noted[:16]}"
+        """The number of tokens and a checksum: of the tokens if `PREFIX.json` has it, else of the index. Does not read
+        the tokens."""
+        sha256 = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
+        return f"{self.num_tokens:,} tokens, sha256 {sha256[:16]}"
 
     def _map_tokens(self) -> mmap.mmap | bytes:
-        tokens = _map(self.bin_path)
+        tokens = _map_file(self.bin_path)
         expected = int(self._offsets_L[-1]) + int(self._sizes_L[-1]) * self.dtype.itemsize if len(self) else 0
         if len(tokens) != expected or expected % self.dtype.itemsize:
             raise DataError(
@@ -429,21 +430,21 @@ class IndexedDataset:
         return tokens
 
     def _check_documents(self) -> None:
-        ends = self._documents_D[[0, -1][: self.layout.num_boundaries]].tolist()
-        if not ends or ends[0] != 0 or (self.num_documents and ends[1] != len(self)):
+        outermost = self._documents_D[[0, -1][: self.layout.num_boundaries]].tolist()
+        if not outermost or outermost[0] != 0 or (self.num_documents and outermost[1] != len(self)):
             raise DataError(
                 f"the documents in `{self.idx_path}` must begin at sequence 0 and end at {len(self)}, "
-                f"but the boundaries are {ends} instead; it is damaged."
+                f"but the boundaries are {outermost} instead; it is damaged."
             )
 
 
-def _aligned(array: Array) -> Array:
+def _aligned_copy(array: Array) -> Array:
     copy = array.copy()
     copy.flags.writeable = False
     return copy
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def _map_file(path: Path) -> mmap.mmap | bytes:
     """The file's bytes without reading them; an empty file cannot be mapped and gives b""."""
     try:
         with path.open("rb") as file:
@@ -457,6 +458,6 @@ def _map(path: Path) -> mmap.mmap | bytes:
                 f"`{path}` must be one file, but lies in {len(pieces)} pieces; join them: "
                 f"cat {path.parent / path.stem}-*.bin > {path}"
             ) from None
-        raise DataError(MISSING.format(path)) from None
+        raise DataError(MISSING_DATASET.format(path)) from None
     except OSError as error:
         raise DataError(f"`{path}` must be readable, but is not: {error.strerror}.") from error

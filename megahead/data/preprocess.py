@@ -20,7 +20,7 @@ import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
-from megahead.data.sources import find_inputs, most_documents, read_chunks, total_bytes
+from megahead.data.sources import find_inputs, max_documents, read_chunks, total_bytes
 from megahead.data.tokenizer import PIECE_CHARACTERS, Engine, Tokenizer, load_tokenizer, opened
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
@@ -59,13 +59,13 @@ class ChunkTokenizer:
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
         text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[kept]
         report = PreprocessReport(
-            skipped=len(parsed.empty) + len(texts) - len(ends),
-            broken=len(parsed.broken),
-            left_out=parsed.left_out,
-            empty_places=parsed.empty,
-            problems=parsed.broken,
+            skipped=len(parsed.empty_locations) + len(texts) - len(ends),
+            broken=len(parsed.errors),
+            left_out=parsed.num_filtered,
+            empty_places=parsed.empty_locations,
+            problems=parsed.errors,
         )
-        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.consumed, held)
+        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.disk_bytes, held)
 
 
 def _cut(text: str, tail: Fraction) -> Iterator[tuple[str, bool]]:
@@ -300,7 +300,7 @@ def preprocess(
         end_inside=end_inside,
     )
     found = find_inputs(inputs)
-    if (documents := most_documents(found)) is not None:
+    if (documents := max_documents(found)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
     progress = progress or ByteProgress()
     progress.start(total_bytes(found))

@@ -1,4 +1,4 @@
-"""Records of text (JSON lines, rows of tables, whole files) as documents: which are wanted, and what lies in them."""
+"""Turns records of text (JSON lines, rows of tables, whole files) into documents, and filters them."""
 
 from __future__ import annotations
 
@@ -18,86 +18,86 @@ Condition = tuple[str, str]
 
 
 class InvalidRecord(Exception):
-    """Says what is wrong with a record; the error sentence begins with the record's FILE:LINE."""
+    """A record cannot be read. The message completes a sentence that begins with its FILE:LINE."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Reads one record (a JSON object or string, a row of a table) as a document.
+    """Selects records (JSON objects or strings, rows of tables), and reads their texts.
 
     Keys may be nested: `meta.pile_set_name` is the record's key of exactly that name or, if there is none, the key
     `pile_set_name` of its `meta`.
     """
 
     text_key: str | tuple[str, ...] = "text"
-    """Key of the text, or several: the first that a record has counts."""
+    """Key of the text, or several keys, of which the first that a record has is read."""
 
     keep: tuple[Condition, ...] = ()
-    """(key, value) pairs: only records that have, for each key in them, one of its values. All records if empty."""
+    """(key, value) pairs: a record is kept if, for each key among them, it has one of that key's values."""
 
     drop: tuple[Condition, ...] = ()
-    """(key, value) pairs: records that have any of these are left out."""
+    """(key, value) pairs: a record that has any of them is dropped."""
 
     def text(self, record: Any) -> str | None:
-        """The document's text; None for a record that is not wanted. Raises InvalidRecord for a record without text."""
-        if (self.keep or self.drop) and not self._wanted(record):
+        """The document's text; None for a record that is filtered out. InvalidRecord for a record without text."""
+        if (self.keep or self.drop) and not self._is_selected(record):
             return None
         if isinstance(record, str):
             return record
-        key, text = self._first(record)
+        key, text = self._find_text(record)
         if not isinstance(text, str):
             raise InvalidRecord(f"must have a string in `{key}`, but has {type(text).__name__} instead")
         return text
 
     def columns(self, path: Path, names: Sequence[str]) -> list[str]:
-        """The top-level columns of the table in `path` that must be read, of those in `names`; DataError without."""
+        """The top-level columns to read of the table in `path`, which has the columns `names`; DataError if it lacks
+        one of them."""
         keys = self._text_keys()
         text_key = next((key for key in keys if key in names or key.split(".")[0] in names), keys[0])
-        wanted = [text_key, *(key for key, _ in self.keep + self.drop)]
-        found = {key: key if key in names else key.split(".")[0] for key in wanted}
-        for key, column in found.items():
+        needed = [text_key, *(key for key, _ in self.keep + self.drop)]
+        column_by_key = {key: key if key in names else key.split(".")[0] for key in needed}
+        for key, column in column_by_key.items():
             if column not in names:
-                known = ", ".join(names)
-                raise DataError(f"`{path}` must have a column for '{key}', but has {known}; see --text-key.")
-        return list(dict.fromkeys(found.values()))
+                raise DataError(f"`{path}` must have a column for '{key}', but has {', '.join(names)}; see --text-key.")
+        return list(dict.fromkeys(column_by_key.values()))
 
-    def _first(self, record: Any) -> tuple[str, Any]:
+    def _find_text(self, record: Any) -> tuple[str, Any]:
         for key in self._text_keys():
             with suppress(KeyError):
-                return key, _at(record, key)
+                return key, _nested_value(record, key)
         raise InvalidRecord(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
 
     def _text_keys(self) -> tuple[str, ...]:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
 
-    def _wanted(self, record: Any) -> bool:
-        kept = all((key, _value(record, key)) in self.keep for key, _ in self.keep)
-        return kept and not any((key, _value(record, key)) in self.drop for key, _ in self.drop)
+    def _is_selected(self, record: Any) -> bool:
+        is_kept = all((key, _value_as_text(record, key)) in self.keep for key, _ in self.keep)
+        return is_kept and not any((key, _value_as_text(record, key)) in self.drop for key, _ in self.drop)
 
 
-def as_text_key(given: Sequence[str]) -> str | tuple[str, ...]:
-    """A key alone as Selection had it before there could be several: folders of `--per-file` hold it so."""
-    return given[0] if len(given) == 1 else tuple(given)
+def as_text_key(keys: Sequence[str]) -> str | tuple[str, ...]:
+    """`Selection.text_key` of these keys: a string if it is one, as in the manifests of earlier versions."""
+    return keys[0] if len(keys) == 1 else tuple(keys)
 
 
-def parse_conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
+def parse_conditions(field: str, texts: Sequence[str]) -> tuple[Condition, ...]:
     """`KEY=VALUE` texts as pairs; FieldError for one without `=`."""
-    for text in given:
+    for text in texts:
         if "=" not in text:
             raise FieldError(field, "be KEY=VALUE, like meta.pile_set_name=ArXiv", got=text)
-    return tuple((key, value) for key, _, value in (text.partition("=") for text in given))
+    return tuple((key, value) for key, _, value in (text.partition("=") for text in texts))
 
 
-def _value(record: Any, key: str) -> str | None:
-    """The value of `key`, as text; None if there is none (so a filter never fails)."""
+def _value_as_text(record: Any, key: str) -> str | None:
+    """The value of `key` as text; None if the record lacks it, so that a filter never fails."""
     try:
-        return str(_at(record, key))
+        return str(_nested_value(record, key))
     except KeyError:
         return None
 
 
-def _at(record: Any, key: str) -> Any:
-    """The value under a key or a path of keys. KeyError where there is none."""
+def _nested_value(record: Any, key: str) -> Any:
+    """The value of a key or of a dotted path of keys; KeyError if there is none."""
     if not isinstance(record, Mapping):
         raise KeyError(key)
     if key in record:
@@ -105,78 +105,80 @@ def _at(record: Any, key: str) -> Any:
     head, dot, rest = key.partition(".")
     if not dot or head not in record:
         raise KeyError(key)
-    return _at(record[head], rest)
+    return _nested_value(record[head], rest)
 
 
 @dataclass
-class Parsed:
-    """The documents of a chunk, and what did not become a document."""
+class ParsedChunk:
+    """The documents of a chunk, and the records that did not become one."""
 
     texts: list[str] = field(default_factory=list)
     """The documents' texts, none of them empty."""
 
-    empty: list[str] = field(default_factory=list)
-    """`FILE:LINE` of documents without text."""
+    empty_locations: list[str] = field(default_factory=list)
+    """`FILE:LINE` of each record without text."""
 
-    broken: list[str] = field(default_factory=list)
-    """A sentence that begins with `FILE:LINE` for everything that could not be read."""
+    errors: list[str] = field(default_factory=list)
+    """A sentence that begins with `FILE:LINE` for each record that could not be read."""
 
-    left_out: int = 0
-    """Documents that the selection does not want."""
+    num_filtered: int = 0
+    """Records that the selection filters out."""
 
     def strict_texts(self) -> list[str]:
-        """The texts; DataError for the first broken place."""
-        if self.broken:
-            raise DataError(self.broken[0])
+        """The texts; DataError if a record could not be read."""
+        if self.errors:
+            raise DataError(self.errors[0])
         return self.texts
 
-    def add(self, place: str, text: str | None) -> None:
-        """Adds what the selection made of the record at `place`: a text, or None if it is not wanted."""
+    def add(self, location: str, text: str | None) -> None:
+        """Adds the text of the record at `location` (`FILE:LINE`); None if it is filtered out."""
         if text is None:
-            self.left_out += 1
+            self.num_filtered += 1
         elif not text or text.isspace():
-            self.empty.append(place)
+            self.empty_locations.append(location)
         else:
             self.texts.append(text)
 
 
 @dataclass(frozen=True)
 class Chunk(ABC):
-    """A piece of an input that becomes documents: cut cheaply in the main process, parsed in any process."""
+    """A part of an input: split off cheaply in the main process, parsed in any process."""
 
     path: str
-    first: int
-    """The number of its first record in the input, from 1."""
+    first_record: int
+    """Number of its first record in the input, from 1."""
 
     data: bytes
     selection: Selection
-    consumed: int
+    disk_bytes: int
     """Bytes of the file on disk that were read for it."""
 
     @abstractmethod
-    def parse(self) -> Parsed:
+    def parse(self) -> ParsedChunk:
         """Its documents."""
 
-    def _parsed(self, records: Iterable[tuple[int, Any]], text: Callable[[Any], str | None]) -> Parsed:
-        """What numbered records become by `text`."""
-        parsed = Parsed()
+    def _parse_records(
+        self, records: Iterable[tuple[int, Any]], extract_text: Callable[[Any], str | None]
+    ) -> ParsedChunk:
+        """Parses (number, record) pairs; `extract_text` returns None for a record that is filtered out."""
+        parsed = ParsedChunk()
         for number, record in records:
             try:
-                parsed.add(f"{self.path}:{number}", text(record))
-            except InvalidRecord as problem:
-                parsed.broken.append(f"`{self.path}:{number}` {problem}.")
+                parsed.add(f"{self.path}:{number}", extract_text(record))
+            except InvalidRecord as error:
+                parsed.errors.append(f"`{self.path}:{number}` {error}.")
         return parsed
 
 
 class JsonLines(Chunk):
     """Whole lines of a `.jsonl` file, one JSON object each; blank lines are ignored."""
 
-    def parse(self) -> Parsed:
+    def parse(self) -> ParsedChunk:
         """One document per line."""
-        lines = enumerate(io.BytesIO(self.data), self.first)  # one by one: a list would hold the block twice
-        return self._parsed(((number, line) for number, line in lines if line.strip()), self._text)
+        lines = enumerate(io.BytesIO(self.data), self.first_record)  # lazily: a list would copy the block
+        return self._parse_records(((number, line) for number, line in lines if line.strip()), self._extract_text)
 
-    def _text(self, line: bytes) -> str | None:
+    def _extract_text(self, line: bytes) -> str | None:
         try:
             record = orjson.loads(line.removesuffix(b"\n"))
         except orjson.JSONDecodeError as error:
@@ -184,22 +186,22 @@ class JsonLines(Chunk):
         return self.selection.text(record)
 
 
-class Rows(Chunk):
-    """Rows of a table (Parquet, Arrow), the wanted columns only, in Arrow's own stream format."""
+class TableRows(Chunk):
+    """Rows of a table (Parquet, Arrow), the needed columns only, in Arrow's stream format."""
 
-    def parse(self) -> Parsed:
+    def parse(self) -> ParsedChunk:
         """One document per row."""
         import pyarrow.ipc
 
         table = pyarrow.ipc.open_stream(self.data).read_all()
         try:
             rows = table.to_pylist()
-        except UnicodeDecodeError:  # somewhere
+        except UnicodeDecodeError:  # in some row: the others are documents
             rows = [table.slice(row, 1) for row in range(table.num_rows)]
-        return self._parsed(enumerate(rows, self.first), self._text)
+        return self._parse_records(enumerate(rows, self.first_record), self._extract_text)
 
-    def _text(self, row: Any) -> str | None:
-        """Of a row, or of a table that is one row."""
+    def _extract_text(self, row: Any) -> str | None:
+        """`row`: a dict, or a table of one row."""
         try:
             return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])
         except UnicodeDecodeError as error:
@@ -209,12 +211,12 @@ class Rows(Chunk):
 class TextFile(Chunk):
     """A whole `.txt` or `.md` file: one document."""
 
-    def parse(self) -> Parsed:
+    def parse(self) -> ParsedChunk:
         """The file's text, without a byte-order mark."""
-        parsed = Parsed()
+        parsed = ParsedChunk()
         try:
             parsed.add(self.path, self.data.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             line = self.data.count(b"\n", 0, error.start) + 1
-            parsed.broken.append(f"`{self.path}:{line}` must be UTF-8 text, but is not ({error.reason}).")
+            parsed.errors.append(f"`{self.path}:{line}` must be UTF-8 text, but is not ({error.reason}).")
         return parsed

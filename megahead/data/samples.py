@@ -139,7 +139,7 @@ class Samples:
         firsts = self._first_tokens(epoch, places).tolist()
         if self.dataset.random_access:
             for first in firsts:  # all at once, so that the disk reads them in parallel
-                self.dataset.will_read(first, length)
+                self.dataset.prefetch(first, length)
         for row, first in zip(slots.tolist(), firsts, strict=True):
             rows[row] = self.dataset.read(first, length)
 

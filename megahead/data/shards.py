@@ -1,10 +1,10 @@
-"""Many input files, one dataset (*shard*) each, in a folder with a manifest; a killed run continues where it was.
+"""Preprocesses many input files into one dataset (*shard*) each, in a folder with a manifest; resumes a killed run.
 
     FOLDER/manifest.json    the recipe, and for each finished shard its input's size and time, and its report
     FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
 
-A shard is written under temporary names, renamed, and only then recorded in the manifest. Shards that the manifest does
-not list are made again: at most one shard's work is lost.
+A shard is written under temporary names, renamed, and then recorded in the manifest. Shards that the manifest does not
+list are made again: at most one shard's work is lost.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def preprocess_shards(
     workers: int = 1,
     progress: ByteProgress | None = None,
 ) -> PreprocessReport:
-    """One dataset for each input file in `folder`; shards that its manifest lists as finished are left as they are.
+    """Writes one dataset per input file to `folder`; skips shards that its manifest lists as finished.
 
-    Returns the report of all shards together, those of earlier runs included. DataError if another process works in
+    Returns the report of all shards together, those of earlier runs included. DataError if another process writes to
     `folder`, if it was begun with another recipe, or if two inputs would write the same files.
     """
-    shards = _shards(inputs, recipe)
+    shards = _find_shards(inputs, recipe)
     folder = Path(folder)
     lock = AtomicFile(folder / "in-use")
     try:
@@ -66,7 +66,7 @@ def preprocess_shards(
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """Which shards were finished in a folder so far, and by which recipe."""
+    """The finished shards of a folder, and their recipe."""
 
     folder: Path
     recipe: dict[str, Any]
@@ -74,30 +74,30 @@ class ShardManifest:
 
     @staticmethod
     def open(folder: Path, recipe: Recipe) -> ShardManifest:
-        """The manifest in `folder`, or a new one; DataError when it is of another recipe."""
-        ours, path = _plain(recipe), folder / MANIFEST
+        """The manifest in `folder`, or a new one; DataError if it has another recipe."""
+        recipe_json, path = _recipe_as_json(recipe), folder / MANIFEST
         if not path.exists():
-            return ShardManifest(folder, ours, {})
+            return ShardManifest(folder, recipe_json, {})
         try:
-            noted = orjson.loads(path.read_bytes())
-            if noted["format"] != FORMAT:
+            content = orjson.loads(path.read_bytes())
+            if content["format"] != FORMAT:
                 raise ValueError("another format")
-            theirs, shards = noted["recipe"], noted["shards"]
+            saved_recipe, shards = content["recipe"], content["shards"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"`{path}` must be a manifest of shards ({FORMAT}), but is not ({error}).") from None
-        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        differing = [name for name, value in recipe_json.items() if value != saved_recipe.get(name)]
         if differing:
             raise DataError(
                 f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
                 "give another folder, or remove this one."
             )
-        return ShardManifest(folder, ours, shards)
+        return ShardManifest(folder, recipe_json, shards)
 
     def report(self, shard: Input, recipe: Recipe) -> PreprocessReport | None:
         """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
         its files are incomplete."""
-        noted = self.shards.get(shard.name)
-        if noted is None or noted["input"] != _fingerprint(shard):
+        entry = self.shards.get(shard.name)
+        if entry is None or entry["input"] != _fingerprint(shard):
             return None
         try:
             for name in recipe.outputs(shard.name):
@@ -105,7 +105,7 @@ class ShardManifest:
                     return None
         except DataError:
             return None
-        return PreprocessReport(**noted["report"])
+        return PreprocessReport(**entry["report"])
 
     def record(self, shard: Input, report: PreprocessReport) -> None:
         """Lists a shard as finished; on disk when this returns."""
@@ -114,19 +114,19 @@ class ShardManifest:
         write_atomically(self.folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
-def _shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
+def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
     shards = find_inputs(inputs)
-    seen: dict[str, str] = {Path(MANIFEST).stem: "the list of shards"}
+    owner_by_name: dict[str, str] = {Path(MANIFEST).stem: "the list of shards"}
     for shard in shards:
         if shard.path == STANDARD_INPUT:
             raise DataError("with one dataset per input every input must be a file, but `-` is standard input.")
         for name in recipe.outputs(shard.name):
-            if name in seen:
+            if name in owner_by_name:
                 raise DataError(
-                    f"with one dataset per input, input names must differ, but {seen[name]} and `{shard.path}` would "
-                    f"both write {name}; preprocess them into different output folders."
+                    f"with one dataset per input, input names must differ, but {owner_by_name[name]} and "
+                    f"`{shard.path}` would both write {name}; preprocess them into different output folders."
                 )
-            seen[name] = f"`{shard.path}`"
+            owner_by_name[name] = f"`{shard.path}`"
     return shards
 
 
@@ -134,8 +134,8 @@ def _fingerprint(shard: Input) -> dict[str, Any]:
     return {"path": str(shard.path), "bytes": shard.bytes, "changed": max(f.stat().st_mtime_ns for f in shard.files)}
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe in the form that JSON gives back, with the tokenizer's SHA-256 in place of its path."""
+def _recipe_as_json(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON values, with the tokenizer's SHA-256 in place of its path."""
     if not recipe.tokenizer.is_file():
         raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
     return {

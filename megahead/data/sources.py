@@ -1,4 +1,4 @@
-"""The input of preprocessing: files found, decompressed and cut into chunks of records."""
+"""Finds the input files of preprocessing, decompresses them and splits them into chunks of records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 import zstandard
 
-from megahead.data.records import Chunk, JsonLines, Rows, Selection, TextFile
+from megahead.data.records import Chunk, JsonLines, Selection, TableRows, TextFile
 from megahead.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
     DataError for a file that cannot be read to its end.
     """
-    unpack = UNPACKERS.get(path.suffix, _plain_blocks)
+    decompress = DECOMPRESSORS.get(path.suffix, _plain_blocks)
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
             consumed = 0
-            for data in unpack(file):
+            for data in decompress(file):
                 consumed = consumed + len(data) if path == STANDARD_INPUT else file.tell()
                 yield data, consumed
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -54,7 +54,7 @@ def _plain_blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
 def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
     """Decompresses frame by frame, since the library's own stream reader does not notice that a file was cut short.
 
-    Reads little at a time, because nothing bounds the size of what comes out; it is yielded in whole blocks.
+    Reads a little at a time, since nothing bounds the decompressed size, and yields whole blocks.
     """
     frame, parts, size = None, list[bytes](), 0
     while packed := file.read(BLOCK_BYTES // 32):
@@ -72,17 +72,17 @@ def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
     yield b"".join(parts)
 
 
-UNPACKERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
+DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
     ".gz": lambda file: _plain_blocks(gzip.GzipFile(fileobj=file)),
     ".zst": _zstd_blocks,
 }
 
-# Finds, checks and cuts into chunks what the user gave as input: files, globs, standard input, saved datasets. A new
-# kind of input is a chunk and a function that cuts a file into such chunks, in `KINDS`.
+# Inputs are files, globs, standard input and saved datasets. A new file type needs a subclass of `Chunk`, and in
+# `CHUNKERS` a function that splits a file into such chunks.
 
 MAX_TEXT_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-Cutter = Callable[[Path, Selection], Iterator[Chunk]]
+Chunker = Callable[[Path, Selection], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -92,32 +92,32 @@ class Input:
     path: Path
 
     files: tuple[Path, ...]
-    """The files that are read for it, in order: several for a saved dataset, else only itself."""
+    """The files to read, in order: several for a saved dataset, else only `path`."""
 
     name: str
-    """Its file name without the ending of its kind."""
+    """The file name without the suffixes of its type."""
 
     bytes: int
-    """Its size on disk; 0 for standard input."""
+    """Size on disk; 0 for standard input."""
 
-    cut: Cutter
+    split: Chunker
 
     def chunks(self, selection: Selection) -> Iterator[Chunk]:
-        """Its chunks in order, about 4 MB of text each (more where one document is longer)."""
+        """Its chunks in order, of about 4 MB of text each (more where one document is longer)."""
         for file in self.files:
-            yield from self.cut(file, selection)
+            yield from self.split(file, selection)
 
 
 def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
-    """The inputs that a path or several, folders (with those in them), globs (`**` too) and `-` (standard input) stand
-    for; those of a folder or glob in order of name.
+    """The inputs of one or more files, folders (with their subfolders), globs (`**` too) or `-` (standard input). The
+    files of a folder or glob are sorted by name.
 
-    DataError for what is missing or of an unknown kind.
+    DataError for a missing file or an unknown file type.
     """
     patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
-    return [_input(path) for pattern in patterns for path in _paths(str(pattern))]
+    return [_make_input(path) for pattern in patterns for path in _expand_pattern(str(pattern))]
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
@@ -125,9 +125,9 @@ def total_bytes(inputs: Sequence[Input]) -> int | None:
     return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
 
 
-def most_documents(inputs: Sequence[Input]) -> int | None:
-    """How many documents they have at most, where each file is one; None where only reading tells."""
-    return len(inputs) if all(item.cut is _cut_text for item in inputs) else None
+def max_documents(inputs: Sequence[Input]) -> int | None:
+    """An upper bound of the number of documents if each file is one; else None."""
+    return len(inputs) if all(item.split is _chunk_text for item in inputs) else None
 
 
 def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk]:
@@ -137,59 +137,58 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
 
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files and saved datasets in `folder` and the folders in it that can be read, and the files that cannot, as
-    their endings are none of `KINDS`; both in order of name. What is hidden (`.name`) is neither. Linked folders are
-    followed, each folder is read once."""
-    readable, others, seen = list[Path](), list[Path](), set[Path]()
-    for name, folders, files in os.walk(folder, followlinks=True):
-        here = Path(name)
-        if here.resolve() in seen:
-            folders.clear()
+    """(files and saved datasets below `folder`, files below it of unknown types), each sorted by name. Ignores hidden
+    ones (`.name`). Follows linked folders, and reads each folder once."""
+    readable, unknown, visited = list[Path](), list[Path](), set[Path]()
+    for name, subfolders, files in os.walk(folder, followlinks=True):
+        current = Path(name)
+        if current.resolve() in visited:
+            subfolders.clear()
             continue
-        seen.add(here.resolve())
-        if is_saved_dataset(here):
-            readable.append(here)
-            folders.clear()
+        visited.add(current.resolve())
+        if is_saved_dataset(current):
+            readable.append(current)
+            subfolders.clear()
             continue
-        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+        subfolders[:] = sorted(subfolder for subfolder in subfolders if not subfolder.startswith("."))
         for file in sorted(file for file in files if not file.startswith(".")):
-            (readable if file.endswith(tuple(KINDS)) else others).append(here / file)
-    return readable, others
+            (readable if file.endswith(tuple(CHUNKERS)) else unknown).append(current / file)
+    return readable, unknown
 
 
-def _paths(pattern: str) -> list[Path]:
+def _expand_pattern(pattern: str) -> list[Path]:
     folder = Path(pattern)
-    if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS).is_file()):
+    if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS_FILE).is_file()):
         if readable := files_below(folder)[0]:
             return readable
         raise DataError(f"`{folder}` must hold files that end in {SUFFIXES}, but holds none.")
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
-    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
-    if not found:
+    matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
+    if not matches:
         raise DataError(f"`{pattern}` must match a file, but matches none; check the pattern.")
-    return [Path(path) for path in found]
+    return [Path(path) for path in matches]
 
 
-def _input(path: Path) -> Input:
+def _make_input(path: Path) -> Input:
     if path == STANDARD_INPUT:
-        return Input(path, (path,), "stdin", 0, _cut_json_lines)
+        return Input(path, (path,), "stdin", 0, _chunk_json_lines)
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
-        return Input(path, files, path.name, sum(_size(file) for file in files), cut_arrow)
-    for ending, cut in KINDS.items():
-        if path.name.endswith(ending):
-            return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
+        return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)
+    for suffix, split in CHUNKERS.items():
+        if path.name.endswith(suffix):
+            return Input(path, (path,), path.name.removesuffix(suffix), _file_bytes(path), split)
     raise DataError(f"`{path}` must end in {SUFFIXES}, but does not; convert or rename it.")
 
 
-def _size(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     if not path.is_file():
         raise DataError(f"`{path}` must be a text file, but there is none; check the path.")
     return path.stat().st_size
 
 
-def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
+def _chunk_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
     first_line, chunk_end, position = 1, 0, 0
     rest: list[bytes] = []
     for data, position in read_blocks(path):
@@ -210,71 +209,71 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
         yield JsonLines(str(path), first_line, b"".join(rest), selection, position - chunk_end)
 
 
-def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
-    yield TextFile(str(path), 1, _whole(path, "one document"), selection, path.stat().st_size)
+def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield TextFile(str(path), 1, _read_whole(path, "one document"), selection, path.stat().st_size)
 
 
-def _cut_json(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The items of a JSON array; a file of JSON lines may be named so, too."""
+def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The items of a JSON array, or JSON lines if the file is none."""
     try:
-        items = orjson.loads(_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
+        items = orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
-        yield from _cut_json_lines(path, selection)
+        yield from _chunk_json_lines(path, selection)
         return
     lines = [orjson.dumps(item) for item in (items if isinstance(items, list) else [items])]
-    cut, size = [*range(0, len(lines), 1000), len(lines)], path.stat().st_size  # of none, [0]
-    for first, end in pairwise(cut):
-        consumed = size * end // len(lines) - size * first // len(lines)
-        yield JsonLines(str(path), first + 1, b"\n".join(lines[first:end]), selection, consumed)
+    boundaries, size = [*range(0, len(lines), 1000), len(lines)], path.stat().st_size  # [0] for an empty array
+    for first, end in pairwise(boundaries):
+        disk_bytes = size * end // len(lines) - size * first // len(lines)
+        yield JsonLines(str(path), first + 1, b"\n".join(lines[first:end]), selection, disk_bytes)
 
 
-def _cut_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
+def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The rows of a `.csv` or `.tsv` file, whose first line names the columns."""
     position = 0
 
-    def lines() -> Iterator[str]:
+    def text_lines() -> Iterator[str]:
         nonlocal position
         rest, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
         for data, read in read_blocks(path):
             position = read
-            *whole, rest = (rest + decoder.decode(data)).split("\n")
-            yield from (f"{line}\n" for line in whole)
+            *complete, rest = (rest + decoder.decode(data)).split("\n")
+            yield from (f"{line}\n" for line in complete)
         yield rest + decoder.decode(b"", final=True)
 
     csv.field_size_limit(MAX_TEXT_BYTES)
     try:
-        rows = csv.DictReader(lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
+        rows = csv.DictReader(text_lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
         columns = selection.columns(path, rows.fieldnames or ())
-        first, before, waiting, size = 1, 0, list[bytes](), 0
+        first, chunk_start, lines, size = 1, 0, list[bytes](), 0
         for row in rows:
-            waiting.append(orjson.dumps({column: row[column] for column in columns}))
-            size += len(waiting[-1])
+            lines.append(orjson.dumps({column: row[column] for column in columns}))
+            size += len(lines[-1])
             if size >= BLOCK_BYTES:
-                yield JsonLines(str(path), first, b"\n".join(waiting), selection, position - before)
-                first, before, waiting, size = first + len(waiting), position, [], 0
-        yield JsonLines(str(path), first, b"\n".join(waiting), selection, position - before)
+                yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_start)
+                first, chunk_start, lines, size = first + len(lines), position, [], 0
+        yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_start)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"`{path}` must be a table in UTF-8 text, but is not ({error}).") from error
 
 
-def _whole(path: Path, why: str) -> bytes:
+def _read_whole(path: Path, reason: str) -> bytes:
     data = bytearray()
     for block, _ in read_blocks(path):
         data += block
         if len(data) > MAX_TEXT_BYTES:
             raise DataError(
-                f"`{path}` must be shorter than 1 GiB, as a {path.suffix} file is {why}, but is longer; "
+                f"`{path}` must be shorter than 1 GiB, as a {path.suffix} file is {reason}, but is longer; "
                 "turn it into .jsonl with one document a line."
             )
     return bytes(data)
 
 
-ROWS_AT_ONCE = 64
-STATE = "state.json"
-SPLITS = "dataset_dict.json"
+ROWS_PER_READ = 64
+STATE_FILE = "state.json"
+SPLITS_FILE = "dataset_dict.json"
 
 
-def cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
+def chunk_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The rows of a `.parquet` file; reads only the columns that are needed, a few pages at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -282,14 +281,14 @@ def cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             columns = selection.columns(path, file.schema_arrow.names)
-            batches = file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
+            batches = file.iter_batches(ROWS_PER_READ, columns=columns, use_threads=False)
             row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
-            yield from _chunks(path, batches, selection, lambda row: int(row * row_bytes))
+            yield from _chunk_batches(path, batches, selection, lambda row: int(row * row_bytes))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Parquet file, but is not ({error}).") from error
 
 
-def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
+def chunk_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The rows of an `.arrow` file in the stream format that `Dataset.save_to_disk` writes."""
     import pyarrow as pa
 
@@ -297,65 +296,67 @@ def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
             columns = selection.columns(path, stream.schema.names)
             batches = (batch.select(columns) for batch in stream)
-            slices = (batch.slice(at, ROWS_AT_ONCE) for batch in batches for at in range(0, len(batch), ROWS_AT_ONCE))
-            yield from _chunks(path, slices, selection, lambda row: source.tell())
+            slices = (batch.slice(i, ROWS_PER_READ) for batch in batches for i in range(0, len(batch), ROWS_PER_READ))
+            yield from _chunk_batches(path, slices, selection, lambda row: source.tell())
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether it is one of Hugging Face's: other programs have a `state.json`, too."""
-    return (folder / STATE).is_file() and b'"_data_files"' in (folder / STATE).read_bytes()
+    """Whether `Dataset.save_to_disk` wrote the folder; other programs write a `state.json`, too."""
+    return (folder / STATE_FILE).is_file() and b'"_data_files"' in (folder / STATE_FILE).read_bytes()
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a saved Hugging Face dataset, in order. DataError for one with several splits."""
-    if (folder / SPLITS).is_file():
-        splits = orjson.loads((folder / SPLITS).read_bytes())["splits"]
+    if (folder / SPLITS_FILE).is_file():
+        splits = orjson.loads((folder / SPLITS_FILE).read_bytes())["splits"]
         raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
-    state = orjson.loads((folder / STATE).read_bytes())
+    state = orjson.loads((folder / STATE_FILE).read_bytes())
     if state.get("_indices_data_files"):
         raise DataError(f"`{folder}` must be saved flat, but has an index mapping; save it after flatten_indices().")
     return [folder / file["filename"] for file in state["_data_files"]]
 
 
-def _chunks(
-    path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, position: Callable[[int], int]
-) -> Iterator[Rows]:
-    """Joins batches to chunks of about one block of text each; `position`: bytes of the file before a row."""
+def _chunk_batches(
+    path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, bytes_before: Callable[[int], int]
+) -> Iterator[TableRows]:
+    """Joins batches to chunks of about one block of text each; `bytes_before`: bytes of the file before a row."""
     import pyarrow as pa
 
-    first = position_before = 0
-    for joined in _blocks(batches):
+    first = position = 0
+    for group in _group_batches(batches):
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, joined[0].schema) as writer:
-            for batch in joined:
-                writer.write_batch(batch)  # writes only the rows of a slice, not the whole batch that it is cut from
-        end = first + sum(map(len, joined))
-        consumed = position(end) - position_before
-        yield Rows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, consumed)
-        first, position_before = end, position_before + consumed
+        with pa.ipc.new_stream(sink, group[0].schema) as writer:
+            for batch in group:
+                writer.write_batch(batch)  # of a slice, writes its rows and not the whole batch
+        end = first + sum(map(len, group))
+        disk_bytes = bytes_before(end) - position
+        yield TableRows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, disk_bytes)
+        first, position = end, position + disk_bytes
 
 
-def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    waiting = list[Any]()
+def _group_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Consecutive batches in lists of about one block of text each."""
+    group = list[Any]()
     for batch in batches:
-        waiting.append(batch)
-        if sum(part.get_total_buffer_size() for part in waiting) >= BLOCK_BYTES:
-            yield waiting
-            waiting = []
-    if waiting:
-        yield waiting
+        group.append(batch)
+        if sum(part.get_total_buffer_size() for part in group) >= BLOCK_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
-_TEXTS: dict[str, Cutter] = {
-    ".jsonl": _cut_json_lines,
-    ".json": _cut_json,
-    ".txt": _cut_text,
-    ".md": _cut_text,
-    ".csv": _cut_csv,
-    ".tsv": _cut_csv,
+_TEXT_CHUNKERS: dict[str, Chunker] = {
+    ".jsonl": _chunk_json_lines,
+    ".json": _chunk_json,
+    ".txt": _chunk_text,
+    ".md": _chunk_text,
+    ".csv": _chunk_csv,
+    ".tsv": _chunk_csv,
 }
-KINDS = {f"{kind}{packed}": cut for kind, cut in _TEXTS.items() for packed in ("", *UNPACKERS)}
-KINDS |= {".parquet": cut_parquet, ".arrow": cut_arrow}
-SUFFIXES = f"one of {', '.join(_TEXTS)} (or these with .gz or .zst), .parquet, .arrow"
+CHUNKERS = {
+    f"{suffix}{compression}": split for suffix, split in _TEXT_CHUNKERS.items() for compression in ("", *DECOMPRESSORS)
+} | {".parquet": chunk_parquet, ".arrow": chunk_arrow}
+SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow"

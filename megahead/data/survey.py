@@ -1,4 +1,4 @@
-"""Looks through a folder of text before anything is made of it: what can be read, under which keys the text is."""
+"""Surveys a folder of text before it is preprocessed: which files can be read, and which keys have the text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megahead.data.records import Selection, TextFile
-from megahead.data.sources import KINDS, SUFFIXES, Input, files_below, find_inputs, is_saved_dataset, read_chunks
+from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, is_saved_dataset, read_chunks
 from megahead.errors import DataError
 from megahead.wording import pluralize
 
-SHOWN = 5
-SAVED = "saved dataset"
-PREFERRED = ("text", "content")
-"""Keys of text wherever a file has them; else that of the most characters."""
+MAX_SKIPPED_LINES = 5
+SAVED_DATASET = "saved dataset"
+PREFERRED_KEYS = ("text", "content")
+"""Keys of the text of a file that has them; of another file, the key with the most characters."""
 
 
 @dataclass(frozen=True)
@@ -26,95 +26,98 @@ class Survey:
 
     inputs: list[Input]
     keys: tuple[str, ...]
-    """Keys of the text in records, as `Selection` takes them; none where there are none."""
+    """Keys of the text in records, as in `Selection`; empty if no input has records."""
 
     skipped: dict[Path, str]
-    """Why files are left out."""
+    """Files that are left out, with the reason."""
 
     @property
     def bytes(self) -> int:
-        """On disk."""
+        """Size on disk."""
         return sum(item.bytes for item in self.inputs)
 
     def selection(self) -> Selection:
         return Selection(self.keys or "text")
 
     def text_bytes(self) -> float:
-        """Of the text, about: compressed files hold three times as much."""
+        """Approximate bytes of text: three times the size of a compressed file."""
         return sum(item.bytes * (3 if item.path.suffix in (".gz", ".zst", ".parquet") else 1) for item in self.inputs)
 
-    def has_fewer_documents(self, least: int) -> bool:
-        """Whether there are fewer than `least`; reads no further than needed."""
-        number = 0
+    def has_fewer_documents(self, limit: int) -> bool:
+        """Whether there are fewer than `limit` documents; stops reading there."""
+        count = 0
         for chunk in read_chunks(self.inputs, self.selection()):
-            number += len(chunk.parse().texts)
-            if number >= least:
+            count += len(chunk.parse().texts)
+            if count >= limit:
                 return False
         return True
 
     def lines(self) -> list[str]:
-        """What was found, for a terminal."""
-        kinds = Counter(next((kind for kind in KINDS if item.path.name.endswith(kind)), SAVED) for item in self.inputs)
-        named = {kind: kind if kind == SAVED else f"{kind} file" for kind in kinds}
-        found = ", ".join(pluralize(number, named[kind]) for kind, number in kinds.most_common())
+        """The survey in lines for a terminal."""
+        types = Counter(map(_type_name, self.inputs))
+        summary = ", ".join(pluralize(number, name) for name, number in types.most_common())
         keys = f"; in records the text is in {' or '.join(f'`{key}`' for key in self.keys)}" if self.keys else ""
-        some = [f"{file} {why}" for file, why in list(self.skipped.items())[:SHOWN]]
-        more = [f"and {pluralize(len(self.skipped) - SHOWN, 'other file')}"] if len(self.skipped) > SHOWN else []
-        lines = [("text", f"{found}, {self.bytes / 1e6:,.1f} MB{keys}")]
-        lines += [("left out" if not n else "", line) for n, line in enumerate([*some, *more])]
+        skipped = [f"{file} {reason}" for file, reason in list(self.skipped.items())[:MAX_SKIPPED_LINES]]
+        if (more := len(self.skipped) - MAX_SKIPPED_LINES) > 0:
+            skipped.append(f"and {pluralize(more, 'other file')}")
+        lines = [("text", f"{summary}, {self.bytes / 1e6:,.1f} MB{keys}")]
+        lines += [("left out" if not n else "", line) for n, line in enumerate(skipped)]
         return [f"{name:<12}{line}" for name, line in lines]
 
 
-def survey(path: Path, without: Path | None = None) -> Survey:
-    """Looks at the beginning of each file in `path`, but for those in `without`, and whether the rest can be read;
-    DataError where none has text."""
+def survey(path: Path, exclude: Path | None = None) -> Survey:
+    """Surveys a file, or the files below a folder except those below `exclude`; DataError if none has text."""
     if not path.exists():
         raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
-    inside = path.is_dir() and not is_saved_dataset(path)
-    readable, others = files_below(path) if inside else ([path], [])
-    if without is not None:
-        apart = without.resolve()
-        readable, others = ([f for f in files if apart not in _folders(f)] for files in (readable, others))
-    skipped = dict.fromkeys(others, f"does not end in {SUFFIXES}")
-    inputs, keys = list[Input](), Counter[str]()
+    is_folder = path.is_dir() and not is_saved_dataset(path)
+    readable, unknown = files_below(path) if is_folder else ([path], [])
+    if exclude is not None:
+        excluded = exclude.resolve()
+        readable, unknown = ([f for f in files if excluded not in _parent_folders(f)] for files in (readable, unknown))
+    skipped = dict.fromkeys(unknown, f"does not end in {SUFFIXES}")
+    inputs, bytes_by_key = list[Input](), Counter[str]()
     for file in readable:
         try:
             (item,) = find_inputs(file)
-            sizes = _sizes(item)
+            characters = _characters_by_key(item)
         except DataError as error:
             skipped[file] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
             continue
-        if not sizes:
+        if not characters:
             skipped[file] = "has no text"
             continue
         inputs.append(item)
-        key = next((key for key in PREFERRED if sizes[key]), sizes.most_common(1)[0][0])
-        keys[key] += item.bytes
+        key = next((key for key in PREFERRED_KEYS if characters[key]), characters.most_common(1)[0][0])
+        bytes_by_key[key] += item.bytes
     if not inputs:
         first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
-    found = sorted((key for key, _ in keys.most_common() if key != WHOLE), key=lambda key: key not in PREFERRED)
-    return Survey(inputs, tuple(found), skipped)
+    keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
+    return Survey(inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped)
 
 
-def _folders(file: Path) -> tuple[Path, ...]:
-    """Those that it lies in, links followed."""
-    here = file.parent.resolve()
-    return here, *here.parents
+def _type_name(item: Input) -> str:
+    return next((f"{suffix} file" for suffix in CHUNKERS if item.path.name.endswith(suffix)), SAVED_DATASET)
 
 
-WHOLE = ""
-"""The key of texts that are no records."""
+def _parent_folders(file: Path) -> tuple[Path, ...]:
+    """The folders that contain the file, links resolved."""
+    folder = file.parent.resolve()
+    return folder, *folder.parents
+
+
+NO_KEY = ""
+"""The key of texts that are not records."""
 
 
 @dataclass(frozen=True)
-class _Sizes(Selection):
-    """Counts characters under each key instead of choosing one."""
+class _CharacterCount(Selection):
+    """Counts the characters under each key instead of reading a text."""
 
     characters: Counter[str] = field(default_factory=Counter)
 
     def text(self, record: Any) -> None:
-        fields = {WHOLE: record} if isinstance(record, str) else record
+        fields = {NO_KEY: record} if isinstance(record, str) else record
         for key, value in fields.items() if isinstance(fields, dict) else ():
             if isinstance(value, str) and not value.isspace():
                 self.characters[key] += len(value)
@@ -123,15 +126,15 @@ class _Sizes(Selection):
         return list(names)
 
 
-def _sizes(item: Input) -> Counter[str]:
-    """Characters under each key in the first chunk of an input, or of its whole text. DataError for one that breaks off
-    later: lines and texts can be read where they begin, packed files and tables are read to their ends."""
-    sizes = _Sizes()
-    for number, chunk in enumerate(item.chunks(sizes)):
+def _characters_by_key(item: Input) -> Counter[str]:
+    """Characters under each key in the first chunk of an input. DataError for a truncated input: all types but plain
+    JSON lines are read to their end."""
+    selection = _CharacterCount()
+    for number, chunk in enumerate(item.chunks(selection)):
         if not number:
             parsed = chunk.parse()
             if isinstance(chunk, TextFile):
-                sizes.characters[WHOLE] += sum(map(len, parsed.strict_texts()))
+                selection.characters[NO_KEY] += sum(map(len, parsed.strict_texts()))
         if item.path.suffix == ".jsonl":
             break
-    return +sizes.characters
+    return +selection.characters

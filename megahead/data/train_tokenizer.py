@@ -174,8 +174,8 @@ def sample_texts(
                 yield text
                 some = True
                 taken += len(text.encode())
-            progress.advance(chunk.consumed, taken - before)
-            reported_bytes += chunk.consumed
+            progress.advance(chunk.disk_bytes, taken - before)
+            reported_bytes += chunk.disk_bytes
             if budget is not None and taken >= budget:
                 break
         progress.advance(item.bytes - reported_bytes, 0)

@@ -1,4 +1,4 @@
-"""Writes indexed datasets, with progress."""
+"""Writes indexed datasets, and shows the progress of jobs that read files."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 class SavedTokenizer:
-    """A tokenizer's file in a folder of datasets: itself if it lies there, else a copy named by its content, so that
-    there is one for all datasets of the folder that it cut."""
+    """The tokenizer's file in a folder of datasets: the source itself if it is in the folder, else a copy named by its
+    SHA-256, which the folder's datasets share."""
 
     def __init__(self, source: Path, folder: Path) -> None:
-        lies_there = source.parent.resolve() == folder.resolve()
-        self._content = None if lies_there else source.read_bytes()
+        in_folder = source.parent.resolve() == folder.resolve()
+        self._content = None if in_folder else source.read_bytes()
         ending = ".model" if is_sentencepiece(source) else ".json"
-        self.name = source.name if self._content is None else f"tokenizer-{_short(self._content)}{ending}"
+        self.name = source.name if self._content is None else f"tokenizer-{_short_sha256(self._content)}{ending}"
         self._path = folder / self.name
 
     def write(self) -> None:
-        """Writes the copy, unless it is there."""
+        """Writes the copy unless it exists."""
         if self._content is not None and not self._path.exists():
             write_atomically(self._path, self._content)
 
 
-def _short(content: bytes) -> str:
+def _short_sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
@@ -55,8 +55,8 @@ class IndexedDatasetWriter:
     """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`: the files appear together at the
     end or not at all.
 
-    Holds in memory about a million tokens, and 4 bytes per sequence and per document. An old dataset of this name is
-    replaced on a clean exit and untouched after an error; a dataset without a token is one (DataError).
+    Memory: about a million tokens, and 4 bytes per sequence and per document. An existing dataset of this name is
+    replaced on a clean exit and untouched after an error. DataError on exit if no token was added.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class IndexedDatasetWriter:
         tokenizer_file: Path | None = None,
         end_token: int | None = None,
     ) -> None:
-        """`tokenizer`: what cut the text, or at least the name of its file. `tokenizer_file`: that file, of which a
-        copy is kept beside the dataset. `end_token`: what closes each document."""
+        """`tokenizer`: the identity of the text's tokenizer, or at least the name of its file. `tokenizer_file`: that
+        file, which is copied beside the dataset. `end_token`: the id that closes each document."""
         if is_remote(str(prefix)):
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
@@ -77,41 +77,41 @@ class IndexedDatasetWriter:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
         self.vocab_size = vocab_size
-        self._cut_by = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
+        self._tokenizer_identity = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
         self.end_token = end_token
-        self._kept = None if tokenizer_file is None else SavedTokenizer(tokenizer_file, Path(prefix).parent)
+        self._saved_tokenizer = None if tokenizer_file is None else SavedTokenizer(tokenizer_file, Path(prefix).parent)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
-        self._document_sequences = array("i")  # how many each document has
-        self._waiting: list[Array] = []
-        self._waiting_tokens = 0
+        self._sequences_per_document = array("i")
+        self._buffer: list[Array] = []
+        self._buffered_tokens = 0
         self._counts = np.zeros(vocab_size, np.int64)
         self._digest = hashlib.sha256()
         self._finished = False
-        with ExitStack() as staged:
+        with ExitStack() as open_files:
             files = []
             for path in dataset_paths(prefix):
                 files.append(AtomicFile(path))
-                staged.callback(files[-1].discard)
-            self._staged = staged.pop_all()  # all of them are open
+                open_files.callback(files[-1].discard)
+            self._open_files = open_files.pop_all()  # discarded on exit, not here
         self._bin, self._idx, self._info = files
 
     @property
     def num_documents(self) -> int:
         """Documents added so far."""
-        return len(self._document_sequences)
+        return len(self._sequences_per_document)
 
     def count(self, id_: int) -> int:
-        """How often an id was added, once all is finished."""
+        """How often an id was added; valid after `finish`."""
         return int(self._counts[id_])
 
     def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
-        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside of
-        the vocabulary, or what is no list of integers.
+        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside
+        the vocabulary, or tokens that are no list of integers.
 
-        Nothing is added to the tokens: an end token, if wanted, is their last.
+        Adds no end token: if wanted, it must be the last of the tokens.
         """
         tokens_N = np.asarray(tokens)
         if tokens_N.ndim != 1 or (tokens_N.size and tokens_N.dtype.kind not in "iu"):
@@ -134,24 +134,24 @@ class IndexedDatasetWriter:
         if len(tokens):
             self._check_ids(tokens)
         sequences = np.ones(len(lengths), np.int32) if sequences is None else sequences
-        self._document_sequences.frombytes(sequences.astype(np.int32).tobytes())
+        self._sequences_per_document.frombytes(sequences.astype(np.int32).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.text_bytes += text_bytes
         self.num_tokens += len(tokens)
-        self._waiting.append(tokens.astype(self.dtype))
-        self._waiting_tokens += len(tokens)
-        if self._waiting_tokens >= FLUSH_TOKENS:
+        self._buffer.append(tokens.astype(self.dtype))
+        self._buffered_tokens += len(tokens)
+        if self._buffered_tokens >= FLUSH_TOKENS:
             self._flush()
 
     def finish(self) -> None:
-        """Writes everything to disk under temporary names; after this only renaming is left to do."""
+        """Writes everything to disk under temporary names, which the exit then renames."""
         if self._finished:
             return
         if not self.num_tokens:
             raise DataError(f"`{self._bin.path}` must get at least one token, but got none; nothing was written.")
         self._flush()
         idx_digest = self._write_index()
-        *_, idx_bytes = self._layout().starts()
+        *_, idx_bytes = self._layout().array_offsets()
         info = DatasetInfo(
             tokens=self.num_tokens,
             documents=self.num_documents,
@@ -161,26 +161,26 @@ class IndexedDatasetWriter:
             token_counts=self._counts.tolist(),
             bin=FileFingerprint(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
             idx=FileFingerprint(idx_bytes, idx_digest),
-            tokenizer_sha256=None if self._cut_by is None else self._cut_by.sha256,
-            vocabulary_sha256=None if self._cut_by is None else self._cut_by.vocabulary,
-            tokenizer_file=None if self._kept is None else self._kept.name,
+            tokenizer_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.sha256,
+            vocabulary_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.vocabulary,
+            tokenizer_file=None if self._saved_tokenizer is None else self._saved_tokenizer.name,
             end_token=self.end_token,
         )
         self._info.write(info.dump())
-        for staged in (self._bin, self._info, self._idx):
-            staged.sync()
+        for file in (self._bin, self._info, self._idx):
+            file.sync()
         self._finished = True
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._staged:
-            if kind is None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        with self._open_files:
+            if exc_type is None:
                 self.finish()
-                if self._kept is not None:
-                    self._kept.write()
-                self._idx.path.unlink(missing_ok=True)  # an old index must never stand beside new tokens
+                if self._saved_tokenizer is not None:
+                    self._saved_tokenizer.write()
+                self._idx.path.unlink(missing_ok=True)  # an old index must never be beside new tokens
                 self._bin.publish()
                 self._info.publish()
                 self._idx.publish()
@@ -188,17 +188,17 @@ class IndexedDatasetWriter:
     def _check_ids(self, tokens: Array) -> None:
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
-            wrong = smallest if smallest < 0 else largest
+            invalid_id = smallest if smallest < 0 else largest
             raise DataError(
                 f"token ids must lie below the vocabulary size {self.vocab_size}, but one near document "
-                f"{self.num_documents} is {wrong} instead; use the tokenizer the ids were made with."
+                f"{self.num_documents} is {invalid_id} instead; use the tokenizer the ids were made with."
             )
 
     def _flush(self) -> None:
-        if not self._waiting:
+        if not self._buffer:
             return
-        tokens = np.concatenate(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
-        self._waiting, self._waiting_tokens = [], 0
+        tokens = np.concatenate(self._buffer) if len(self._buffer) > 1 else self._buffer[0]
+        self._buffer, self._buffered_tokens = [], 0
         for start in range(0, len(tokens), FLUSH_TOKENS):
             part = tokens[start : start + FLUSH_TOKENS]
             data = part.tobytes()
@@ -218,7 +218,7 @@ class IndexedDatasetWriter:
         offsets *= self.dtype.itemsize
         digest = hashlib.sha256()
         documents = np.zeros(self.num_documents + 1, np.int64)
-        np.cumsum(np.frombuffer(self._document_sequences, np.int32), out=documents[1:])
+        np.cumsum(np.frombuffer(self._sequences_per_document, np.int32), out=documents[1:])
         for part in (self._layout().pack(), sizes, offsets, documents):
             data = part if isinstance(part, bytes) else part.astype(part.dtype.newbyteorder("<")).tobytes()
             self._idx.write(data)
@@ -227,17 +227,17 @@ class IndexedDatasetWriter:
 
 
 class ByteProgress:
-    """Follows a job that reads files; this one shows nothing."""
+    """Receives the progress of a job that reads files; this base class ignores it."""
 
     def start(self, total_bytes: int | None) -> None:
-        """The files' size on disk; None if it is not known."""
+        """Called once, with the size of all files on disk; None if it is unknown."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
-        """More bytes were read from disk, and came out as this many bytes of text."""
+        """Called after each part, with its bytes on disk and its bytes of text."""
 
 
 class ProgressBar(ByteProgress):
-    """`with ProgressBar("Tokenizing") as bar`: on stderr, with megabytes of text, their rate, and the time left."""
+    """`with ProgressBar("Tokenizing") as bar`: shows megabytes of text, their rate, and the time left on stderr."""
 
     def __init__(self, title: str) -> None:
         columns = (
@@ -261,11 +261,9 @@ class ProgressBar(ByteProgress):
         self._progress.stop()
 
     def start(self, total_bytes: int | None) -> None:
-        """Starts the clock."""
         self._progress.reset(self._task, total=total_bytes)
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
-        """Moves the bar."""
         self._text_bytes += text_bytes
         megabytes = self._text_bytes / 1e6
         seconds = self._progress.tasks[0].elapsed or 0.0

@@ -43,7 +43,7 @@ def test_reads_every_document(
     monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
     path = pack(json_lines(TEXTS, key="body"), ending)
     assert read(path, "body") == TEXTS[:-1]  # the last is empty
-    assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
+    assert sum(chunk.disk_bytes for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -119,7 +119,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total_bytes(inputs) is None
     chunks = list(read_chunks(inputs, Selection()))
     assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == ["a", "b"]
-    assert sum(chunk.consumed for chunk in chunks) == 27
+    assert sum(chunk.disk_bytes for chunk in chunks) == 27
 
 
 def test_broken_and_empty_places_are_kept_apart(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_broken_and_empty_places_are_kept_apart(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "a"}\n{"text": " "}\nbroken\n\n{"text": "b"}\n{"text": 3}\n')
     parsed = next(read_chunks(find_inputs([path]), Selection())).parse()
     assert parsed.texts == ["a", "b"]
-    assert parsed.empty == [f"{path}:2"]
-    assert [problem.split("`")[1] for problem in parsed.broken] == [f"{path}:3", f"{path}:6"]
+    assert parsed.empty_locations == [f"{path}:2"]
+    assert [problem.split("`")[1] for problem in parsed.errors] == [f"{path}:3", f"{path}:6"]
 
 
 ROWS = [
@@ -156,7 +156,7 @@ def test_tables_and_arrays_give_every_record(
     assert read(path, ("text", "body")) == [text for text, _ in ROWS]
     chunks = read_chunks(find_inputs([path]), Selection("body", keep=(("id", "b"),)))
     assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == [ROWS[1][0]]
-    assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
+    assert sum(chunk.disk_bytes for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
 
 
 def test_an_array_may_hold_strings_and_a_json_file_lines(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_reads_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: 
     inputs = find_inputs([write(tmp_path, kind)])
     chunks = list(read_chunks(inputs, Selection()))
     assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == TEXTS
-    assert sum(chunk.consumed for chunk in chunks) == pytest.approx(total_bytes(inputs), rel=0.02)
+    assert sum(chunk.disk_bytes for chunk in chunks) == pytest.approx(total_bytes(inputs), rel=0.02)
     odd = read_chunks(inputs, Selection("text", keep=(("meta.set", "odd"),)))
     assert [text for chunk in odd for text in chunk.parse().strict_texts()] == TEXTS[1::2]
 
@@ -59,7 +59,7 @@ def test_a_missing_column_and_a_broken_row_are_named(tmp_path: Path, kind: str) 
     with pytest.raises(DataError, match="must have a column for 'body', but has text, meta, n"):
         list(read_chunks(find_inputs([path]), Selection("body")))
     parsed = next(read_chunks(find_inputs([path]), Selection("n"))).parse()
-    assert parsed.broken[2].endswith(":3` must have a string in `n`, but has int instead.")
+    assert parsed.errors[2].endswith(":3` must have a string in `n`, but has int instead.")
 
 
 def test_damage_is_one_sentence(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_row_that_is_no_utf8_is_named_and_the_others_are_read(tmp_path: Path) 
     texts = pa.array([b"fine", b"bro\xffken", b"fine too"]).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"text": texts}), tmp_path / "t.parquet")
     parsed = next(read_chunks(find_inputs([tmp_path / "t.parquet"]), Selection())).parse()
-    assert [problem.partition("t.parquet")[2] for problem in parsed.broken] == [
+    assert [problem.partition("t.parquet")[2] for problem in parsed.errors] == [
         ":2` must be UTF-8 text, but is not (invalid start byte)."
     ]
     assert parsed.texts == ["fine", "fine too"]
