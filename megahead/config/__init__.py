@@ -1,1 +1,1 @@
-"""The settings of a run: a frozen, documented schema, read from YAML and `--set` overrides. Imports no torch."""
+"""The settings of a run: a frozen pydantic schema, read from YAML and `--set` overrides. Imports no torch."""

@@ -1,5 +1,5 @@
-"""What a model may learn beside the softmax over candidates: the settings of such an objective, what is known without
-torch of its cost and its numbers in the log, and how an objective of one's own is named."""
+"""Settings of auxiliary objectives, whose loss is added to the softmax over candidates, with their cost and metrics as
+far as these need no torch; and the section for a user's own objective."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ if TYPE_CHECKING:
 
 
 class Curve(NamedTuple):
-    """A chart of the report: of which number in the log, and how it is shown."""
+    """A chart of the report."""
 
     key: str
+    """The metric that it shows."""
+
     title: str
     note: str
     percent: bool = False
-    zero: bool = False
+    from_zero: bool = False
+    """Whether the axis starts at 0."""
 
 
 class AuxiliarySettings(Settings):
-    """Base of the settings of an auxiliary objective. A subclass overrides what differs from the defaults here."""
+    """Base of the settings of an auxiliary objective. Subclasses override the defaults."""
 
     weight: float
 
-    metric: ClassVar[str] = "auxiliary"
-    """Its numbers are METRIC_NAME in the log."""
+    metric_prefix: ClassVar[str] = "auxiliary"
+    """Its metrics are logged as PREFIX_NAME."""
 
     needs_all_outputs: ClassVar[bool] = False
-    """Whether it needs the hidden states of all tokens; else those that have targets."""
+    """Whether it needs the hidden states of all tokens, not only of those with targets."""
 
     skews_targets: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
     samples_tokens: ClassVar[bool] = False
-    """Whether it draws tokens from the predictions of targets."""
+    """Whether it samples tokens from the predictions at targets."""
 
     no_head_reason: ClassVar[str | None] = None
-    """Why exports have no head; None where they have one."""
+    """Why exports have no head; None if they have one."""
 
     dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
-    """Why the embedding cannot be sharded by rows: what the banner says, and the rule."""
+    """Why the embedding cannot be sharded by rows: the banner's text, and the rule of the error."""
 
     predictor_label: ClassVar[str] = ""
-    """Who predicts held-out targets, where that is not the model: "generator's "."""
+    """What predicts held-out targets, if not the model itself: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 
@@ -58,26 +61,26 @@ class AuxiliarySettings(Settings):
         raise NotImplementedError
 
     def check(self, config: RunConfig) -> None:
-        """ConfigError unless it goes with the other settings."""
+        """Raises ConfigError if other settings rule it out."""
 
     def generator_config(self, model: ModelConfig) -> ModelConfig | None:
-        """The shape of a second encoder, which learns the targets in the model's place; None where there is none."""
+        """The shape of a second encoder that learns the targets instead of the model; None by default."""
         return None
 
     def token_counts_needed_by(self) -> str | None:
-        """The setting, below `objective`, by which the dataset must have token counts; None where it need not."""
+        """The setting, below `objective`, that needs token counts of the dataset; None by default."""
         return None
 
     def samples_vocabulary(self) -> bool:
-        """Whether it draws from all ids by the training-free head, and not from the candidates."""
+        """Whether it samples from all ids by the training-free head, not from the candidates."""
         return False
 
     def head_parameters(self, model: ModelConfig) -> int:
-        """Parameters that it has beside a generator."""
+        """Number of its own parameters, without a generator."""
         return 0
 
     def head_flops(self, model: ModelConfig) -> float:
-        """Operations of a token for these, forward and backward."""
+        """FLOPs per token of these parameters, forward and backward."""
         return 0.0
 
     def describe(self) -> str:
@@ -85,27 +88,26 @@ class AuxiliarySettings(Settings):
         return ""
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """By NAME: what a step's sums come to. By default each of them for one of `count`."""
+        """Metrics by NAME from the sums of a step; by default each sum divided by `count`."""
         count = max(sums.get("count", 0.0), 1.0)
         return {name: value / count for name, value in sums.items() if name != "count"}
 
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """By their names in the log: of several steps, from the means of all that is logged."""
+        """Further metrics by full name, computed from the means of all metrics over several steps."""
         return {}
 
     def progress_text(self, means: Mapping[str, float]) -> str:
-        """Its part of a progress line, from what is logged: as `held_out`, of all that it logs."""
-        own = f"{self.metric}_"
-        return self.evaluation_text(
-            {name.removeprefix(own): mean for name, mean in means.items() if name.startswith(own)}
-        )
+        """Its part of a progress line, from the means of all metrics by full name."""
+        prefix = f"{self.metric_prefix}_"
+        named = {name.removeprefix(prefix): mean for name, mean in means.items() if name.startswith(prefix)}
+        return self.evaluation_text(named)
 
     def evaluation_text(self, means: Mapping[str, float]) -> str:
-        """What the line on an evaluation says of it; `means` by NAME."""
-        return f"{self.metric} {means['loss']:.4f}"
+        """Its part of the line on an evaluation, from its means by NAME."""
+        return f"{self.metric_prefix} {means['loss']:.4f}"
 
     def export_text(self, means: Mapping[str, float]) -> str:
-        """What an export says of its last evaluation."""
+        """Its last evaluation, in words, for an export's model card."""
         return self.evaluation_text(means)
 
 
@@ -125,7 +127,7 @@ class CustomConfig(AuxiliarySettings):
 
     @field_validator("objective")
     @classmethod
-    def _names_a_class(cls, value: str) -> str:
+    def _check_class_path(cls, value: str) -> str:
         return require_class_path("objective", value)
 
     def implementation(self) -> str:
@@ -137,12 +139,12 @@ class CustomConfig(AuxiliarySettings):
         return ", ".join([super().evaluation_text(means), *others])
 
     @property
-    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a constant of the others
-        """As the class says. Imports it, and with it torch."""
-        kind = load_class("objective.custom.objective", self.objective)
-        return bool(getattr(kind, "needs_all_outputs", False))
+    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
+        """The class's own `needs_all_outputs`. Imports the class, and with it torch."""
+        auxiliary_class = load_class("objective.custom.objective", self.objective)
+        return bool(getattr(auxiliary_class, "needs_all_outputs", False))
 
     def head_parameters(self, model: ModelConfig) -> int:
-        """Imports the class, and with it torch."""
-        kind = load_class("objective.custom.objective", self.objective)
-        return int(getattr(kind, "head_parameters", lambda _: 0)(model))  # another class is refused where it is built
+        """The class's own `head_parameters(model)`. Imports the class, and with it torch."""
+        auxiliary_class = load_class("objective.custom.objective", self.objective)
+        return int(getattr(auxiliary_class, "head_parameters", lambda _: 0)(model))  # 0 if it is no Auxiliary at all

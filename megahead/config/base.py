@@ -1,4 +1,4 @@
-"""The base class of all settings, and where shipped config files are."""
+"""The base class of all settings, classes loaded by their path, and the search for config files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _text_is_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses zero bytes, at which the system would cut a path off, and secrets, which would be written down."""
+    def _refuse_unsafe_strings(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses zero bytes, which would truncate a path, and secrets, which would be saved with the settings."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 if "\0" in text:
@@ -40,60 +40,60 @@ class Settings(BaseModel):
         return value
 
     def changed(self, *fields: str) -> dict[str, Any]:
-        """Those of the fields, or of all, that are not at their defaults, and what an error says of their values."""
+        """Returns {field: value} for the fields (default: all) that differ from their defaults; "given" for a
+        section. The values are for error messages."""
         values = {name: getattr(self, name) for name in fields or type(self).model_fields}
         changed = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
         return {name: "given" if isinstance(value, Settings) else value for name, value in changed.items()}
 
 
-def require(holds: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:
-    """ConfigError, which says that `field` must RULE, unless that `holds`."""
-    if not holds:
+def require(condition: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:
+    """Raises a ConfigError (`field` must RULE, but is GOT) unless `condition` is true."""
+    if not condition:
         raise ConfigError(field, rule, got=got, hint=hint)
 
 
 def refuse(field: str, value: Any, why: str) -> None:
-    """ConfigError if `field` has a value, which must be left out for this reason."""
+    """Raises a ConfigError (`field` must be left out WHY) if `value` is set."""
     require(not value, field, f"be left out {why}", got=value)
 
 
 def unknown_setting_message(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
-    """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
+    """The error message for an unknown `key` of the section at path `parents`, whose settings are `known`."""
     fix = did_you_mean(key, known, "".join(f"{parent}." for parent in parents)) or f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
 
 
-# Classes of one's own, named in a setting by the file or the package that they are in.
+# User classes, given in a setting as `path/to/file.py:Class` or `package.module:Class`.
 
 
-def require_class_path(field: str, name: str) -> str:
-    """`name`; ConfigError unless it is `path/to/file.py:Class` or `package.module:Class`."""
-    where, _, what = name.rpartition(":")
-    if not where or not what.isidentifier():
+def require_class_path(field: str, class_path: str) -> str:
+    """Returns `class_path`; ConfigError unless it is `path/to/file.py:Class` or `package.module:Class`."""
+    module, _, class_name = class_path.rpartition(":")
+    if not module or not class_name.isidentifier():
         rule = "name a class as `path/to/file.py:Class` or `package.module:Class`"
-        raise ConfigError(field, rule, got=repr(name))
-    return name
+        raise ConfigError(field, rule, got=repr(class_path))
+    return class_path
 
 
-def load_class(field: str, name: str) -> Any:
-    """The class of that name, imported once; ConfigError where it cannot be. A path is seen from the working
-    directory."""
-    where, _, what = require_class_path(field, name).rpartition(":")
+def load_class(field: str, class_path: str) -> Any:
+    """Imports the class; ConfigError if that fails. A file path is relative to the working directory."""
+    module_path, _, class_name = require_class_path(field, class_path).rpartition(":")
     try:
-        module = _load_file(Path(where)) if where.endswith(".py") else import_module(where)
-        return getattr(module, what)
-    except Exception as error:  # whatever its code does
-        got = f"{name!r} ({type(error).__name__}: {error})"
+        module = _import_file(Path(module_path)) if module_path.endswith(".py") else import_module(module_path)
+        return getattr(module, class_name)
+    except Exception as error:  # user code may raise anything
+        got = f"{class_path!r} ({type(error).__name__}: {error})"
         raise ConfigError(field, "name a class that can be imported", got=got) from error
 
 
-def _load_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     name = f"megahead_custom_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         specification = spec_from_file_location(name, path)
         assert specification is not None
         assert specification.loader is not None
-        module = sys.modules[name] = module_from_spec(specification)  # dataclasses look for their module there
+        module = sys.modules[name] = module_from_spec(specification)  # dataclasses look up their module in sys.modules
         try:
             specification.loader.exec_module(module)
         except BaseException:
@@ -103,38 +103,37 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def shipped_folder() -> Path:
-    """`configs/`: inside of an installed package, beside the package in a checkout."""
+    """`configs/`: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def shipped_configs() -> list[str]:
-    """Names of the configs that ship, such as `demo-headless`."""
+    """Names of the configs that ship with megahead: `demo-headless`, ..."""
     return sorted(path.stem for path in shipped_folder().glob("*.yaml"))
 
 
 def may_be_shipped(path: Path) -> bool:
-    """Whether `path` could mean a shipped config: `demo-headless` or `configs/demo-headless.yaml`."""
+    """Whether `path` has the form of a shipped config: `demo-headless` or `configs/demo-headless.yaml`."""
     return path.parent in (Path(), Path("configs"))
 
 
 def find_config(path: Path) -> Path:
-    """The file `path`, or if there is none, the shipped config of that name."""
-    bare = path.name.removesuffix(".yaml")
-    if may_be_shipped(path) and not path.is_file() and bare in shipped_configs():
-        return shipped_folder() / f"{bare}.yaml"
+    """Returns `path` if it is a file, else the shipped config of that name, else `path`."""
+    name = path.name.removesuffix(".yaml")
+    if may_be_shipped(path) and not path.is_file() and name in shipped_configs():
+        return shipped_folder() / f"{name}.yaml"
     return path
 
 
-def find_referenced_file(name: str, by: Path | None = None) -> Path:
-    """The file that the config file `by` calls `name`, or `name` itself if there is none.
+def find_referenced_file(name: str, config_file: Path | None = None) -> Path:
+    """The file `name` that a setting of `config_file` refers to; `name` itself if it is not found.
 
-    Looks for it from the working directory, then from the folder of `by` and those above it, then in the shipped
-    `configs/`.
+    Searches the working directory, then the folder of `config_file` and its parents, then the shipped `configs/`.
     """
     path = Path(name)
-    above = [] if by is None else by.absolute().parents
+    folders = [] if config_file is None else config_file.absolute().parents
     shipped = Path(*path.parts[path.parts[:1] == ("configs",) :])
-    places = [path, *(folder / path for folder in above), shipped_folder() / shipped]
-    return next((place for place in places if place.is_file()), path)
+    candidates = [path, *(folder / path for folder in folders), shipped_folder() / shipped]
+    return next((candidate for candidate in candidates if candidate.is_file()), path)

@@ -21,7 +21,7 @@ class BlendPart(Settings):
     """Share of the samples relative to the other datasets; by default the number of tokens."""
 
 
-def _kind_of(train: Any) -> str:
+def _union_tag(train: Any) -> str:
     return "<blend>" if isinstance(train, (list, tuple)) else "<prefix>"
 
 
@@ -30,7 +30,7 @@ class DataConfig(Settings):
     (`s3://BUCKET/text`), fetched to each node's disk first (docs/data.md)."""
 
     train: Annotated[
-        Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_kind_of)
+        Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_union_tag)
     ]
     """Prefix of the training dataset, or a list of {prefix, weight} to blend."""
 
@@ -79,17 +79,17 @@ class DataConfig(Settings):
     the kernel (try it on disks with slow requests)."""
 
     def parts(self) -> list[BlendPart]:
-        """The training datasets; one for a plain prefix."""
+        """The training datasets; a single one if `train` is a prefix."""
         return [BlendPart.model_construct(prefix=self.train)] if isinstance(self.train, str) else list(self.train)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> DataConfig:
+    def _check_consistency(self) -> DataConfig:
         parts = self.parts()
         require(parts, "train", "name at least one dataset", got="an empty list")
-        alike = len({part.weight is None for part in parts}) == 1
-        require(alike, "train", "give every dataset a weight, or none", got="a mixture of both")
-        ready, rule = self.order == "stored", "be `stream` with order: stored, whose rows are ready"
-        require(not (ready and self.pack == "best_fit"), "pack", rule, got="`best_fit`")
+        weights_agree = len({part.weight is None for part in parts}) == 1
+        require(weights_agree, "train", "give every dataset a weight, or none", got="a mixture of both")
+        stored, rule = self.order == "stored", "be `stream` with order: stored, whose rows are ready"
+        require(not (stored and self.pack == "best_fit"), "pack", rule, got="`best_fit`")
         if self.pack != "best_fit":
             refuse("documents_a_row", self.documents_a_row, "unless pack is `best_fit`")
         return self
@@ -105,37 +105,36 @@ class BatchConfig(Settings):
     """Samples per forward pass on one rank; lower it if memory runs out."""
 
     def accumulation_steps(self, data_ranks: int, *, micro_groups: bool = False) -> int:
-        """Forward-backward passes per optimizer step on each of `data_ranks` ranks; `micro_groups`: a micro-batch is a
-        candidate group, which the error's way out keeps."""
+        """Micro-batches per optimizer step on each of `data_ranks` ranks. With `micro_groups` (a micro-batch is a
+        candidate group) the error's hint keeps the groups."""
         per_pass = self.micro_size * data_ranks
         steps, remainder = divmod(self.global_size, per_pass)
         rule = f"be a multiple of micro_size x data ranks ({self.micro_size} x {data_ranks})"
-        hint = "" if steps and not remainder else self._way_out(data_ranks, micro_groups)
+        hint = "" if steps and not remainder else self._batch_size_hint(data_ranks, micro_groups)
         require(not hint, "batch.global_size", rule, got=self.global_size, hint=hint)
         return steps
 
-    def _way_out(self, data_ranks: int, micro_groups: bool) -> str:
-        """The largest micro-batch that keeps the global one; where ranks cannot share that, as many as can, or the
-        nearest that they can in these micro-batches."""
-        others = _multiples(self.global_size, self.micro_size * data_ranks)
+    def _batch_size_hint(self, data_ranks: int, micro_groups: bool) -> str:
+        """Suggests the largest micro-batch that keeps the global batch; if it cannot be split over all ranks, fewer
+        ranks or the nearest global batches."""
+        nearest_sizes = _nearest_multiples(self.global_size, self.micro_size * data_ranks)
         if self.global_size % self.micro_size:
-            return f"try {others}"
+            return f"try {nearest_sizes}"
         ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
         micro = gcd(self.global_size // ranks, self.micro_size)
         fewer = pluralize(ranks, "data rank") if ranks < data_ranks else ""
         smaller = f"batch.micro_size={micro}" if micro < self.micro_size else ""
         if smaller and micro_groups:
             smaller += f" objective.group_samples={self.micro_size}"
-        kept = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
-        return f"{kept}, or batch.global_size={others}" if fewer else kept
+        hint = f"try {' with '.join(filter(None, (fewer, smaller)))}, which keeps the recipe"
+        return f"{hint}, or batch.global_size={nearest_sizes}" if fewer else hint
 
-    def max_data_ranks(self, there: int) -> int:
-        """The largest number of data ranks up to `there` that the global batch can be split over; 0: none can."""
+    def max_data_ranks(self, available: int) -> int:
+        """The largest number of data ranks, at most `available`, that divides the global batch; 0 if none does."""
         micro_batches, remainder = divmod(self.global_size, self.micro_size)
-        return 0 if remainder else max((d for d in range(1, there + 1) if micro_batches % d == 0), default=0)
+        return 0 if remainder else max((d for d in range(1, available + 1) if micro_batches % d == 0), default=0)
 
 
-def _multiples(number: int, of: int) -> str:
-    """The nearest ones below and above."""
-    below = number // of * of
-    return f"{below} or {below + of}" if below else f"{of}"
+def _nearest_multiples(number: int, divisor: int) -> str:
+    below = number // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"

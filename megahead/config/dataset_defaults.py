@@ -1,4 +1,4 @@
-"""What training datasets say of themselves (`PREFIX.json`), taken where a config leaves it out."""
+"""Defaults for a config from the metadata of its training datasets (`PREFIX.json`)."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from megahead.errors import FieldError
 from megahead.remote_files import RemoteError, Store, is_remote, join_url, redact_secrets, split_url
 
 FORMAT = "megahead-dataset/1"
-"""Of `PREFIX.json`."""
+"""Value of `format` in `PREFIX.json`."""
 
-_TAKEN = (("model", "vocab_size"), ("data", "end_token"), ("data", "tokenizer"))
-"""Settings that default to what the datasets say."""
+_SETTINGS = (("model", "vocab_size"), ("data", "end_token"), ("data", "tokenizer"))
+"""(section, field) of the settings with such a default."""
 
 
 def with_dataset_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with those of `_TAKEN` that they lack, as far as the training datasets are there and say them.
+    """The settings in `tree` with missing ones of `_SETTINGS` filled in, as far as the training datasets have them.
 
-    ConfigError where the parts of a blend differ; RemoteError where a store must be read and cannot be. Reads nothing
-    where all are given.
+    ConfigError if the datasets of a blend differ; RemoteError if vocab_size is missing and a store cannot be read.
+    Reads no files if nothing is missing.
     """
     if not all(isinstance(tree.get(section), dict) for section in ("model", "data")):
         return dict(tree)
     filled = {section: dict(tree[section]) for section in ("model", "data")}
-    missing = [(section, field) for section, field in _TAKEN if field not in filled[section]]
-    needed = ("model", "vocab_size") in missing
-    facts = {prefix: _facts(prefix, needed=needed) for prefix in _prefixes(filled["data"])} if missing else {}
+    missing = [(section, field) for section, field in _SETTINGS if field not in filled[section]]
+    required = ("model", "vocab_size") in missing
+    metadata = {prefix: _metadata(prefix, required=required) for prefix in _prefixes(filled["data"])} if missing else {}
     for section, field in missing:
-        values = {prefix: each[field] for prefix, each in facts.items() if each.get(field) is not None}
+        values = {prefix: info[field] for prefix, info in metadata.items() if info.get(field) is not None}
         if values:
-            filled[section][field] = _one(f"{section}.{field}", values)
+            filled[section][field] = _common_value(f"{section}.{field}", values)
     return {**tree, **filled}
 
 
 def missing_dataset_note(tree: Mapping[str, Any]) -> str:
-    """Why the training datasets do not say what the settings leave out, after a comma; empty if none is named."""
+    """Part of an error message: why the training datasets have no default; empty if `data.train` is missing."""
     data = tree.get("data")
     for prefix in _prefixes(data) if isinstance(data, Mapping) else ():
-        if not _facts(prefix, needed=False):
-            there = is_remote(prefix) or any(Path(f"{prefix}{ending}").exists() for ending in (".idx", ".json"))
-            why = f"{prefix}.json does not say it" if there else f"there is no dataset {prefix}"
-            return f", and {redact_secrets(why)}"
+        if not _metadata(prefix, required=False):
+            exists = is_remote(prefix) or any(Path(f"{prefix}{suffix}").exists() for suffix in (".idx", ".json"))
+            reason = f"{prefix}.json does not say it" if exists else f"there is no dataset {prefix}"
+            return f", and {redact_secrets(reason)}"
     return ""
 
 
@@ -59,33 +59,34 @@ def _prefixes(data: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _one(name: str, values: Mapping[str, Any]) -> Any:
-    """That of all datasets; of tokenizers, whose content is compared when a run begins, the first."""
+def _common_value(setting: str, values: Mapping[str, Any]) -> Any:
+    """The value of all datasets, by prefix; the first one of tokenizers, which are compared when a run starts."""
     (first, value), *others = values.items()
-    for prefix, other in others if name != "data.tokenizer" else ():
+    for prefix, other in others if setting != "data.tokenizer" else ():
         got, hint = f"{value} in {first} and {other} in {prefix}", "cut their text with one tokenizer"
-        require(other == value, "data.train", f"have one {name} in all datasets", got=got, hint=hint)
+        require(other == value, "data.train", f"have one {setting} in all datasets", got=got, hint=hint)
     return value
 
 
-def _facts(prefix: str, *, needed: bool) -> dict[str, Any]:
-    """Those of a dataset; none where it is missing or of another program. `needed`: a store must answer."""
+def _metadata(prefix: str, *, required: bool) -> dict[str, Any]:
+    """Defaults from a dataset's `PREFIX.json`; empty if it is missing or in another format. `required`: RemoteError if
+    a store cannot be read."""
     folder, name = split_url(prefix) if is_remote(prefix) else (Path(prefix).parent, Path(prefix).name)
     try:
-        described = orjson.loads(_read(folder, f"{name}.json"))
-        if described["format"] != FORMAT:
+        content = orjson.loads(_read(folder, f"{name}.json"))
+        if content["format"] != FORMAT:
             return {}
-        tokenizer = described.get("tokenizer_file")
-        there = None if tokenizer is None else _find(folder, tokenizer)
-    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it is said when a run opens it
+        tokenizer = content.get("tokenizer_file")
+        tokenizer_path = None if tokenizer is None else _find(folder, tokenizer)
+    except (OSError, ValueError, KeyError, TypeError):  # reported when a run opens the dataset
         return {}
-    except FieldError:  # a URL with a password, which the settings' checks report beside other mistakes
+    except FieldError:  # a URL with a password, reported with other mistakes in settings
         return {}
     except RemoteError:
-        if needed:
+        if required:
             raise
         return {}
-    return {"vocab_size": described.get("vocab_size"), "end_token": described.get("end_token"), "tokenizer": there}
+    return {"vocab_size": content.get("vocab_size"), "end_token": content.get("end_token"), "tokenizer": tokenizer_path}
 
 
 def _read(folder: str | Path, name: str) -> bytes:

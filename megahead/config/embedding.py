@@ -1,6 +1,6 @@
-"""Where a run's embedding lies: a weight like all others, or sharded: its rows lie round-robin on all ranks.
+"""Whether a run's embedding is dense (a weight like all others) or sharded (rows distributed round-robin over ranks).
 
-Rows that get no gradient at a step are what a sharded embedding saves; where all get one it only costs.
+A sharded embedding saves the work on rows without a gradient; if every row gets one at each step, it only costs.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from megahead.config.run import RunConfig
     from megahead.config.training import OptimizerConfig
 
-_SHARDED_FROM = 1 << 16
-"""Ids from which `auto` shards: on one CPU, where nothing is sent, both ways take the same time there."""
+_MIN_SHARDED_IDS = 1 << 16
+"""Vocabulary size from which `auto` shards. On one CPU, without communication, both kinds take the same time there."""
 
 
 class ShardingConflict(NamedTuple):
-    """What keeps an embedding from being sharded."""
+    """Why an embedding cannot be sharded."""
 
     reason: str
-    """In the banner."""
+    """For the banner."""
 
     error: ConfigError
-    """Where `engine.embedding: rows` was set."""
+    """Raised with `engine.embedding: rows`."""
 
 
 def shards_embedding(config: RunConfig) -> bool:
-    """Whether a run's embedding is sharded: as `engine.embedding` says, or by `auto` where it has many rows or an
-    update rule of its own, and nothing keeps it from that."""
+    """Whether a run's embedding is sharded: by `engine.embedding`, or under `auto` if it has many rows or its own
+    update rule, and can be sharded."""
     if config.engine.embedding != "auto":
         return config.engine.embedding == "rows"
-    wanted = config.model.vocab_size >= _SHARDED_FROM or config.optimizer.table.rule != "adamw"
+    wanted = config.model.vocab_size >= _MIN_SHARDED_IDS or config.optimizer.table.rule != "adamw"
     return wanted and sharding_conflict(config) is None
 
 
 def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
-    """What keeps a run's embedding from being sharded; None where it may be."""
+    """Why a run's embedding cannot be sharded; None if it can."""
     (b1, b2), table = config.optimizer.betas, config.optimizer.table
     if config.objective.has_vocabulary_softmax():
         rule = "be `dense` where all ids compete, and each row is updated at each step"
@@ -67,12 +67,12 @@ def _decay_error(optimizer: OptimizerConfig) -> ConfigError | None:
 
 
 def check_embedding(config: RunConfig) -> None:
-    """ConfigError unless `engine.embedding` and `optimizer.table` fit the run."""
-    table, decay, refused = config.optimizer.table, _decay_error(config.optimizer), sharding_conflict(config)
+    """Raises ConfigError if the run cannot use its `engine.embedding` or `optimizer.table`."""
+    table, decay, conflict = config.optimizer.table, _decay_error(config.optimizer), sharding_conflict(config)
     if decay is not None and table.learning_rate_ratio != 1:
         raise decay
-    if config.engine.embedding == "rows" and refused is not None:
-        raise refused.error
+    if config.engine.embedding == "rows" and conflict is not None:
+        raise conflict.error
     if table.rule != "adamw" and not shards_embedding(config):
         raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
     if table.rule != "adamw" and config.objective.ends_with_vanilla():
@@ -81,29 +81,30 @@ def check_embedding(config: RunConfig) -> None:
 
 
 def describe_embedding(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
-    """The banner's lines: how the embedding is sharded, or why a large one is not, and at which rate it learns."""
-    table, refused = config.optimizer.table, sharding_conflict(config)
+    """The banner's lines: how the embedding is sharded and its learning rate, or why a large one is dense."""
+    table, conflict = config.optimizer.table, sharding_conflict(config)
     if not shards_embedding(config):
-        many = config.engine.embedding == "auto" and config.model.vocab_size >= _SHARDED_FROM
-        return [("embedding", f"dense, because {refused.reason}")] if many and refused else []
+        is_large = config.engine.embedding == "auto" and config.model.vocab_size >= _MIN_SHARDED_IDS
+        return [("embedding", f"dense, because {conflict.reason}")] if is_large and conflict else []
     rows = config.model.padded_vocab_size()
     share = f"{rows:,} rows, {-(-rows // ranks):,} a rank"
     return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
 
 
 def dense_embedding_lr_ratio(config: RunConfig) -> float:
-    """Learning rate of a dense embedding over that of other weights; 1 for a sharded one, whose own line has it."""
+    """Learning rate of a dense embedding over that of other weights; 1 if sharded (see `describe_embedding`)."""
     return 1.0 if shards_embedding(config) else config.optimizer.table.learning_rate_ratio
 
 
 def sharded_embedding_bytes(config: RunConfig, ranks: int, used_ids: int) -> float:
-    """Bytes of a sharded embedding on one of `ranks` whose steps use so many ids; 0 for a dense one, which is a weight.
+    """Bytes of a sharded embedding on one of `ranks` ranks, with `used_ids` distinct ids per step; 0 if dense.
 
-    Weight and moments of the rank's rows, and the step they were last updated at; of a step's rows the copies with
-    moments that are brought up to date, and as many rows fetched, with their gradients, sent and summed.
+    Counts the rank's rows with their moments and last-update steps, and for the rows of a step: copies with moments,
+    rows gathered from other ranks, and their gradients, sent and summed.
     """
     if not shards_embedding(config):
         return 0.0
     rows, hidden = config.model.padded_vocab_size(), config.model.hidden_size
-    a_row = 4 * {"adamw": 3 * hidden, "adamw_row": 2 * hidden + 1, "adagrad": hidden + 1}[config.optimizer.table.rule]
-    return (a_row + 4) * rows / ranks + (a_row + 4 * 5 * hidden) * used_ids
+    numbers = {"adamw": 3 * hidden, "adamw_row": 2 * hidden + 1, "adagrad": hidden + 1}[config.optimizer.table.rule]
+    row_bytes = 4 * numbers
+    return (row_bytes + 4) * rows / ranks + (row_bytes + 4 * 5 * hidden) * used_ids

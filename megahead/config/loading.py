@@ -1,4 +1,4 @@
-"""Reads YAML and `--set a.b=c` into a RunConfig; reports every mistake at once, each in one sentence."""
+"""Reads YAML and `--set a.b=c` into a RunConfig; reports all mistakes at once, each in one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megahead.wording import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-4` is a number, and a key that is given twice is an error."""
+    """Loads YAML with `1e-4` as a number, and duplicate keys as errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -41,85 +41,86 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: str | Sequence[str] = ()) -> RunConfig:
-    """Reads a run's YAML file, or a shipped one by its name, and applies one override or several, such as
-    `optimizer.learning_rate=1e-3`. A DeepSpeed file that it names is read as well: the config holds its content.
+    """Reads a run's YAML file, or a shipped one by its name, and applies one or several overrides
+    (`optimizer.learning_rate=1e-3`). The content of a DeepSpeed file replaces its name.
 
-    Raises ConfigErrors with every mistake at once, or UserError when a file cannot be read.
+    Raises ConfigErrors with all mistakes, or UserError if a file cannot be read.
     """
     file = find_config(Path(path))
     overrides = [overrides] if isinstance(overrides, str) else overrides
     config = config_from_dict(_read_yaml(file), str(path), overrides)
     if isinstance(config.engine.deepspeed, dict):
         return config
-    engine = config.engine.model_copy(update={"deepspeed": read_deepspeed(config.engine.deepspeed, by=file)})
+    deepspeed = read_deepspeed(config.engine.deepspeed, config_file=file)
+    engine = config.engine.model_copy(update={"deepspeed": deepspeed})
     return config.model_copy(update={"engine": engine})
 
 
 def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """A checked RunConfig from plain nested dicts, as in YAML, and overrides. What the training datasets say of
-    themselves is taken from them where it is left out (`dataset_defaults.py`)."""
-    settings = _renamed(deepcopy(dict(tree)))
+    """A validated RunConfig from nested dicts, as in YAML, and overrides. Missing settings default to the metadata of
+    the training datasets (`dataset_defaults.py`)."""
+    settings = _with_new_names(deepcopy(dict(tree)))
     for override in overrides:
-        _apply(settings, override)
-        settings = _renamed(settings)
-    return _checked(with_dataset_defaults(settings), source + (" with --set" if overrides else ""))
+        _apply_override(settings, override)
+        settings = _with_new_names(settings)
+    return _validate(with_dataset_defaults(settings), source + (" with --set" if overrides else ""))
 
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
-    """That of the phase which saved a checkpoint, from its JSON. It ran, so its sections are not held against each
-    other by the rules of now, and settings that nothing reads are left out: earlier versions saved them."""
-    return reset_unused(_checked(_renamed(tree, quiet=True), source, saved=True))
+    """The config of the phase that saved a checkpoint, from its JSON. Checks between sections are skipped, since the
+    run worked by the rules of its version, and unused settings, which earlier versions saved, get their defaults."""
+    return reset_unused(_validate(_with_new_names(tree, quiet=True), source, saved=True))
 
 
-def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
-    kept, problems = _without_removed(settings)
+def _validate(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
+    settings, problems = _without_removed(settings)
     try:
-        config = RunConfig.model_validate(kept, context={"saved": saved})
+        config = RunConfig.model_validate(settings, context={"saved": saved})
     except ValidationError as error:
-        problems += _sentences(error.errors(), kept)
+        problems += _error_messages(error.errors(), settings)
     if problems:
         raise ConfigErrors(source, problems)
     return config
 
 
-_RENAMED = {"mirror": "remote_checkpoints", "copy_every": "replicate_every"}
-"""Fields of `training`, by their names in earlier versions."""
+_RENAMED_FIELDS = {"mirror": "remote_checkpoints", "copy_every": "replicate_every"}
+"""{old name: new name} of fields of `training`."""
 
 
-def _renamed(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """The settings by their present names, also in `resume.allow`; a line of the first rank on stderr for each earlier
-    one."""
+def _with_new_names(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """The settings with renamed fields, also in `resume.allow`; rank 0 prints a line to stderr for each, unless
+    `quiet`."""
     quiet = quiet or any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
     training, resume = settings.get("training"), settings.get("resume")
     if isinstance(resume, Mapping) and isinstance(resume.get("allow"), list | tuple):
-        new = {f"training.{old}": f"training.{name}" for old, name in _RENAMED.items()}
-        allow = [new.get(name, name) if isinstance(name, str) else name for name in resume["allow"]]
+        new_names = {f"training.{old}": f"training.{new}" for old, new in _RENAMED_FIELDS.items()}
+        allow = [new_names.get(name, name) if isinstance(name, str) else name for name in resume["allow"]]
         settings = {**settings, "resume": {**resume, "allow": allow}}
     if not isinstance(training, Mapping):
         return dict(settings)
-    for old in [] if quiet else [name for name in training if name in _RENAMED]:
-        print(f"training.{old} is called training.{_RENAMED[old]} now", file=sys.stderr, flush=True)
-    return {**settings, "training": {_RENAMED.get(name, name): value for name, value in training.items()}}
+    for old in [] if quiet else [name for name in training if name in _RENAMED_FIELDS]:
+        print(f"training.{old} is called training.{_RENAMED_FIELDS[old]} now", file=sys.stderr, flush=True)
+    return {**settings, "training": {_RENAMED_FIELDS.get(name, name): value for name, value in training.items()}}
 
 
-_REMOVED = {"objective": "nearest", "masking": "similar_share", "data": "nearest_ids"}
-"""Fields by section. Files and checkpoints of earlier versions hold them, most of them off."""
+_REMOVED_FIELDS = {"objective": "nearest", "masking": "similar_share", "data": "nearest_ids"}
+"""{section: field}. Files and checkpoints of earlier versions have them, mostly off."""
 
 
 def _without_removed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The settings without removed ones, and a sentence for each of these that is not off."""
-    kept, problems = dict(settings), []
-    for section, field in _REMOVED.items():
-        given = settings.get(section)
-        if isinstance(given, Mapping) and field in given:
-            kept[section] = {name: value for name, value in given.items() if name != field}
-            if given[field]:
+    """The settings without removed fields, and an error message for each of these that is not off."""
+    remaining, problems = dict(settings), []
+    for section, field in _REMOVED_FIELDS.items():
+        fields = settings.get(section)
+        if isinstance(fields, Mapping) and field in fields:
+            remaining[section] = {name: value for name, value in fields.items() if name != field}
+            if fields[field]:
                 rule = "be left out: hard negatives and similar words made models worse, and were removed"
                 hint = "the last version that has it is commit 6e15e94 of megahead 0.1.0"
-                problems.append(str(ConfigError(f"{section}.{field}", rule, got=given[field], hint=hint)))
-    return kept, problems
+                problems.append(str(ConfigError(f"{section}.{field}", rule, got=fields[field], hint=hint)))
+    return remaining, problems
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -128,50 +129,51 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         shipped = shipped_configs() if may_be_shipped(path) else []
-        near = did_you_mean(path.name.removesuffix(".yaml"), shipped)
-        fix = f"; {near}" if near else f"; megahead comes with {', '.join(shipped)}." if shipped else "."
+        suggestion = did_you_mean(path.name.removesuffix(".yaml"), shipped)
+        fix = f"; {suggestion}" if suggestion else f"; megahead comes with {', '.join(shipped)}." if shipped else "."
         got = f"{path} instead ({reason}){fix}"
         raise UserError(f"`--config` must name a readable YAML file, but is {got}") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = "" if mark is None else f" in line {mark.line + 1}"
+        line = "" if mark is None else f" in line {mark.line + 1}"
         problem = problem or " ".join(str(error).split())
-        raise UserError(f"`{path}` must be YAML, but is not{place}: {problem}.") from None
+        raise UserError(f"`{path}` must be YAML, but is not{line}: {problem}.") from None
     if not isinstance(tree, dict):
-        kind = "nothing" if tree is None else type(tree).__name__
-        raise UserError(f"`{path}` must hold settings as `key: value`, but holds {kind} instead.")
+        content = "nothing" if tree is None else type(tree).__name__
+        raise UserError(f"`{path}` must hold settings as `key: value`, but holds {content} instead.")
     return tree
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    given, hint = redact_secrets(repr(override)), "try --set training.steps=100"
-    complete = equals and all(key.split("."))
-    require(complete, "--set", "look like section.field=value", got=given, hint=hint)
+    got, hint = redact_secrets(repr(override)), "try --set training.steps=100"
+    well_formed = equals and all(key.split("."))
+    require(well_formed, "--set", "look like section.field=value", got=got, hint=hint)
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         value = text
-    *parents, leaf = key.split(".")
+    *parents, field = key.split(".")
     section = tree
     for name in parents:
         if not isinstance(section.get(name), dict):
             section[name] = {}
         section = section[name]
-    section[leaf] = value
+    section[field] = value
 
 
-_RULES = {"int": "be a whole number", "float": "be a number", "bool": "be true or false", "string": "be text"}
-_RULES |= dict.fromkeys(("model", "dict"), "be a section of settings") | dict.fromkeys(("tuple", "list"), "be a list")
-"""Rules by the first word of pydantic's name for an error about a value's type."""
+_TYPE_RULES = {"int": "be a whole number", "float": "be a number", "bool": "be true or false", "string": "be text"}
+_TYPE_RULES |= dict.fromkeys(("model", "dict"), "be a section of settings")
+_TYPE_RULES |= dict.fromkeys(("tuple", "list"), "be a list")
+"""Rules by the first word of pydantic's error types."""
 
 
-def _sentences(errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> list[str]:
-    """Pydantic's errors as our sentences, one per field: pydantic has an error for each type that a field may have."""
-    by_field: dict[str, list[ErrorDetails]] = {}
+def _error_messages(errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> list[str]:
+    """One message per field; pydantic has an error for each type of a union."""
+    errors_by_field: dict[str, list[ErrorDetails]] = {}
     for details in errors:
-        by_field.setdefault(".".join(_location(details)), []).append(details)
-    return [_sentence(_location(found[0]), found, settings) for found in by_field.values()]
+        errors_by_field.setdefault(".".join(_location(details)), []).append(details)
+    return [_error_message(_location(errors[0]), errors, settings) for errors in errors_by_field.values()]
 
 
 def _location(details: ErrorDetails) -> list[str]:
@@ -180,52 +182,54 @@ def _location(details: ErrorDetails) -> list[str]:
     return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in ("str", "int")]
 
 
-def _sentence(location: list[str], errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> str:
+def _error_message(location: list[str], errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> str:
     details, field = errors[0], ".".join(location)
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
         field = ".".join([*location, inner.field]) if inner.field not in location else field
         return str(ConfigError(field, inner.rule, got=inner.got, hint=inner.hint))
     if details["type"] == "extra_forbidden":
-        owner = _section_at(location[:-1])
-        return unknown_setting_message(location[:-1], location[-1], list(owner.model_fields) if owner else [])
+        settings_class = _settings_class(location[:-1])
+        known = list(settings_class.model_fields) if settings_class else []
+        return unknown_setting_message(location[:-1], location[-1], known)
     if details["type"] == "missing":
-        why = missing_dataset_note(settings) if field == "model.vocab_size" else ""
-        return f"`{field}` must be given, but is missing{why}{_purpose(location)}."
-    rules = [_rule(each) for each in errors]
+        reason = missing_dataset_note(settings) if field == "model.vocab_size" else ""
+        return f"`{field}` must be given, but is missing{reason}{_description(location)}."
+    rules = [_rule(details) for details in errors]
     rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])
     got = "empty" if details["input"] is None else redact_secrets(repr(details["input"]))
     return str(ConfigError(field, rule, got=got))
 
 
 def _rule(details: ErrorDetails) -> str:
-    kind, _, error = details["type"].partition("_")
-    if kind in _RULES and error in ("type", "parsing", "from_float"):
-        return _RULES[kind]
+    value_type, _, error = details["type"].partition("_")
+    if value_type in _TYPE_RULES and error in ("type", "parsing", "from_float"):
+        return _TYPE_RULES[value_type]
     if details["type"] == "string_pattern_mismatch":
         return "consist of letters, digits, dots, dashes and underscores, and not of dots alone"
     if details["type"] in ("too_short", "string_too_short"):
         return "not be empty"
     message = details["msg"].removeprefix("Input should be ")
-    for theirs, ours in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
-        message = message.replace(theirs, ours)
+    for old, new in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+        message = message.replace(old, new)
     return f"be {message}"
 
 
-def _purpose(location: list[str]) -> str:
-    owner = _section_at(location[:-1])
-    described = owner.model_fields[location[-1]].description if owner else None
-    return f" ({described.splitlines()[0].rstrip('.')})" if described else ""
+def _description(location: list[str]) -> str:
+    """The first line of a setting's description, in parentheses; empty without one."""
+    settings_class = _settings_class(location[:-1])
+    description = settings_class.model_fields[location[-1]].description if settings_class else None
+    return f" ({description.splitlines()[0].rstrip('.')})" if description else ""
 
 
-def _section_at(parents: Sequence[str]) -> type[BaseModel] | None:
-    """The settings class that the path names, looking through `X | None`."""
-    owner: type[BaseModel] = RunConfig
-    for name in parents:
-        annotation = owner.model_fields[name].annotation if name in owner.model_fields else None
+def _settings_class(path: Sequence[str]) -> type[BaseModel] | None:
+    """The class of the section at `path`, also if its annotation is `X | None`; None if there is no such section."""
+    current: type[BaseModel] = RunConfig
+    for name in path:
+        annotation = current.model_fields[name].annotation if name in current.model_fields else None
         candidates = [annotation, *getattr(annotation, "__args__", ())]
-        found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if found is None:
+        section = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if section is None:
             return None
-        owner = found
-    return owner
+        current = section
+    return current

@@ -1,4 +1,4 @@
-"""What a run learns: headless or vanilla, a schedule of both, and an auxiliary objective beside it."""
+"""The training objective: headless or vanilla, a schedule of both, and an auxiliary objective."""
 
 from __future__ import annotations
 
@@ -30,78 +30,83 @@ class ObjectiveScheduleConfig(Settings):
     exports are a vanilla model's from then on."""
 
     @model_validator(mode="after")
-    def _has_a_switch(self) -> ObjectiveScheduleConfig:
-        given = self.causal_share or self.vanilla_share
-        require(given, "causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
+    def _require_a_share(self) -> ObjectiveScheduleConfig:
+        share = self.causal_share or self.vanilla_share
+        require(share, "causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
         return self
 
-    def causal_steps(self, steps: int) -> int:
-        """How many of a run's `steps` are causal because of the schedule."""
-        return 0 if self.causal_share is None else round(self.causal_share * steps)
+    def causal_steps(self, total_steps: int) -> int:
+        """Number of causal steps at the beginning of a run."""
+        return 0 if self.causal_share is None else round(self.causal_share * total_steps)
 
-    def vanilla_start(self, steps: int) -> int:
-        """How many of a run's `steps` come before the vanilla softmax; all without it."""
-        return steps if self.vanilla_share is None else steps - round(self.vanilla_share * steps)
+    def vanilla_start(self, total_steps: int) -> int:
+        """The step at which the vanilla softmax starts; `total_steps` without one."""
+        return total_steps if self.vanilla_share is None else total_steps - round(self.vanilla_share * total_steps)
 
-    def check(self, steps: int) -> None:
-        """ConfigError unless each objective has a step."""
-        rule = f"leave both objectives a step of training.steps ({steps})"
-        switches = {"causal_share": self.causal_steps(steps), "vanilla_share": self.vanilla_start(steps)}
-        for name, switch in switches.items():
+    def check(self, total_steps: int) -> None:
+        """Raises ConfigError unless each objective has a step."""
+        rule = f"leave both objectives a step of training.steps ({total_steps})"
+        switch_steps = {
+            "causal_share": self.causal_steps(total_steps),
+            "vanilla_share": self.vanilla_start(total_steps),
+        }
+        for name, step in switch_steps.items():
             share = getattr(self, name)
-            require(share is None or 0 < switch < steps, f"objective.schedule.{name}", rule, got=share)
+            require(share is None or 0 < step < total_steps, f"objective.schedule.{name}", rule, got=share)
 
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """How the outputs of a loss are cut into chunks, in the loss itself and in estimates."""
+    """How the loss splits its outputs into chunks; also read by estimates."""
 
     score_bytes: int
-    """Bytes of the scores that are held at once."""
+    """Limit on the bytes of one chunk's scores."""
 
     min_outputs: int
-    """Outputs that a chunk may have however many candidates there are: each further chunk costs a pass over the
-    gradient of all rows."""
+    """Outputs that a chunk may have whatever the number of candidates: each chunk costs a pass over the gradient of
+    all rows."""
 
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
 
     def outputs(self, total: int, candidates: int, score_size: int) -> int:
-        """Outputs per chunk, of `total` outputs with this many candidates and scores of `score_size` bytes: equal
-        chunks, no more of them than needed."""
+        """Outputs per chunk for `total` outputs and scores of `score_size` bytes; chunks are equal and as few as
+        possible."""
         fitting = self.score_bytes // (candidates * score_size) // self.multiple * self.multiple
         chunks = math.ceil(total / max(self.min_outputs, fitting))
         return min(total, math.ceil(total / chunks / self.multiple) * self.multiple)
 
 
 CPU_CHUNKS = ChunkSize(score_bytes=8 * 2**20, min_outputs=256, multiple=1)
-"""Small beside the gradients, large enough that each chunk's products run at full speed (measured on one core, 16,384 x
-4,300 x 512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs
-are 1.7 times as fast as 41)."""
+"""Small compared to the gradients, but each chunk's products run at full speed (measured on one core, 16,384 x 4,300 x
+512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs are 1.7
+times as fast as 41)."""
 
 GPU_CHUNKS = ChunkSize(score_bytes=128 * 2**20, min_outputs=1024, multiple=128)
-"""float32 scores and half-precision residuals, 192 MiB together: so many, of 512 features, take an H100 0.34 ms or more
-(computed); to ask for a chunk's kernels took an H200's host 0.14 to 0.25 ms (measured). With fewer than 1,024 outputs,
-adding to the rows' gradient is bound by memory: 8 bytes moved for 2 n operations, n outputs. Products compute 128
-outputs at a time."""
+"""float32 scores and half-precision residuals, 192 MiB together. At 512 features a chunk takes an H100 at least 0.34 ms
+(computed); launching its kernels took an H200's host 0.14 to 0.25 ms (measured). Below 1,024 outputs, accumulating the
+rows' gradient is memory-bound: n outputs move 8 bytes for 2 n operations. Products are tiled by 128 outputs."""
 
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
-"""Names for the number of samples of a candidate group (`group_samples`)."""
+"""Symbolic values of `group_samples`."""
 
 HeadKind = Literal["pmi", "tied", "trained"]
 HeadName = Literal["none", "tied", "pmi", "trained"]
-"""The head of an export; `none` for the backbone alone."""
+"""The head of an export; `none`: the backbone alone."""
 
 
-_Kinds = dict[str, type[AuxiliarySettings]]
-_AUXILIARY_CLASSES: _Kinds = {"phrases": PhrasesConfig, "replaced_tokens": ReplacedTokensConfig, "custom": CustomConfig}
-"""Fields of `ObjectiveConfig` for auxiliary objectives."""
+_AUXILIARY_CLASSES: dict[str, type[AuxiliarySettings]] = {
+    "phrases": PhrasesConfig,
+    "replaced_tokens": ReplacedTokensConfig,
+    "custom": CustomConfig,
+}
+"""Fields of `ObjectiveConfig` for auxiliary objectives, with their settings."""
 
 
 def auxiliary_curves() -> list[Curve]:
-    """Charts of what auxiliary objectives log."""
-    return [curve for kind in _AUXILIARY_CLASSES.values() for curve in kind.curves]
+    """The charts of all auxiliary objectives."""
+    return [curve for settings in _AUXILIARY_CLASSES.values() for curve in settings.curves]
 
 
 class ObjectiveConfig(Settings):
@@ -166,14 +171,14 @@ class ObjectiveConfig(Settings):
 
     @field_validator("group_samples")
     @classmethod
-    def _known_group(cls, value: int | str) -> int | str:
-        known = value in GROUP_SHORTHANDS or (not isinstance(value, str) and value > 0)
+    def _check_group_samples(cls, value: int | str) -> int | str:
+        valid = value in GROUP_SHORTHANDS or (not isinstance(value, str) and value > 0)
         rule = f"be a positive number of samples or {', '.join(GROUP_SHORTHANDS)}"
-        require(known, "group_samples", rule, got=value)
+        require(valid, "group_samples", rule, got=value)
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ObjectiveConfig:
+    def _check_consistency(self) -> ObjectiveConfig:
         if self.name == "vanilla":
             rule, hint = "be left out of a vanilla objective", "use name: headless"
             fields = ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
@@ -189,89 +194,87 @@ class ObjectiveConfig(Settings):
         if self.vanilla_weight:
             why = "with vanilla_weight, whose head is trained from the beginning"
             refuse("schedule.vanilla_share", self.ends_with_vanilla() and "given", why)
-        drawn = self.negatives_from == "unigram" or self.negatives
+        used = self.negatives_from == "unigram" or self.negatives
         rule = "be left out without negatives"
-        require(drawn, "negatives_from", rule, got=self.negatives_from, hint="set negatives")
+        require(used, "negatives_from", rule, got=self.negatives_from, hint="set negatives")
         for field in _AUXILIARY_CLASSES:
-            beside = getattr(self, field) is not None and field != self.auxiliary_name()
-            refuse(field, beside and "given", f"with {self.auxiliary_name()}: a run has one auxiliary objective")
+            is_second = getattr(self, field) is not None and field != self.auxiliary_name()
+            refuse(field, is_second and "given", f"with {self.auxiliary_name()}: a run has one auxiliary objective")
         return self
 
     def auxiliary(self) -> AuxiliarySettings | None:
-        """What is learned beside the softmax; None where nothing is."""
+        """Settings of the auxiliary objective, or None."""
         return getattr(self, self.auxiliary_name(), None)
 
     def auxiliary_name(self) -> str:
-        """Its section's name; empty where there is none."""
+        """The section of the auxiliary objective; empty without one."""
         return next((field for field in _AUXILIARY_CLASSES if getattr(self, field) is not None), "")
 
     def trains_head(self) -> bool:
-        """Whether there is an output matrix beside the input embedding."""
+        """Whether there is an output matrix separate from the input embedding."""
         return not self.tied and self.has_vocabulary_softmax()
 
     def head(self) -> HeadKind:
-        """The language-model head of such a run: `trained`, a matrix of its own; `tied`, the embedding as it
-        is; `pmi`, the embedding and a bias that needs no training."""
+        """The best language-model head: `trained`, a separate matrix; `tied`, the embedding; `pmi`, the embedding
+        and a training-free bias."""
         if self.trains_head():
             return "trained"
         learns_log_probabilities = self.has_vocabulary_softmax() or self.bias == "corrected"
         return "tied" if learns_log_probabilities else "pmi"
 
     def has_vocabulary_softmax(self) -> bool:
-        """Whether all ids compete, in all of the loss or a share of it."""
+        """Whether the loss, or a part of it, is a softmax over all ids."""
         return self.name == "vanilla" or self.vanilla_weight > 0
 
     def has_mask_head(self) -> bool:
-        """Whether an encoder has BERT's transform."""
+        """Whether an encoder has BERT's transform before its head."""
         return self.has_vocabulary_softmax() and not self.output_bias
 
     def ends_with_vanilla(self) -> bool:
-        """Whether the run ends with the vanilla softmax by its `schedule`."""
+        """Whether the `schedule` ends with the vanilla softmax."""
         return self.schedule is not None and self.schedule.vanilla_share is not None
 
     def first_phase(self) -> ObjectiveConfig:
-        """What a run with a `schedule` begins with."""
+        """The objective before a vanilla phase of the `schedule`."""
         unscheduled = self.model_copy(update={"schedule": None})
         return unscheduled.model_copy(update={"tied": False}) if self.ends_with_vanilla() else unscheduled
 
     def last_phase(self) -> ObjectiveConfig:
-        """The vanilla softmax that a run with `schedule.vanilla_share` ends with."""
-        kept = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
-        return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
+        """The vanilla objective at the end of a run with `schedule.vanilla_share`."""
+        shared = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
+        return ObjectiveConfig(name="vanilla", output_bias=True, **shared)
 
     def groups_are_micro_batches(self) -> bool:
-        """Whether a smaller micro-batch has fewer candidates."""
+        """Whether each micro-batch is a candidate group, so that a smaller one has fewer candidates."""
         return self.name == "headless" and self.group_samples == "micro_batch"
 
     def token_counts_needed_by(self) -> str | None:
-        """The setting by which the dataset must have token counts; None where it need not."""
+        """The setting that needs token counts of the dataset, or None."""
         if self.bias == "corrected":
             return "bias"
         auxiliary = self.auxiliary()
-        if auxiliary is not None and (needing := auxiliary.token_counts_needed_by()):
-            return needing
+        if auxiliary is not None and (setting := auxiliary.token_counts_needed_by()):
+            return setting
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 
 
 def resolve_candidate_group_samples(
-    objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, stored: int | None = None
+    objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, saved: int | None = None
 ) -> int:
-    """Samples of a candidate group, as a number; `stored`: the number in the checkpoint that is resumed.
+    """`objective.group_samples` as a number; `saved`: the number in the checkpoint that is resumed.
 
-    ConfigError unless a group is a number of whole micro-batches or an equal part of one, and the global batch is a
-    number of whole groups.
+    ConfigError unless it is a multiple or divisor of the micro-batch, and a divisor of the global batch.
     """
     if objective.name == "vanilla":
-        return batch.micro_size  # which does not matter: all ids are candidates
-    asked = objective.group_samples
-    shorthands = dict(
-        zip(GROUP_SHORTHANDS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True)
-    )
-    samples = asked if isinstance(asked, int) else shorthands[asked] if stored is None else stored
-    field, micro_size = "objective.group_samples", batch.micro_size
-    require(stored in (None, samples), field, f"stay what the run began with ({stored})", got=samples)
-    fits = samples % micro_size == 0 or micro_size % samples == 0
-    require(fits, field, f"divide batch.micro_size ({micro_size}) or be a multiple", got=samples)
-    whole = batch.global_size % samples == 0
-    require(whole, field, f"divide batch.global_size ({batch.global_size})", got=samples)
+        return batch.micro_size  # has no effect: all ids are candidates
+    setting, micro_size = objective.group_samples, batch.micro_size
+    sizes = (micro_size, micro_size * data_ranks, batch.global_size)
+    size_by_shorthand = dict(zip(GROUP_SHORTHANDS, sizes, strict=True))
+    samples = setting if isinstance(setting, int) else size_by_shorthand[setting] if saved is None else saved
+    field = "objective.group_samples"
+    require(saved in (None, samples), field, f"stay what the run began with ({saved})", got=samples)
+    fits_micro_batch = samples % micro_size == 0 or micro_size % samples == 0
+    require(fits_micro_batch, field, f"divide batch.micro_size ({micro_size}) or be a multiple", got=samples)
+    divides_batch = batch.global_size % samples == 0
+    require(divides_batch, field, f"divide batch.global_size ({batch.global_size})", got=samples)
     return samples

@@ -1,4 +1,4 @@
-"""Phrases as candidates: an encoder finds its masked phrases in the other rows of a group."""
+"""The phrase objective: an encoder finds its masked phrases in the other rows of a group (NPM)."""
 
 from __future__ import annotations
 
@@ -39,43 +39,43 @@ class PhrasesConfig(AuxiliarySettings):
     """Divides products of outputs; by default the square root of model.hidden_size (the paper)."""
 
     @model_validator(mode="after")
-    def _some_length(self) -> PhrasesConfig:
+    def _check_lengths(self) -> PhrasesConfig:
         rule = f"be at least shortest ({self.shortest})"
         require(self.longest >= self.shortest, "longest", rule, got=self.longest)
         return self
 
-    metric: ClassVar = "phrase"
+    metric_prefix: ClassVar = "phrase"
     needs_all_outputs: ClassVar = True
     skews_targets: ClassVar = True
     curves: ClassVar = (
         Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
-        Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),
+        Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, from_zero=True),
     )
 
     def implementation(self) -> str:
-        """Beside the model."""
+        """The class that computes it."""
         return "megahead.objectives.phrases:Phrases"
 
     def check(self, config: RunConfig) -> None:
-        """ConfigError unless whole phrases can be masked, and each rank has whole groups."""
-        masking, micro_size, where = config.masking, config.batch.micro_size, "objective.phrases"
+        """Raises ConfigError unless the run masks tokens and each micro-batch has whole groups."""
+        masking, micro_size, section = config.masking, config.batch.micro_size, "objective.phrases"
         why = "with phrases, which the model itself learns from the first step to the last"
         refuse("objective.schedule", config.objective.schedule and "given", why)
         masks = masking is not None and not config.model.is_causal
         rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
-        require(masks, where, rule, got="given")
+        require(masks, section, rule, got="given")
         diffusion = masking is not None and masking.diffusion
-        refuse("masking.diffusion", diffusion, f"with {where}, which are masked whole")
-        whole = micro_size % self.group_samples == 0
-        require(whole, f"{where}.group_samples", f"divide batch.micro_size ({micro_size})", got=self.group_samples)
+        refuse("masking.diffusion", diffusion, f"with {section}, which are masked whole")
+        divides = micro_size % self.group_samples == 0
+        require(divides, f"{section}.group_samples", f"divide batch.micro_size ({micro_size})", got=self.group_samples)
 
     def describe(self) -> str:
-        """Which are masked, and what finding them costs and counts."""
+        """The phrases' lengths, the rows of a group, and the weight of the loss."""
         lengths, rows = f"{self.shortest} to {self.longest} tokens", pluralize(self.group_samples, "row")
         return f"phrases of {lengths} found among {rows} by outputs of all tokens (weight {self.weight:g})"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The loss of an end of a phrase, the share of ends that are found, and how many these are."""
+        """The loss per phrase end, the share of ends that are found, and the number of ends."""
         ends = max(sums["ends"], 1)
         return {"loss": sums["loss"] / ends, "found": sums["found"] / ends, "ends": sums["ends"]}
 

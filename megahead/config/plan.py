@@ -1,4 +1,4 @@
-"""A plan: a config on a number of ranks, its phases, and DeepSpeed's settings for it."""
+"""The plan of a run: its phases, and its split over ranks with DeepSpeed's settings."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from megahead.errors import UserError
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive steps of a run that learn by one objective: an ordinary run, which the next one goes on from."""
+    """Consecutive steps of a run with one objective. Each phase continues from the checkpoint of the previous one."""
 
     config: RunConfig
-    """The run's, but for the objective and the direction of attention, which are those of these steps alone, and
-    without what nothing reads then; what checkpoints of the phase hold."""
+    """The run's config with the objective and `model.is_causal` of these steps, and defaults for unused settings; saved
+    in checkpoints of the phase."""
 
     steps: range
-    """By the number of steps that were applied before each."""
+    """Step numbers from 0."""
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """In their order; a run without `objective.schedule` is one phase.
+    """The phases of a run in order; one without `objective.schedule`.
 
-    All weights and the optimizer's state go from a phase to the next. Rows of the embedding are sharded round-robin no
-    longer where all ids compete: each moves at each step.
+    All weights and optimizer states pass from one phase to the next. In a vanilla phase the embedding is dense, since
+    every row is updated at each step.
     """
     steps, schedule = config.training.steps, config.objective.schedule
     if schedule is None:
         return (Phase(config, range(steps)),)
     bounds = sorted({0, schedule.causal_steps(steps), schedule.vanilla_start(steps), steps})
-    return tuple(Phase(_config_from(config, start), range(start, stop)) for start, stop in pairwise(bounds))
+    return tuple(Phase(_phase_config(config, start), range(start, stop)) for start, stop in pairwise(bounds))
 
 
 def phase_names(phases: Sequence[Phase]) -> list[str]:
-    """What each learns: the objective, and which tokens where these are not the same in all."""
-    turns = len({phase.config.model.is_causal for phase in phases}) > 1
-    return [_name(phase.config, turns) for phase in phases]
+    """The objective of each phase, with its targets (next or masked tokens) if they differ between phases."""
+    mixed_targets = len({phase.config.model.is_causal for phase in phases}) > 1
+    return [_phase_name(phase.config, mixed_targets) for phase in phases]
 
 
 def phase_at(config: RunConfig, step: int) -> Phase:
-    """The phase in which a run goes on after `step` applied steps; the last one after its end."""
+    """The phase that contains `step`; the last one after the end of the run."""
     phases = phases_of(config)
     return next((phase for phase in phases if step < phase.steps.stop), phases[-1])
 
 
 def matching_phase(config: RunConfig, saved: RunConfig) -> Phase:
-    """The phase of `config` that learns as `saved`, the config of a checkpoint; the first one where none does."""
+    """The phase of `config` with the objective of `saved`, a checkpoint's config; the first one if none matches."""
     phases = phases_of(config)
     return next((phase for phase in phases if same_objective(phase.config, saved)), phases[0])
 
 
 def same_objective(one: RunConfig, other: RunConfig) -> bool:
-    """Whether two phases of a run have the same objective and direction of attention: whether they are the same."""
+    """Whether two configs of phases have the same objective and the same `model.is_causal`."""
     return one.objective.name == other.objective.name and one.model.is_causal == other.model.is_causal
 
 
-def _name(config: RunConfig, turns: bool) -> str:
+def _phase_name(config: RunConfig, show_targets: bool) -> str:
     objective = config.objective
-    kind = f" ({'tied' if objective.tied else 'untied'}, with a bias)" if objective.output_bias else ""
-    tokens = f" on {'next' if config.model.is_causal else 'masked'} tokens" if turns else ""
-    return f"{objective.name}{kind}{tokens}"
+    head = f" ({'tied' if objective.tied else 'untied'}, with a bias)" if objective.output_bias else ""
+    targets = f" on {'next' if config.model.is_causal else 'masked'} tokens" if show_targets else ""
+    return f"{objective.name}{head}{targets}"
 
 
-def _config_from(config: RunConfig, step: int) -> RunConfig:
-    """That of the phase which begins after `step` steps of a run with a schedule."""
+def _phase_config(config: RunConfig, step: int) -> RunConfig:
+    """The config of the phase that starts at `step` in a run with a schedule."""
     schedule, steps = config.objective.schedule, config.training.steps
     assert schedule is not None
     changes: dict[str, object] = {"objective": config.objective.first_phase()}
@@ -83,44 +83,44 @@ def _config_from(config: RunConfig, step: int) -> RunConfig:
     return reset_unused(config.model_copy(update=changes))
 
 
-# DeepSpeed's settings if a run gives none: gradient buckets and their communication, by device.
+# Defaults for DeepSpeed's gradient buckets and their communication, by device. They change speed, not results.
 #
-# Those for CPUs were measured (docs/research/performance.md). Those for CUDA follow from DeepSpeed 0.19's sources; no
-# GPU has measured them yet. All compute the same numbers.
+# Values for CPUs were measured (docs/research/performance.md). Values for CUDA follow from DeepSpeed 0.19's sources and
+# are not measured yet.
 
 
 _CPU_BUCKET = 500_000
-"""Gradients with more numbers than this are reduced in place, without a bucket: on a CPU a copy costs more than another
+"""Gradients with more elements are reduced in place, without a bucket: on a CPU a copy costs more than another
 message."""
 
 _CUDA_BUCKET = 50_000_000
-"""100 MB in bf16: large enough for the links' full bandwidth, and only the rest of the last bucket is sent after the
-backward pass. With buckets of a few MB the host could not run far ahead of the device."""
+"""100 MB in bf16: large enough for the links' full bandwidth, and only the last bucket is sent after the backward pass.
+With buckets of a few MB the host could not run far ahead of the device."""
 
 
 def communication_settings(zero: Mapping[str, Any], device: str, precision: str, data_ranks: int) -> dict[str, Any]:
-    """Defaults for a DeepSpeed JSON whose section `zero_optimization` is `zero`; `device`: cpu or cuda.
+    """Defaults for a DeepSpeed JSON with the section `zero_optimization` = `zero`; `device`: cpu or cuda.
 
-    At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor, and sends that at the end.
+    At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor and reduces that at the end.
     """
     stage = zero.get("stage", 0)
     section: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET if device == "cuda" else _CPU_BUCKET}
     if stage in (1, 2):  # at stage 3 DeepSpeed's own defaults overlap
-        # `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back. On CUDA gradients
-        # are sent beside the backward pass, from buffers of their own: without these each bucket waits for the device
+        # `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back. On CUDA reduction
+        # overlaps with the backward pass, from separate buffers: without these each bucket waits for the device
         section |= {"overlap_comm": True} if device == "cuda" else {}
         section |= {"contiguous_gradients": device == "cuda", "reduce_scatter": False}
     settings: dict[str, Any] = {"zero_optimization": section}
     if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero:
-        if data_ranks == 1:  # nothing is sent: there is no reason to round sums to bf16 and back
+        if data_ranks == 1:  # without communication there is no reason to round sums to bf16 and back
             settings["communication_data_type"] = "fp32"
-        if device == "cuda":  # each gradient is added to its sum and freed while the backward pass goes on
+        if device == "cuda":  # adds each gradient to its sum and frees it during the backward pass
             settings["bf16"] = {"immediate_grad_update": True}
     return settings
 
 
-_Keys = Mapping[str, "_Keys | None"]
-"""Of a JSON object; None: the value is no section."""
+_KeyTree = Mapping[str, "_KeyTree | None"]
+"""Keys of a JSON object, with those of each section; None: not a section."""
 
 
 def _keys(text: str) -> dict[str, None]:
@@ -131,7 +131,7 @@ _OFFLOAD = "device nvme_path buffer_count pin_memory"
 _STAGE3 = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
     max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
     allgather_sequential"""
-_ZERO: _Keys = {
+_ZERO: _KeyTree = {
     **_keys("stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce"),
     **_keys("allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights"),
     **_keys("elastic_checkpoint sub_group_size ignore_unused_parameters legacy_stage1 round_robin_gradients"),
@@ -146,7 +146,7 @@ _ZERO: _Keys = {
         f"{_OFFLOAD} pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc"
     ),
 }
-KNOWN_KEYS: _Keys = {
+KNOWN_KEYS: _KeyTree = {
     **_keys("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"),
     **_keys("managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     **_keys("communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
@@ -162,13 +162,13 @@ KNOWN_KEYS: _Keys = {
     "comms_logger": _keys("enabled prof_all prof_ops verbose debug"),
     "timers": {"throughput": _keys("enabled synchronized")},
 }
-"""Keys of DeepSpeed's JSON that a run uses, with those of its sections. A test compares them with the installed one."""
+"""Keys of DeepSpeed's JSON that a run may set. A test compares them with the installed DeepSpeed."""
 
-_REMOVED = "DeepSpeed has removed it"
-_OTHERS = """nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity
-    graph_harvesting curriculum_learning progressive_layer_drop"""
-_PARALLEL = "`parallel` splits the model, and no model here has experts or stages of a pipeline"
-_SAVES = "runs save and resume checkpoints of their own, `training.checkpoint_every`"
+_REMOVED_REASON = "DeepSpeed has removed it"
+_REMOVED_KEYS = """nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
+    elasticity graph_harvesting curriculum_learning progressive_layer_drop"""
+_PARALLEL_REASON = "`parallel` splits the model, and no model here has experts or stages of a pipeline"
+_CHECKPOINT_REASON = "runs save and resume checkpoints of their own, `training.checkpoint_every`"
 REFUSED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
         ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), "runs log into their own folder"
@@ -178,41 +178,41 @@ REFUSED_KEYS: Mapping[str, str] = {
     "bfloat16": "engine.precision decides",
     "activation_checkpointing": "`engine.activation_checkpointing` decides",
     "compile": "`engine.compile` decides",
-    **dict.fromkeys(("pipeline", "moe", "tensor_parallel", "expert_parallel"), _PARALLEL),
-    **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _PARALLEL),
-    "sequence_parallel_size": _PARALLEL,
-    **dict.fromkeys(("checkpoint", "datastates_ckpt"), _SAVES),
+    **dict.fromkeys(("pipeline", "moe", "tensor_parallel", "expert_parallel"), _PARALLEL_REASON),
+    **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _PARALLEL_REASON),
+    "sequence_parallel_size": _PARALLEL_REASON,
+    **dict.fromkeys(("checkpoint", "datastates_ckpt"), _CHECKPOINT_REASON),
     **dict.fromkeys(("data_efficiency", "dataloader_drop_last"), "the run's own `data` and `batch` decide"),
     **dict.fromkeys(("autotuning", "vocabulary_size"), "nothing reads it here; `megahead estimate` plans a run"),
     **dict.fromkeys(("hybrid_engine", "weight_quantization"), "it is for inference"),
     "disable_allgather": "nothing reads it",
-    **dict.fromkeys(_OTHERS.split(), _REMOVED),
+    **dict.fromkeys(_REMOVED_KEYS.split(), _REMOVED_REASON),
     "zero_optimization.zenflow": "checkpoints would lack its state",
     "zero_optimization.cpu_offload": 'it is called "offload_optimizer": {"device": "cpu"} now',
     "zero_optimization.cpu_offload_param": 'it is called "offload_param": {"device": "cpu"} now',
     "zero_optimization.cpu_offload_use_pin_memory": "it is called pin_memory in offload_optimizer and offload_param",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVES,
-    **{f"zero_optimization.{key}": _REMOVED for key in ("mics_shard_size", "mics_hierarchical_params_gather")},
-    "zero_optimization.zeropp_loco_param": _REMOVED,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _CHECKPOINT_REASON,
+    **{f"zero_optimization.{key}": _REMOVED_REASON for key in ("mics_shard_size", "mics_hierarchical_params_gather")},
+    "zero_optimization.zeropp_loco_param": _REMOVED_REASON,
 }
-"""Keys of DeepSpeed's JSON that must be left out, and why."""
+"""Keys of DeepSpeed's JSON that are refused, with the reason."""
 
 
 def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> dict[str, Any]:
-    """The settings that DeepSpeed gets: those of `engine.deepspeed` plus batch sizes, clipping and precision.
+    """The settings passed to DeepSpeed: `engine.deepspeed` plus batch sizes, clipping and precision.
 
-    `engine.deepspeed` may set what the run does not, such as fp16's dynamic loss scale. Buckets and other settings of
-    gradient communication that it leaves out are chosen for `device`. ConfigError if it contradicts the run.
+    `engine.deepspeed` may set what the run's config does not, as fp16's dynamic loss scale. Settings of gradient
+    communication default to values for `device`. ConfigError if it contradicts the run.
     """
-    given = run.engine.deepspeed
-    given = read_deepspeed(given) if isinstance(given, str) else given
-    _check_keys(given, KNOWN_KEYS)
-    stage = zero_stage(given)
-    kept = stage < 3 or run.engine.activation_checkpointing != "selective"
+    content = run.engine.deepspeed
+    content = read_deepspeed(content) if isinstance(content, str) else content
+    _check_keys(content, KNOWN_KEYS)
+    stage = zero_stage(content)
+    allowed = stage < 3 or run.engine.activation_checkpointing != "selective"
     rule = "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept"
-    require(kept, "engine.activation_checkpointing", rule, got="`selective`")
-    zero = _section(given, "zero_optimization")
-    given = _completed(given, communication_settings(zero, device, run.engine.precision, data_ranks))
+    require(allowed, "engine.activation_checkpointing", rule, got="`selective`")
+    zero = _section(content, "zero_optimization")
+    content = _with_defaults(content, communication_settings(zero, device, run.engine.precision, data_ranks))
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
@@ -223,21 +223,23 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
         "gradient_clipping": run.optimizer.gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    _must_agree("", given, derived | {"gradient_allreduce_op": "mean"}, "the run")
-    _must_agree("['zero_optimization']", _section(given, "zero_optimization"), {"compute_grad_norm": True}, "the run")
-    for name, wanted in _formats(run.engine.precision, stage).items():
-        section = _section(given, name)
-        _must_agree(f"[{name!r}]", section, wanted, f"engine.precision={run.engine.precision}")
-        derived[name] = section | wanted
-    # its throughput timer makes the host wait for the device twice in every micro-batch
-    unasked = {"steps_per_print": 10**9, "timers": {"throughput": {"enabled": False}}}
-    return {"zero_allow_untested_optimizer": True, **unasked, **given, **derived}
+    _require_agreement("", content, derived | {"gradient_allreduce_op": "mean"}, "the run")
+    zero = _section(content, "zero_optimization")
+    _require_agreement("['zero_optimization']", zero, {"compute_grad_norm": True}, "the run")
+    for name, required in _precision_sections(run.engine.precision, stage).items():
+        section = _section(content, name)
+        _require_agreement(f"[{name!r}]", section, required, f"engine.precision={run.engine.precision}")
+        derived[name] = section | required
+    # DeepSpeed's throughput timer makes the host wait for the device twice in every micro-batch
+    quiet = {"steps_per_print": 10**9, "timers": {"throughput": {"enabled": False}}}
+    return {"zero_allow_untested_optimizer": True, **quiet, **content, **derived}
 
 
-def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
-    """The content of the JSON file that the config file `by` calls `name`; UserError if it cannot be read."""
+def read_deepspeed(name: str, config_file: Path | None = None) -> dict[str, Any]:
+    """The content of the JSON file `name` that `config_file` refers to; UserError if it cannot be read."""
+    path = find_referenced_file(name, config_file)
     try:
-        content = json.loads(find_referenced_file(name, by).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_dict_of_unique_keys)
     except OSError as error:
         raise UserError(
             f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."
@@ -251,19 +253,19 @@ def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError for a key that is given twice, of which Python would take the last."""
+def _dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a duplicate key, where Python would take the last value."""
     keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{twice[0]} is given twice")
+    if duplicates := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{duplicates[0]} is given twice")
     return dict(pairs)
 
 
 def zero_stage(content: dict[str, Any]) -> int:
     """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
     stage = _section(content, "zero_optimization").get("stage", 0)
-    known = not isinstance(stage, bool) and stage in (0, 1, 2, 3)
-    require(known, "engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
+    valid = not isinstance(stage, bool) and stage in (0, 1, 2, 3)
+    require(valid, "engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
     return int(stage)
 
 
@@ -273,8 +275,8 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`content` with what it leaves out from `defaults`, also within sections."""
+def _with_defaults(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`content` with missing keys, also those of sections, from `defaults`."""
     sections = {
         name: value | _section(content, name) if isinstance(value, dict) else content.get(name, value)
         for name, value in defaults.items()
@@ -282,94 +284,94 @@ def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
     return content | sections
 
 
-def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None:
-    """ConfigError for a key that a run cannot use, or a section that is none; UserError for one that nobody knows. What
-    is switched off passes."""
+def _check_keys(content: Mapping[str, Any], known: _KeyTree, *parents: str) -> None:
+    """Raises ConfigError for a refused key or a value that should be a section, UserError for an unknown key. Ignores
+    keys that are switched off."""
     for key, value in content.items():
         path = (*parents, key)
-        place = "".join(f"[{name!r}]" for name in path)
+        field = "engine.deepspeed" + "".join(f"[{name!r}]" for name in path)
         off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
         if off and (".".join(path) in REFUSED_KEYS or key in known):
             continue
         reason = REFUSED_KEYS.get(".".join(path))
-        require(not reason, f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
+        require(not reason, field, f"be left out ({reason})", got=value)
         if key not in known:
-            raise UserError(_unknown(["engine.deepspeed", *parents], key, known))
+            raise UserError(_unknown_key_message(["engine.deepspeed", *parents], key, known))
         section = known[key]
         if section is not None and value is not None:
-            is_section = isinstance(value, dict)
-            require(is_section, f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
+            require(isinstance(value, dict), field, "be a section of settings", got=repr(value))
             _check_keys(value, section, *path)
 
 
-def _unknown(parents: list[str], key: str, known: _Keys) -> str:
-    """The sentence for a key that is not known in this section: of the section that it belongs to, if there is one."""
-    elsewhere = [path for path in _paths(KNOWN_KEYS, "engine.deepspeed") if path.endswith(f".{key}")]
-    if elsewhere:
-        return f"`{'.'.join([*parents, key])}` is not a setting; did you mean `{elsewhere[0]}`?"
+def _unknown_key_message(parents: list[str], key: str, known: _KeyTree) -> str:
+    """The error message for an unknown key; suggests the section that has this key, if any."""
+    same_key = [path for path in _key_paths(KNOWN_KEYS, "engine.deepspeed") if path.endswith(f".{key}")]
+    if same_key:
+        return f"`{'.'.join([*parents, key])}` is not a setting; did you mean `{same_key[0]}`?"
     return unknown_setting_message(parents, key, list(known))
 
 
-def _paths(keys: _Keys, above: str) -> Iterator[str]:
+def _key_paths(keys: _KeyTree, prefix: str) -> Iterator[str]:
     for key, section in keys.items():
-        yield f"{above}.{key}"
-        yield from _paths(section or {}, f"{above}.{key}")
+        yield f"{prefix}.{key}"
+        yield from _key_paths(section or {}, f"{prefix}.{key}")
 
 
-def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:
-    for key, value in wanted.items():
-        found, rule = given.get(key, value), f"be left out or agree with {with_what} ({value})"
-        require(found == value, f"engine.deepspeed{section}[{key!r}]", rule, got=found, hint="remove it there")
+def _require_agreement(section: str, content: dict[str, Any], required: dict[str, Any], source: str) -> None:
+    for key, expected in required.items():
+        value, rule = content.get(key, expected), f"be left out or agree with {source} ({expected})"
+        require(value == expected, f"engine.deepspeed{section}[{key!r}]", rule, got=value, hint="remove it there")
 
 
-def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
-    """The required settings of the sections on number formats, by name. In every precision gradients of micro-batches
-    are summed in fp32 and sent in the run's format, overflows are found, and weights and moments are kept in fp32.
+def _precision_sections(precision: str, stage: int) -> dict[str, dict[str, Any]]:
+    """The required settings of DeepSpeed's sections on precision, by section. In every precision gradients of
+    micro-batches are summed in fp32 and reduced in the run's dtype, overflows are detected, and master weights and
+    moments are fp32.
 
-    At stage 0 DeepSpeed's own 16-bit wrappers take an optimizer step with zero gradients when they are made, so bf16
-    uses autocast there.
+    At stage 0 DeepSpeed's 16-bit wrappers take an optimizer step with zero gradients when they are constructed, so bf16
+    uses autocast.
     """
-    scaled = stage or precision != "fp16"
-    require(scaled, "engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
-    formats: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
+    supported = stage or precision != "fp16"
+    require(supported, "engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
+    sections: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
     if precision == "bf16" and stage == 0:
-        formats["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        sections["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif precision == "bf16":
-        whole = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
-        formats["bf16"] = {"enabled": True, "check_grad_overflow": True, **whole}
+        fp32_states = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+        sections["bf16"] = {"enabled": True, "check_grad_overflow": True, **fp32_states}
     elif precision == "fp16":
-        formats["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": False}
-    return formats
+        sections["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": False}
+    return sections
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A config and the number of ranks it runs on, with all that follows from both."""
+    """A config on a number of ranks, with the settings derived from both."""
 
     config: RunConfig
     ranks: int
 
     data_ranks: int
-    """Data-parallel ranks: each batch is split over them. All ranks / this are tensor-parallel ranks."""
+    """Data-parallel ranks, which split each batch; `ranks` / `data_ranks` are tensor-parallel."""
 
     deepspeed: dict[str, Any]
     """DeepSpeed's settings: the complete content of its JSON."""
 
     zero_stage: int
-    """What is partitioned over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+    """What is partitioned over data ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
 
     precision_was_auto: bool = False
-    """Whether `engine.precision` is what `auto` came to."""
+    """Whether `engine.precision` was resolved from `auto`."""
 
     @staticmethod
     def of(
         config: RunConfig, ranks: int = 1, device: str | None = None, *, precision_was_auto: bool = False
     ) -> RunPlan:
-        """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
-        these are in a file that cannot be read.
+        """Plans `config` on `ranks` ranks. ConfigError if it cannot be split over them or contradicts DeepSpeed's
+        settings; UserError if DeepSpeed's file cannot be read.
 
-        `device`: cpu or cuda, where the ranks run; by default what `engine.device` says, with `auto` counted as cuda,
-        since plans for other machines are mostly plans for GPUs.
+        `device`: cpu or cuda; by default `engine.device`, with `auto` as cuda, since most plans for other machines are
+        for GPUs.
         """
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
@@ -378,14 +380,14 @@ class RunPlan:
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """DeepSpeed's section on ZeRO."""
+        """DeepSpeed's section `zero_optimization`."""
         return _section(self.deepspeed, "zero_optimization")
 
     @property
     def accumulation_steps(self) -> int:
-        """Forward-backward passes per optimizer step on each data rank."""
+        """Micro-batches per optimizer step on each data rank."""
         return int(self.deepspeed["gradient_accumulation_steps"])
 
-    def group_samples(self, stored: int | None = None) -> int:
-        """Samples in a candidate group; `stored`: their number in the checkpoint that is resumed."""
-        return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, stored)
+    def group_samples(self, saved: int | None = None) -> int:
+        """Samples in a candidate group; `saved`: their number in the checkpoint that is resumed."""
+        return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, saved)

@@ -1,4 +1,4 @@
-"""Replaced-token detection: an encoder learns which tokens a small generator has put in place of masked ones."""
+"""Replaced-token detection: an encoder learns which tokens a small generator put in place of masked ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megahead.wording import pluralize
 if TYPE_CHECKING:
     from megahead.config.run import RunConfig
 
-_WHERE = "objective.replaced_tokens"
+_SECTION = "objective.replaced_tokens"
 
 
 class ReplacedTokensConfig(AuxiliarySettings):
@@ -35,7 +35,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
     weight: float = Field(default=50.0, gt=0)
     """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
 
-    metric: ClassVar = "detection"
+    metric_prefix: ClassVar = "detection"
     samples_tokens: ClassVar = True
     predictor_label: ClassVar = "generator's "
     no_head_reason: ClassVar = "tells replaced tokens and predicts none"
@@ -45,25 +45,26 @@ class ReplacedTokensConfig(AuxiliarySettings):
     )
     curves: ClassVar = (
         Curve("generator_loss", "Generator's loss", "of masked tokens, where some are replaced"),
-        Curve("detection_loss", "Detection loss", "of whether a token was replaced", zero=True),
-        Curve("detection_found", "Replaced tokens found", "share of them", percent=True, zero=True),
+        Curve("detection_loss", "Detection loss", "of whether a token was replaced", from_zero=True),
+        Curve("detection_found", "Replaced tokens found", "share of them", percent=True, from_zero=True),
     )
 
     def implementation(self) -> str:
-        """Beside the model."""
+        """The class that computes it."""
         return "megahead.objectives.replaced_tokens:ReplacedTokens"
 
     def check(self, config: RunConfig) -> None:
-        """ConfigError unless there are masked tokens that a generator can fill in, and nothing else is asked of it."""
+        """Raises ConfigError without masked tokens for the generator, or with a setting that excludes it."""
         objective, model, masking = config.objective, config.model, config.masking
         if masking is None or model.is_causal:
             rule = "be left out where next tokens are learned: those that are replaced are an encoder's masked tokens"
-            raise ConfigError(_WHERE, rule, got="given")
-        fits, rule = self.generator_layers <= model.num_layers, f"be at most model.num_layers ({model.num_layers})"
-        require(fits, f"{_WHERE}.generator_layers", rule, got=self.generator_layers)
+            raise ConfigError(_SECTION, rule, got="given")
+        rule = f"be at most model.num_layers ({model.num_layers})"
+        is_smaller = self.generator_layers <= model.num_layers
+        require(is_smaller, f"{_SECTION}.generator_layers", rule, got=self.generator_layers)
         if objective.name == "vanilla":
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
-            require(self.draws == "group", f"{_WHERE}.draws", rule, got=self.draws)
+            require(self.draws == "group", f"{_SECTION}.draws", rule, got=self.draws)
         _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
         for field, value in masking.changed(*SUBSET_FIELDS).items():
             _refuse(f"masking.{field}", value, "whose model reads all tokens, and no mask tokens")
@@ -76,34 +77,32 @@ class ReplacedTokensConfig(AuxiliarySettings):
         _refuse("training.keep_best", keep_best, "where held-out loss is the generator's and not the model's")
 
     def generator_config(self, model: ModelConfig) -> ModelConfig:
-        """A model of fewer layers."""
+        """The model with `generator_layers` layers."""
         return model.model_copy(update={"num_layers": self.generator_layers})
 
     def token_counts_needed_by(self) -> str | None:
-        """Where tokens are drawn from all ids."""
         return "replaced_tokens.draws" if self.samples_vocabulary() else None
 
     def samples_vocabulary(self) -> bool:
-        """As `draws` says."""
         return self.draws == "vocabulary"
 
     def head_parameters(self, model: ModelConfig) -> int:
-        """Of the head that finds replaced tokens: D^2 + 2 D + 1."""
+        """Parameters of the detection head: D^2 + 2 D + 1."""
         return (model.hidden_size + 2) * model.hidden_size + 1
 
     def head_flops(self, model: ModelConfig) -> float:
-        """A transform and score of each token: 3 * 2 (D^2 + D)."""
+        """FLOPs of the detection head's transform and score per token: 3 * 2 (D^2 + D)."""
         return 3 * 2 * (model.hidden_size**2 + model.hidden_size)
 
     def describe(self) -> str:
-        """What replaces tokens, and what finding them counts."""
+        """The generator's layers, the candidates for replacements, and the weight of the detection loss."""
         layers = pluralize(self.generator_layers, "layer")
-        drawn = ", drawn from all ids" if self.samples_vocabulary() else ""
-        return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {self.weight:g})"
+        candidates = ", drawn from all ids" if self.samples_vocabulary() else ""
+        return f"learned by a generator of {layers}{candidates}, whose tokens the model finds (weight {self.weight:g})"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The loss of a token; the share of tokens that were replaced; of these, the share that was found; of the
-        others, the share that was kept. 0 where there is nothing to have a share of."""
+        """Detection loss per token, share of replaced tokens, and the recall of replaced (`found`) and of original
+        (`kept`) tokens; 0 if there are none."""
         classified, replaced = sums["classified"], sums["replaced"]
         return {
             "loss": sums["loss"] / max(classified, 1),
@@ -113,7 +112,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
         }
 
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The generator's loss, which the run's has beside the detection's."""
+        """The generator's loss: the run's loss without the weighted detection loss."""
         return {"generator_loss": means["loss"] - self.weight * means["detection_loss"]}
 
     def progress_text(self, means: Mapping[str, float]) -> str:
@@ -130,4 +129,4 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
 
 def _refuse(field: str, value: object, reason: str) -> None:
-    refuse(field, value, f"with {_WHERE}, {reason}")
+    refuse(field, value, f"with {_SECTION}, {reason}")

@@ -213,7 +213,7 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
 
 def _summary(step: int, found: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
-    if auxiliary is not None and (means := found.get(auxiliary.metric)):
+    if auxiliary is not None and (means := found.get(auxiliary.metric_prefix)):
         whose = auxiliary.predictor_label
         return f"{auxiliary.export_text(means)} (step {step:,}), its {whose}perplexity {found['perplexity']:,.4g}"
     bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""

@@ -1,4 +1,4 @@
-"""Figures as PNG: curves of runs, scores on tasks, synonyms."""
+"""Figures as PNG: curves of runs, scores on tasks, synonyms. Shape suffix: P pairs of words."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ STYLE: Any = {
 
 
 def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
-    """Writes a PNG (150 pixels an inch), whole or not at all; `description`: a text that it carries, such as what was
-    drawn."""
-    with atomic_path(output) as partial:
-        figure.savefig(partial, format="png", dpi=150, metadata={"Description": description} if description else None)
+    """Writes a PNG (150 pixels an inch) atomically, with `description` in its metadata."""
+    metadata = {"Description": description} if description else None
+    with atomic_path(output) as path:
+        figure.savefig(path, format="png", dpi=150, metadata=metadata)
     return output
 
 
@@ -56,12 +56,12 @@ def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
 OVER_TIME = " over time"
 LARGE, SMALL = ("loss", "perplexity"), ("learning_rate", "gradient_norm", "tokens_per_second")
 LAYOUT: Any = [[LARGE[k // 3], LARGE[k // 3] + OVER_TIME, SMALL[k // 2]] for k in range(6)]
-UNITS = ((86400 * 2, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from, size, name
+TIME_UNITS = ((86400 * 2, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
+"""(least time, size, name), times in seconds."""
 
 
 def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
-    """The figure of all `runs` (1980 x 1200 pixels), a colour each. Loss is each run's own objective; perplexity is
-    comparable."""
+    """The figure of all `runs` (1980 x 1200 pixels), one colour per run."""
     panels, (unit, unit_name) = {panel.key: panel for panel in (*HELD_OUT, *TRAINING)}, _time_unit(runs)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(13.2, 8.0))
@@ -73,44 +73,44 @@ def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
                 x = column(records, "seconds") / unit if over_time else column(records, "tokens")
                 label_end = len(runs) == 1 and panel.key in LARGE
                 _draw_line(axes, panel, x, column(records, panel.key), color, label_end=label_end)
-            _name_axes(axes, panel, unit_name if over_time else None)
-        _name_runs(figure, runs)
+            _label_axes(axes, panel, unit_name if over_time else None)
+        _add_run_legend(figure, runs)
         return figure
 
 
 def _draw_line(axes: Axes, panel: Panel, x: Any, y: Any, color: str, *, label_end: bool) -> None:
-    """Noisy values themselves in a light tone, their running mean on top; a few values with dots."""
+    """Draws the running mean, over noisy values in a light tone; with dots if there are few values."""
     if not panel.dots and not panel.exact:
         axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
     smooth, marker = panel.smoothed(y), "o" if panel.dots else ""
     axes.plot(x, smooth, color=color, marker=marker, markersize=3.5)
     if label_end and len(smooth) and np.isfinite(smooth[-1]):
-        placed: Any = {"xytext": (-2, 7), "textcoords": "offset points", "ha": "right", "fontweight": "bold"}
-        axes.annotate(_short(smooth[-1]), (x[-1], smooth[-1]), color=color, **placed)
+        style: Any = {"xytext": (-2, 7), "textcoords": "offset points", "ha": "right", "fontweight": "bold"}
+        axes.annotate(_format_value(smooth[-1]), (x[-1], smooth[-1]), color=color, **style)
 
 
-def _name_axes(axes: Axes, panel: Panel, time_unit: str | None) -> None:
-    """time_unit: that of the horizontal axis; None: it counts tokens."""
-    over_time, log = OVER_TIME if time_unit else "", " (log scale)" if panel.log else ""
+def _label_axes(axes: Axes, panel: Panel, time_unit: str | None) -> None:
+    """Titles and formats the axes; the horizontal one is time in `time_unit`, or tokens if None."""
+    over_time, log = OVER_TIME if time_unit else "", " (log scale)" if panel.log_scale else ""
     axes.set_title(f"{panel.title}{over_time}{log}", pad=8)
     axes.set_xlabel(time_unit or "tokens")
     axes.tick_params(which="both", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     if time_unit is None:
-        axes.xaxis.set_major_formatter(FuncFormatter(_as_count))
-    if panel.log:
+        axes.xaxis.set_major_formatter(FuncFormatter(_format_count))
+    if panel.log_scale:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(_as_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif panel.zero:
-        axes.yaxis.set_major_formatter(FuncFormatter(_as_count))
+    elif panel.from_zero:
+        axes.yaxis.set_major_formatter(FuncFormatter(_format_count))
         axes.set_ylim(bottom=0)
     axes.margins(x=0.02)
     axes.set_xlim(left=0)
 
 
-def _name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
+def _add_run_legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:
     if len(runs) == 1:
         figure.suptitle(runs[0].name, x=0.012, ha="left", fontsize=13, fontweight="bold")
         return
@@ -122,25 +122,25 @@ def _name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
 
 def _last_perplexity(run: RunMetrics) -> str:
     last = run.validation[-1] if run.validation else {}
-    perplexity, most = last.get("perplexity"), "at most " if last.get("upper_bound") else ""
-    return "" if perplexity is None else f"  ·  perplexity {most}{_short(perplexity)}"
+    perplexity, bound = last.get("perplexity"), "at most " if last.get("upper_bound") else ""
+    return "" if perplexity is None else f"  ·  perplexity {bound}{_format_value(perplexity)}"
 
 
 def _time_unit(runs: Sequence[RunMetrics]) -> tuple[float, str]:
-    """Seconds in the unit of the time axes, and its name."""
+    """(seconds, name) of the unit of the time axes."""
     longest = max(record["seconds"] for run in runs for record in (*run.training, *run.validation))
-    return next((float(size), name) for start, size, name in UNITS if longest >= start)
+    return next((float(size), name) for least, size, name in TIME_UNITS if longest >= least)
 
 
-def _short(value: float) -> str:
+def _format_value(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _as_tick(value: float, _position: int) -> str:
+def _format_tick(value: float, _position: int) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _as_count(value: float, _position: int) -> str:
+def _format_count(value: float, _position: int) -> str:
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
@@ -149,12 +149,11 @@ def _as_count(value: float, _position: int) -> str:
 
 # Scores on tasks during training: a panel for each metric of a task, a line for each run.
 
-_COLUMNS = 3
-"""Panels beside each other, at most."""
+_MAX_COLUMNS = 3
 
 
 class TaskPoint(NamedTuple):
-    """One metric of a task, of a run after a number of tokens."""
+    """The score of a run on one metric of a task, after `tokens` tokens of training."""
 
     run: str
     tokens: int
@@ -165,7 +164,7 @@ class TaskPoint(NamedTuple):
 
 
 def logged_points(run: RunMetrics) -> list[TaskPoint]:
-    """The tasks that a run evaluated while it trained; a value that was logged as null is NaN."""
+    """The scores of a run on tasks during training; NaN for values that were logged as null."""
     return [
         TaskPoint(run.name, record["tokens"], task, metric, nan if s["value"] is None else s["value"], s["stderr"])
         for record in run.tasks
@@ -175,17 +174,17 @@ def logged_points(run: RunMetrics) -> list[TaskPoint]:
 
 
 def draw_task_curves(points: Iterable[TaskPoint]) -> Figure:
-    """Values with their standard errors against tokens; perplexities on a logarithmic scale."""
+    """Plots scores with their standard errors against tokens; perplexities on a logarithmic scale."""
     panels: dict[tuple[str, str], dict[str, dict[int, TaskPoint]]] = {}
     colors: dict[str, str] = {}
     for point in points:
         colors.setdefault(point.run, PALETTE[len(colors) % len(PALETTE)])
         panels.setdefault((point.task, point.metric), {}).setdefault(point.run, {})[point.tokens] = point
-    columns, rows = min(len(panels), _COLUMNS), ceil(len(panels) / _COLUMNS)
+    num_columns, num_rows = min(len(panels), _MAX_COLUMNS), ceil(len(panels) / _MAX_COLUMNS)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 0.6 + 2.8 * rows))
+        figure = Figure(figsize=(4.2 * num_columns, 0.6 + 2.8 * num_rows))
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
-        grid: Any = list(figure.subplots(rows, columns, squeeze=False).flat)
+        grid: Any = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         handles: dict[str, Any] = {}
         for axes, ((task, metric), lines) in zip(grid, panels.items(), strict=False):
             axes.set_title(f"{task}  ·  {metric}")
@@ -195,42 +194,43 @@ def draw_task_curves(points: Iterable[TaskPoint]) -> Figure:
                 axes.set_yscale("log")
             for run in (run for run in colors if run in lines):
                 line = [lines[run][tokens] for tokens in sorted(lines[run])]
-                measured = zip(*((point.tokens, point.value, point.stderr or 0.0) for point in line), strict=True)
+                columns = zip(*((point.tokens, point.value, point.stderr or 0.0) for point in line), strict=True)
                 style: dict[str, Any] = {"color": colors[run], "marker": "o", "markersize": 3.5}
-                handles[run] = axes.errorbar(*measured, capsize=2, **style)
+                handles[run] = axes.errorbar(*columns, capsize=2, **style)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=4)
         return figure
 
 
-# How close synonyms are in each model's embedding, beside random pairs: one panel per model, one scale.
+# Cosines of synonyms and of random pairs in each model's embedding: one panel per model, one scale.
 
 BINS = np.linspace(-1, 1, 81)
 
 
 def draw_similarities(models: Mapping[str, Similarities]) -> Figure:
-    """Histograms of cosines as shares of the pairs, with the means marked; models by name, one panel below another."""
+    """Histograms of cosines as shares of the pairs, with their means; `models` by name."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 1.1 + 1.9 * len(models)))
         figure.set_layout_engine("constrained", h_pad=0.1)
         panels: Any = figure.subplots(len(models), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for k, (name, found) in enumerate(models.items()):
-            _draw(panels[k], name, found, PALETTE[k % len(PALETTE)])
+        for k, (name, similarities) in enumerate(models.items()):
+            _draw_histograms(panels[k], name, similarities, PALETTE[k % len(PALETTE)])
         panels[-1].set_xlabel("cosine of two words' input embeddings")
-        parts = [part.numpy() for found in models.values() for part in (found.synonyms_P, found.random_P)]
-        low, high = np.quantile(np.concatenate(parts), [0.001, 0.999])  # the range of nearly all cosines, and a margin
+        cosines = [cosines_P.numpy() for model in models.values() for cosines_P in (model.synonyms_P, model.random_P)]
+        low, high = np.quantile(np.concatenate(cosines), [0.001, 0.999])  # the range of nearly all cosines
         panels[0].set_xlim(max(-1.0, float(low) - 0.1), min(1.0, float(high) + 0.1))
         return figure
 
 
-def _draw(axes: Axes, name: str, found: Similarities, color: str) -> None:
-    for values, tone, label in ((found.random_P, QUIET, "random"), (found.synonyms_P, color, "synonyms")):
-        share = np.full(len(values), 1 / len(values))
-        mean = float(values.mean())
-        axes.hist(values.numpy(), bins=BINS.tolist(), weights=share, color=tone, alpha=0.45)
-        axes.axvline(mean, color=tone, label=f"{label}  ·  mean {mean:.3f}")
-    axes.set_title(f"{name}  ·  synonyms {found.gap():+.3f}")
+def _draw_histograms(axes: Axes, name: str, similarities: Similarities, color: str) -> None:
+    pairs = ((similarities.random_P, QUIET, "random"), (similarities.synonyms_P, color, "synonyms"))
+    for cosines_P, bar_color, label in pairs:
+        share_P = np.full(len(cosines_P), 1 / len(cosines_P))
+        mean = float(cosines_P.mean())
+        axes.hist(cosines_P.numpy(), bins=BINS.tolist(), weights=share_P, color=bar_color, alpha=0.45)
+        axes.axvline(mean, color=bar_color, label=f"{label}  ·  mean {mean:.3f}")
+    axes.set_title(f"{name}  ·  synonyms {similarities.gap():+.3f}")
     axes.set_ylabel("share of pairs")
     axes.tick_params(length=0)
     axes.legend(loc="upper right", handlelength=1.2)

@@ -1,4 +1,4 @@
-"""One or several runs as one HTML page that needs nothing else: figures, charts, events, samples, settings.
+"""One or several runs as one self-contained HTML page: summary, charts, events, samples, settings.
 
 template/page.html lays it out; its script, template/page.js, draws the charts from the JSON of `build_panels`.
 """
@@ -27,34 +27,37 @@ def save_page(runs: Sequence[Run], output: Path) -> Path:
 
 
 def render_page(runs: Sequence[Run]) -> str:
-    """The page's HTML; runs keep their order, and a colour each."""
+    """The page's HTML; each run has a colour, by its position in `runs`."""
     panels, events = build_panels(runs), [events_of(run) for run in runs]
-    marked = [
-        {"name": run.name, "events": [vars(event) for event in found]} for run, found in zip(runs, events, strict=True)
+    run_data = [
+        {"name": run.name, "events": [vars(event) for event in run_events]}
+        for run, run_events in zip(runs, events, strict=True)
     ]
-    settings = [dict(_leaves(run.config)) for run in runs]
-    template = Path(__file__).parent / "template"
-    pages = Environment(loader=FileSystemLoader(template), autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    return pages.get_template("page.html").render(
+    settings = [dict(_flatten_config(run.config)) for run in runs]
+    folder = Path(__file__).parent / "template"
+    templates = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
+    return templates.get_template("page.html").render(
         runs=runs,
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else " · ".join(run.name for run in runs),
-        figures=_figures(runs[0]),
-        compared=_compared(runs),
+        summary=_summary(runs[0]),
+        comparison=_comparison(runs),
         panels=panels,
         events=events,
         settings=settings,
-        differing=_differing(settings),
-        sections=[_sections(each) for each in settings],
-        data=json.dumps({"panels": panels, "runs": marked}, allow_nan=False).replace("<", "\\u003c"),
-        **{kind: (template / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")},
+        differing_settings=_differing_settings(settings),
+        sections=[_by_section(run_settings) for run_settings in settings],
+        data=json.dumps({"panels": panels, "runs": run_data}, allow_nan=False).replace("<", "\\u003c"),
+        **{suffix: (folder / f"page.{suffix}").read_text(encoding="utf-8") for suffix in ("css", "js")},
     )
 
 
-# Figures: how far each run is.
+# The summary: each run's progress and last results.
 
 
-def _figures(run: Run) -> dict[str, str]:
-    """How far the run is, by names; empty if unknown."""
+def _summary(run: Run) -> dict[str, str]:
+    """The run's progress and last results as text, by label; empty if unknown."""
     training, validation = run.metrics.training, run.metrics.validation
     last = max((*training, *validation), key=lambda record: record["step"])
     held_out = validation[-1] if validation else {}
@@ -62,10 +65,10 @@ def _figures(run: Run) -> dict[str, str]:
     steps = run.number("training.steps")
     head = f" ({held_out['head']} head)" if held_out.get("head") else ""
     return {
-        f"held-out perplexity{head}": _held_out(held_out, "perplexity"),
-        "bits per byte": _held_out(held_out, "bits_per_byte"),
+        f"held-out perplexity{head}": _evaluation_number(held_out, "perplexity"),
+        "bits per byte": _evaluation_number(held_out, "bits_per_byte"),
         "next token right": "" if held_out.get("accuracy") is None else f"{held_out['accuracy']:.1%}",
-        "training loss": _number(training[-1].get("loss")) if training else "",
+        "training loss": _format(training[-1].get("loss")) if training else "",
         f"steps{f' of {steps:,}' if steps else ''}": f"{last['step']:,}",
         "tokens read": format_si(last["tokens"]),
         "time trained": format_duration(last["seconds"]),
@@ -75,33 +78,34 @@ def _figures(run: Run) -> dict[str, str]:
     }
 
 
-def _compared(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+def _comparison(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """Columns of the table of several runs: each run's value, and whether it is the lowest perplexity or bits."""
     rows = []
     for run in runs:
         held_out = run.metrics.validation[-1] if run.metrics.validation else {}
-        figures = {name.split(" of ")[0].split(" (")[0]: value for name, value in _figures(run).items()}
-        rows.append(figures | {"head": held_out.get("head") or ""})
+        values = {name.split(" of ")[0].split(" (")[0]: value for name, value in _summary(run).items()}
+        rows.append(values | {"head": held_out.get("head") or ""})
     names = ["held-out perplexity", "bits per byte", "next token right", "head", "training loss", "steps"]
     names += ["tokens read", "time trained", "tokens/s", "steps skipped", "ending"]
-    best = {"held-out perplexity": _lowest(runs, "perplexity"), "bits per byte": _lowest(runs, "bits_per_byte")}
-    shown = [name for name in names if any(row[name] for row in rows)]
-    return {name: [{"value": row[name], "lowest": best.get(name) == k} for k, row in enumerate(rows)] for name in shown}
+    best = {"held-out perplexity": _argmin(runs, "perplexity"), "bits per byte": _argmin(runs, "bits_per_byte")}
+    names = [name for name in names if any(row[name] for row in rows)]
+    return {name: [{"value": row[name], "lowest": best.get(name) == k} for k, row in enumerate(rows)] for name in names}
 
 
-def _lowest(runs: Sequence[Run], key: str) -> int | None:
-    values = {k: run.metrics.validation[-1].get(key) for k, run in enumerate(runs) if run.metrics.validation}
-    found = {k: value for k, value in values.items() if value is not None}
-    return min(found, key=found.__getitem__) if found else None
+def _argmin(runs: Sequence[Run], key: str) -> int | None:
+    """The index of the run with the lowest last value of `key`; None if no run has one."""
+    last = {k: run.metrics.validation[-1].get(key) for k, run in enumerate(runs) if run.metrics.validation}
+    values = {k: value for k, value in last.items() if value is not None}
+    return min(values, key=values.__getitem__) if values else None
 
 
-def _held_out(found: Record, key: str) -> str:
-    """A number of an evaluation, marked where it is an upper bound."""
-    value = _number(found.get(key))
-    return f"\u2264 {value}" if value and found.get("upper_bound") else value
+def _evaluation_number(held_out: Record, key: str) -> str:
+    """A number of an evaluation, after a ≤ if it is an upper bound."""
+    value = _format(held_out.get(key))
+    return f"\u2264 {value}" if value and held_out.get("upper_bound") else value
 
 
-def _number(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "" if value is None else show(float(value))
 
 
@@ -109,7 +113,7 @@ def _number(value: float | None) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    """What was trained, in a line; settings that the configuration lacks are left out."""
+    """What was trained, in one line, without settings that the configuration lacks."""
     numbers = ("model.num_layers", "model.hidden_size", "model.vocab_size", "batch.global_size", "data.sequence_length")
     layers, width, vocabulary, rows, length = (run.number(path) for path in numbers)
     shape = f"{run.text('model.family') or 'model'}, {pluralize(layers, 'layer')} x {width}" if layers else None
@@ -124,7 +128,7 @@ def _subtitle(run: Run) -> str:
 
 
 def _objective(run: Run) -> str | None:
-    """Such as: headless, on next tokens for the first 50 %, vanilla for the last 20 % of the steps."""
+    """For example: headless, on next tokens for the first 50%, vanilla for the last 20% of the steps"""
     name = run.text("objective.name")
     causal, vanilla = (run.number(f"objective.schedule.{kind}_share") for kind in ("causal", "vanilla"))
     shares = [f"on next tokens for the first {causal:.0%}"] if causal else []
@@ -132,22 +136,22 @@ def _objective(run: Run) -> str | None:
     return f"{', '.join([name, *shares])} of the steps" if name and shares else name
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Every setting that has a value, by its path, as the page shows it."""
+def _flatten_config(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(path, text of the value) of every setting that is not null."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
+            yield from _flatten_config(value, f"{prefix}{key}.")
         elif value is not None:
-            yield f"{above}{key}", str(value).lower() if isinstance(value, bool) else str(value)
+            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+def _differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """The paths of settings in which the runs differ."""
-    names = dict.fromkeys(name for each in settings for name in each if name not in ("name", "output_dir"))
-    return [name for name in names if len({each.get(name, "") for each in settings}) > 1]
+    paths = dict.fromkeys(path for run in settings for path in run if path not in ("name", "output_dir"))
+    return [path for path in paths if len({run.get(path, "") for run in settings}) > 1]
 
 
-def _sections(settings: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _by_section(settings: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """A run's settings by section and field."""
     sections: dict[str, dict[str, str]] = {}
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""Reads what runs logged: metrics, settings, samples, events."""
+"""Reads run folders: metrics, settings, samples, events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megahead.wording import format_numbers, format_range, pluralize
 
 Record = Mapping[str, Any]
 
-_RESTARTS = {"session", "rollback"}
-"""Records after which a run continues from an earlier step."""
+_RESTART_KEYS = {"session", "rollback"}
+"""Keys of records after which a run continues from an earlier step."""
 
-_EVENTS = {*_RESTARTS, "fault", "slow", "replica", "copy", "mirror"}
+_EVENT_KEYS = {*_RESTART_KEYS, "fault", "slow", "replica", "copy", "mirror"}
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,23 @@ class RunMetrics:
     """{"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", ...}"""
 
     validation: Sequence[Record]
-    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "upper_bound"}; the last (not in
-    older logs): whether they are upper bounds, of masked diffusion"""
+    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "upper_bound"}; upper_bound
+    (missing in older logs): whether the values are upper bounds, as in masked diffusion"""
 
     tasks: Sequence[Record] = ()
-    """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""
+    """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, evaluations of lm-eval tasks"""
 
     events: Sequence[Record] = ()
-    """{"step", "tokens", "seconds"} with one of "session" (a session began), "fault" (a bad step), "rollback", "slow"
-    (a straggling rank), "replica" (weights differed between replicas), "copy" (a checkpoint in memory) and "mirror" (an
-    upload). In the order of the log, including events of steps that were rolled back.
-    """
+    """{"step", "tokens", "seconds"} with one of "session" (a start), "fault" (a bad step), "rollback", "slow" (a
+    straggling rank), "replica" (weights differed between replicas), "copy" (a checkpoint in memory) and "mirror" (an
+    upload). In the order of the log, including events of steps that were rolled back."""
 
 
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    An incomplete last line is ignored. Steps that a rollback or a later session discarded are left out, and the last
-    of several lines for one step counts. UserError if there is no log, or if another line is malformed.
+    Ignores an incomplete last line and steps that a rollback or a later session discarded; of several lines for one
+    step the last counts. UserError if there is no log, or if another line is malformed.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
     training: dict[int, Record] = {}
@@ -59,33 +58,34 @@ def read_metrics(run: Path) -> RunMetrics:
     events: list[Record] = []
     for record in _records(path):
         step = record["step"]
-        if _RESTARTS & record.keys():
-            past = record.get("session", {}).get("continues", step)
+        if _RESTART_KEYS & record.keys():
+            last_valid = record.get("session", {}).get("continues", step)
             training, validation, tasks = (
-                {at: line for at, line in lines.items() if at <= past} for lines in (training, validation, tasks)
+                {step: line for step, line in by_step.items() if step <= last_valid}
+                for by_step in (training, validation, tasks)
             )
         if "validation" in record:
-            where = {key: record[key] for key in ("step", "tokens", "seconds")}
-            validation[step] = where | record["validation"]
+            progress = {key: record[key] for key in ("step", "tokens", "seconds")}
+            validation[step] = progress | record["validation"]
         elif "tasks" in record:
             tasks[step] = record
         elif "loss" in record:
             training[step] = record
-        elif _EVENTS & record.keys():
+        elif _EVENT_KEYS & record.keys():
             events.append(record)
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name
-    return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
+    return RunMetrics(name, _sorted_values(training), _sorted_values(validation), _sorted_values(tasks), events)
 
 
 def read_all_metrics(runs: Sequence[Path]) -> list[RunMetrics]:
     """The metrics of several runs. Runs with the same name are named by their paths."""
-    found = [read_metrics(run) for run in runs]
-    names = [metrics.name for metrics in found]
+    all_metrics = [read_metrics(run) for run in runs]
+    names = [metrics.name for metrics in all_metrics]
     return [
         replace(metrics, name=str(run)) if names.count(metrics.name) > 1 else metrics
-        for run, metrics in zip(runs, found, strict=True)
+        for run, metrics in zip(runs, all_metrics, strict=True)
     ]
 
 
@@ -114,7 +114,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _in_order(by_step: Mapping[int, Record]) -> list[Record]:
+def _sorted_values(by_step: Mapping[int, Record]) -> list[Record]:
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -131,7 +131,7 @@ class Run:
     metrics: RunMetrics
 
     config: Config
-    """The sections of RUN/config.yaml, not validated, so that runs of earlier versions can be read."""
+    """The content of RUN/config.yaml, not validated, so that runs of earlier versions can be read."""
 
     geometry: Sequence[Record]
     """{"step", "tokens", "seconds", "gradient_share", ...} of each checkpoint that was measured"""
@@ -147,7 +147,7 @@ class Run:
         return self.metrics.name
 
     def number(self, path: str) -> float | None:
-        """The number at `section.field`, or None if the configuration has none there."""
+        """The number at `section.field`, or None."""
         return value if isinstance(value := self._setting(path), (int, float)) else None
 
     def text(self, path: str) -> str | None:
@@ -162,52 +162,58 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in `folders`, named as by `read_all_metrics`. Raises UserError as `read_metrics`."""
-    found = zip(map(RunFolder, folders), read_all_metrics(folders), strict=True)
+    """The runs in `folders`, named as by `read_all_metrics`. UserError if a log cannot be read."""
     return [
-        Run(at, metrics, _config(at.config), _geometry(at.geometry), _samples(at.samples), _ending(at.ending))
-        for at, metrics in found
+        Run(
+            folder,
+            metrics,
+            _read_config(folder.config),
+            _read_geometry(folder.geometry),
+            _read_samples(folder.samples),
+            _read_ending(folder.ending),
+        )
+        for folder, metrics in zip(map(RunFolder, folders), read_all_metrics(folders), strict=True)
     ]
 
 
-def _text(path: Path) -> str:
-    """Empty where there is no such file."""
+def _read_text(path: Path) -> str:
+    """The text of a file; empty if there is none."""
     with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _config(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     tree = None
     with suppress(ValueError, yaml.YAMLError):
-        tree = yaml.safe_load(_text(path))
+        tree = yaml.safe_load(_read_text(path))
     return tree if isinstance(tree, dict) else {}
 
 
-def _geometry(path: Path) -> list[Record]:
+def _read_geometry(path: Path) -> list[Record]:
     try:
         return sorted(ResultCache(path).entries, key=lambda entry: int(entry["step"]))
     except (DataError, KeyError, ValueError):
         return []
 
 
-def _samples(path: Path) -> list[Record]:
-    found = []
-    for line in _text(path).split("\n"):  # not splitlines: a text may contain other line separators
+def _read_samples(path: Path) -> list[Record]:
+    samples = []
+    for line in _read_text(path).split("\n"):  # not splitlines: a text may contain other line separators
         with suppress(ValueError):  # incomplete
-            found.append(json.loads(line))
-    return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
+            samples.append(json.loads(line))
+    return [sample for sample in samples if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
 
-def _ending(path: Path) -> str | None:
+def _read_ending(path: Path) -> str | None:
     with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(_text(path))["ending"])
+        return str(json.loads(_read_text(path))["ending"])
     return None
 
 
 # Events of a run: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
 
-_DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
+_ACTION_TEXTS = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ class Event:
 
 
 def events_of(run: Run) -> list[Event]:
-    """The events of a run in order, without its first start."""
+    """The events of a run in the order of its log, without its first start."""
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
@@ -233,36 +239,34 @@ def events_of(run: Run) -> list[Event]:
 
 
 def _messages(record: Record) -> Iterator[tuple[str, bool]]:
-    """The sentences of a record, and whether each is a problem."""
+    """(sentence, whether it is a problem) for each event of a record."""
     match record:
         case {"session": session}:
-            yield from _session(session)
+            yield from _session_messages(session)
         case {"fault": fault}:
-            yield _fault(fault), fault["kind"] != "overflow"
+            yield _fault_message(fault), fault["kind"] != "overflow"
         case {"rollback": rollback}:
             yield f"went back to {rollback['checkpoint']}", False
         case {"slow": slow}:
             times = slow["seconds"] / slow["usual"]
             yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
         case {"replica": replica}:
-            what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
-            yield (
-                f"weights of {format_numbers('rank', replica['ranks'])} differed from the other replicas': {what}",
-                True,
-            )
+            action = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
+            ranks = format_numbers("rank", replica["ranks"])
+            yield f"weights of {ranks} differed from the other replicas': {action}", True
         case {"copy": {"off": reason}}:
             yield f"kept no more copies in memory: {reason}", True
         case {"copy": {"skipped": 1}}:
             yield "a copy in memory was left out, since the last one was still on its way", True
-        case {"mirror": {"failed": reason, **sent}}:
-            what = f"step {sent['step']:,}" if "step" in sent else "the log"
-            yield f"{what} did not get to the mirror: {reason}", True
+        case {"mirror": {"failed": reason, **upload}}:
+            content = f"step {upload['step']:,}" if "step" in upload else "the log"
+            yield f"{content} did not get to the mirror: {reason}", True
         case {"mirror": {"skipped": _, "step": step}}:
             reason = "since an older checkpoint was still on its way"
             yield f"step {step:,} was not copied to the mirror, {reason}", True
 
 
-def _session(session: Record) -> Iterator[tuple[str, bool]]:
+def _session_messages(session: Record) -> Iterator[tuple[str, bool]]:
     for message in session.get("damaged", ()):
         yield f"passed over a damaged checkpoint: {message}", True
     if session.get("resumed") is not None:
@@ -279,20 +283,20 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     for message in memory.get("problems", ()):
         yield f"passed over a copy in memory: {message}", True
     if "mesh_before" in session:
-        now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
-        yield f"went on with {now} instead of {before}", False
+        current, previous = (_describe_mesh(session[key]) for key in ("mesh", "mesh_before"))
+        yield f"went on with {current} instead of {previous}", False
 
 
-def _ranks(mesh: Mapping[str, int]) -> str:
+def _describe_mesh(mesh: Mapping[str, int]) -> str:
     tensor = f" x {mesh['tensor']} tensor ranks" if mesh["tensor"] > 1 else ""
     waiting = f" ({mesh['waiting']} waiting)" if mesh["waiting"] else ""
     return f"{pluralize(mesh['data'], 'data rank')}{tensor}{waiting}"
 
 
-def _fault(fault: Record) -> str:
-    where = fault.get("where", ())
-    ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
-    rows = ", ".join(format_range("row", range(place["first"], place["last"] + 1)) for place in where[:3])
-    on = f" on {format_numbers('rank', ranks)}" if ranks else ""
-    what = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
-    return f"{what}{on}, {rows}: {_DONE[fault['action']]}"
+def _fault_message(fault: Record) -> str:
+    micro_batches = fault.get("where", ())
+    ranks = sorted({batch["rank"] for batch in micro_batches if batch["rank"] is not None})
+    rows = ", ".join(format_range("row", range(batch["first"], batch["last"] + 1)) for batch in micro_batches[:3])
+    on_ranks = f" on {format_numbers('rank', ranks)}" if ranks else ""
+    problem = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
+    return f"{problem}{on_ranks}, {rows}: {_ACTION_TEXTS[fault['action']]}"

@@ -1,6 +1,6 @@
-"""One table in three forms: for the terminal, for Markdown, and as JSON for another program.
+"""Tables for the terminal, in Markdown and in JSON.
 
-Rows are mappings; the columns are all keys in the order in which they first appear, and a missing value stays empty.
+Rows are mappings. The columns are all keys in order of first appearance; a missing value is an empty cell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[str] = ()) -> Table:
-    """A terminal table with right-aligned numbers; `right`: columns of text that are aligned so too."""
+    """A terminal table; numbers and the columns `right` are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for name in columns(rows):
         table.add_column(Text(name), justify="right" if name in right or _is_numeric(rows, name) else "left")
@@ -27,7 +27,7 @@ def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[st
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table, padded so that it also reads well as plain text; empty for no rows."""
+    """A Markdown table, padded to be readable as plain text; empty for no rows."""
     names = columns(rows)
     if not names:
         return ""
@@ -45,11 +45,11 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 def to_json(rows: Sequence[Row]) -> str:
     """The rows with their exact values, as JSON; NaN and infinities become null."""
-    exact = [
+    encodable = [
         {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()}
         for row in rows
     ]
-    return json.dumps(exact, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(encodable, indent=1, ensure_ascii=False) + "\n"
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
@@ -58,7 +58,7 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value as text for people: thousands separated, four significant digits, empty for None."""
+    """Formats a value for display: thousands separators, four significant digits, empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

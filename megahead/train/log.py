@@ -125,7 +125,9 @@ class Interval:
         }
         if self._auxiliary is not None:
             found = [self._auxiliary.means(r.auxiliary) for r in reports]
-            means |= {f"{self._auxiliary.metric}_{name}": _mean(each[name] for each in found) for name in found[0]}
+            means |= {
+                f"{self._auxiliary.metric_prefix}_{name}": _mean(each[name] for each in found) for name in found[0]
+            }
             means |= self._auxiliary.derived_metrics(means)
         return means | {name: _mean(r.counts[name] for r in reports) for name in reports[0].counts}
 
@@ -339,7 +341,7 @@ class RunLogger:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
         found = {name: value for name, value in asdict(result).items() if name != "auxiliary"}
         if self._auxiliary is not None and result.auxiliary is not None:
-            found[self._auxiliary.metric] = result.auxiliary
+            found[self._auxiliary.metric_prefix] = result.auxiliary
         self._perplexity = result.perplexity
         curves = {name: value for name, value in found.items() if isinstance(value, float)}
         message = held_out_line(result, state, head, self._auxiliary)

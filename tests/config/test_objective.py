@@ -38,7 +38,7 @@ def test_a_group_is_a_number(asked: int | str, samples: int) -> None:
     objective = ObjectiveConfig(group_samples=asked)
     assert resolve_candidate_group_samples(objective, BATCH, data_ranks=2) == samples
     assert (
-        resolve_candidate_group_samples(objective, BATCH, data_ranks=4, stored=samples) == samples
+        resolve_candidate_group_samples(objective, BATCH, data_ranks=4, saved=samples) == samples
     )  # kept on another mesh
 
 
@@ -53,6 +53,6 @@ def test_a_group_that_the_run_cannot_hold_is_refused() -> None:
             resolve_candidate_group_samples(ObjectiveConfig(group_samples=asked), BATCH, data_ranks=2)
         assert str(caught.value) == f"`objective.group_samples` must {rule}, but is {asked} instead."
     with pytest.raises(ConfigError, match=r"stay what the run began with \(16\)"):
-        resolve_candidate_group_samples(ObjectiveConfig(group_samples=8), BATCH, 2, stored=16)
+        resolve_candidate_group_samples(ObjectiveConfig(group_samples=8), BATCH, 2, saved=16)
     with pytest.raises(ConfigError, match=r"divide batch.micro_size \(4\) or be a multiple"):
-        resolve_candidate_group_samples(ObjectiveConfig(), BATCH, 2, stored=6)
+        resolve_candidate_group_samples(ObjectiveConfig(), BATCH, 2, saved=6)

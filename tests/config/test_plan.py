@@ -32,7 +32,7 @@ def test_a_plan_holds_what_config_and_ranks_decide_together(tmp_path: Path) -> N
     assert (plan.ranks, plan.data_ranks, plan.accumulation_steps, plan.zero_stage) == (4, 2, 2, 2)
     assert plan.deepspeed == deepspeed_config(config, 2)
     assert plan.zero["offload_optimizer"] == {"device": "cpu"}
-    assert (plan.group_samples(), plan.group_samples(stored=8)) == (2, 8)
+    assert (plan.group_samples(), plan.group_samples(saved=8)) == (2, 8)
 
 
 def test_a_plan_that_is_not_told_its_device_takes_the_configs(tmp_path: Path) -> None:

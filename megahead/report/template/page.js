@@ -1,10 +1,10 @@
-// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see build_panels in page.py.
-// A series is {x: {tokens, step, seconds}, y, mean}; null in y is a value that was missing or not finite: the line breaks.
+// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see build_panels in panels.py.
+// A series is {x: {tokens, step, seconds}, y, mean}; null in y is a missing or non-finite value: a gap in the line.
 "use strict";
 const { panels, runs } = JSON.parse(document.getElementById("data").textContent);
 const HEIGHT = 230, EDGE = { left: 46, right: 12, top: 10, bottom: 26 };
-const hidden = new Set();
-let across = "tokens", here = null;
+const hiddenRuns = new Set();
+let axis = "tokens", cursor = null; // cursor: its position on the axis, or null
 
 const color = (k) => `var(--run-${k % 8})`;
 const create = (name, attributes, parent) => {
@@ -13,7 +13,7 @@ const create = (name, attributes, parent) => {
   return parent ? parent.appendChild(node) : node;
 };
 
-function short(value) {
+function formatNumber(value) {
   const size = Math.abs(value);
   for (const [limit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= limit) return +(value / (suffix === "k" ? 1e3 : limit)).toPrecision(3) + suffix;
@@ -28,9 +28,9 @@ function duration(seconds) {
   return seconds < 172800 ? `${+(seconds / 3600).toPrecision(3)} h` : `${+(seconds / 86400).toPrecision(3)} days`;
 }
 
-const named = { tokens: (x) => `${short(x)} tokens`, step: (x) => `step ${Math.round(x).toLocaleString("en")}`, seconds: duration };
-const ticked = { tokens: short, step: short, seconds: duration };
-const shown = (panel, value) => (panel.percent ? `${+(100 * value).toPrecision(3)} %` : short(value));
+const formatValue = { tokens: (x) => `${formatNumber(x)} tokens`, step: (x) => `step ${Math.round(x).toLocaleString("en")}`, seconds: duration };
+const formatTick = { tokens: formatNumber, step: formatNumber, seconds: duration };
+const formatY = (panel, value) => (panel.percent ? `${+(100 * value).toPrecision(3)} %` : formatNumber(value));
 
 function linearTicks(low, high, count, units) {
   const rough = (high - low) / count || 1;
@@ -55,31 +55,31 @@ function logTicks(low, high) {
 const TIMES = [1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000];
 
 function scales(panel, width) {
-  const lines = panel.series.filter((s) => !hidden.has(s.run));
-  const values = lines.flatMap((s) => [...s.y, ...s.mean]).filter((v) => v !== null && (!panel.log || v > 0));
+  const lines = panel.series.filter((s) => !hiddenRuns.has(s.run));
+  const values = lines.flatMap((s) => [...s.y, ...s.mean]).filter((v) => v !== null && (!panel.log_scale || v > 0));
   let low = Math.min(...values), high = Math.max(...values);
   if (!values.length) [low, high] = [1, 2];
-  if (panel.zero) low = 0;
-  if (low === high) [low, high] = panel.log ? [low / 1.5, high * 1.5] : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
-  const f = panel.log ? Math.log10 : (v) => v, room = 0.05 * (f(high) - f(low));
-  const floor = panel.zero ? 0 : f(low) - room, ceiling = f(high) + room;
-  const last = Math.max(1e-9, ...lines.map((s) => s.x[across][s.x[across].length - 1] || 0));
-  const inner = width - EDGE.left - EDGE.right, tall = HEIGHT - EDGE.top - EDGE.bottom;
+  if (panel.from_zero) low = 0;
+  if (low === high) [low, high] = panel.log_scale ? [low / 1.5, high * 1.5] : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
+  const f = panel.log_scale ? Math.log10 : (v) => v, margin = 0.05 * (f(high) - f(low));
+  const floor = panel.from_zero ? 0 : f(low) - margin, ceiling = f(high) + margin;
+  const last = Math.max(1e-9, ...lines.map((s) => s.x[axis][s.x[axis].length - 1] || 0));
+  const innerWidth = width - EDGE.left - EDGE.right, innerHeight = HEIGHT - EDGE.top - EDGE.bottom;
   return {
     lines, low, high, last,
-    x: (v) => EDGE.left + (v / last) * inner,
-    y: (v) => EDGE.top + (1 - (f(v) - floor) / (ceiling - floor)) * tall,
-    value: (px) => ((px - EDGE.left) / inner) * last,
-    ticks: panel.log ? logTicks(10 ** floor, 10 ** ceiling) : linearTicks(panel.zero ? 0 : floor, ceiling, 4),
+    x: (v) => EDGE.left + (v / last) * innerWidth,
+    y: (v) => EDGE.top + (1 - (f(v) - floor) / (ceiling - floor)) * innerHeight,
+    value: (px) => ((px - EDGE.left) / innerWidth) * last,
+    ticks: panel.log_scale ? logTicks(10 ** floor, 10 ** ceiling) : linearTicks(panel.from_zero ? 0 : floor, ceiling, 4),
   };
 }
 
 function path(xs, ys, scale, log) {
   let text = "", pen = false;
   ys.forEach((y, k) => {
-    const there = y !== null && (!log || y > 0);
-    if (there) text += `${pen ? "L" : "M"}${scale.x(xs[k]).toFixed(1)} ${scale.y(y).toFixed(1)}`;
-    pen = there;
+    const visible = y !== null && (!log || y > 0);
+    if (visible) text += `${pen ? "L" : "M"}${scale.x(xs[k]).toFixed(1)} ${scale.y(y).toFixed(1)}`;
+    pen = visible;
   });
   return text;
 }
@@ -92,29 +92,29 @@ function draw(panel) {
   for (const tick of scale.ticks) {
     const y = scale.y(tick);
     create("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y, y2: y }, svg);
-    create("text", { x: EDGE.left - 8, y: y + 4, "text-anchor": "end" }, svg).textContent = shown(panel, tick);
+    create("text", { x: EDGE.left - 8, y: y + 4, "text-anchor": "end" }, svg).textContent = formatY(panel, tick);
   }
-  const columns = linearTicks(0, scale.last, Math.max(2, Math.floor(width / 110)), across === "seconds" ? TIMES : null);
+  const columns = linearTicks(0, scale.last, Math.max(2, Math.floor(width / 110)), axis === "seconds" ? TIMES : null);
   for (const tick of columns) {
     const anchor = scale.x(tick) > width - 40 ? "end" : tick === 0 ? "start" : "middle";
-    const place = { x: scale.x(tick), y: HEIGHT - 6, "text-anchor": anchor };
-    create("text", place, svg).textContent = tick === 0 ? "0" : ticked[across](tick);
+    const attributes = { x: scale.x(tick), y: HEIGHT - 6, "text-anchor": anchor };
+    create("text", attributes, svg).textContent = tick === 0 ? "0" : formatTick[axis](tick);
   }
   for (const line of scale.lines) {
-    const stroke = color(line.run), xs = line.x[across], dashes = line.run >= 8 ? "5 5" : "none";
-    if (!panel.dots && !panel.exact) create("path", { class: "raw", stroke, d: path(xs, line.y, scale, panel.log) }, svg);
-    create("path", { class: "mean", stroke, "stroke-dasharray": dashes, d: path(xs, line.mean, scale, panel.log) }, svg);
+    const stroke = color(line.run), xs = line.x[axis], dashes = line.run >= 8 ? "5 5" : "none";
+    if (!panel.dots && !panel.exact) create("path", { class: "raw", stroke, d: path(xs, line.y, scale, panel.log_scale) }, svg);
+    create("path", { class: "mean", stroke, "stroke-dasharray": dashes, d: path(xs, line.mean, scale, panel.log_scale) }, svg);
     line.mean.forEach((y, k) => {
-      if (y === null || (panel.log && y <= 0) || (!panel.dots && line.mean.length > 1)) return;
+      if (y === null || (panel.log_scale && y <= 0) || (!panel.dots && line.mean.length > 1)) return;
       create("circle", { cx: scale.x(xs[k]), cy: scale.y(y), r: line.mean.length > 60 ? 1.6 : 2.8, fill: stroke }, svg);
     });
     for (const event of runs[line.run].events) {
-      const at = scale.x(event[across]), bottom = HEIGHT - EDGE.bottom;
-      const mark = create("path", { d: `M${at} ${bottom}l-4 7h8z`, fill: event.wrong ? "var(--wrong)" : "var(--again)" }, svg);
+      const x = scale.x(event[axis]), bottom = HEIGHT - EDGE.bottom;
+      const mark = create("path", { d: `M${x} ${bottom}l-4 7h8z`, fill: event.wrong ? "var(--wrong)" : "var(--again)" }, svg);
       create("title", {}, mark).textContent = event.text;
     }
   }
-  point(panel);
+  drawCursor(panel);
 }
 
 function nearest(xs, x) {
@@ -123,16 +123,16 @@ function nearest(xs, x) {
   return best;
 }
 
-function point(panel) {
-  panel.svg.querySelectorAll(".pointed").forEach((node) => node.remove());
+function drawCursor(panel) {
+  panel.svg.querySelectorAll(".cursor").forEach((node) => node.remove());
   const { scale } = panel;
-  if (here === null || here > scale.last * 1.02) return;
-  const x = scale.x(here), top = EDGE.top, bottom = HEIGHT - EDGE.bottom;
-  create("line", { class: "here pointed", x1: x, x2: x, y1: top, y2: bottom }, panel.svg);
+  if (cursor === null || cursor > scale.last * 1.02) return;
+  const x = scale.x(cursor), top = EDGE.top, bottom = HEIGHT - EDGE.bottom;
+  create("line", { class: "cursor-line cursor", x1: x, x2: x, y1: top, y2: bottom }, panel.svg);
   for (const line of scale.lines) {
-    const k = nearest(line.x[across], here), y = line.mean[k];
-    if (y === null || y === undefined || (panel.log && y <= 0)) continue;
-    create("circle", { class: "pointed", cx: scale.x(line.x[across][k]), cy: scale.y(y), r: 4, fill: color(line.run) }, panel.svg);
+    const k = nearest(line.x[axis], cursor), y = line.mean[k];
+    if (y === null || y === undefined || (panel.log_scale && y <= 0)) continue;
+    create("circle", { class: "cursor", cx: scale.x(line.x[axis][k]), cy: scale.y(y), r: 4, fill: color(line.run) }, panel.svg);
   }
 }
 
@@ -140,16 +140,16 @@ const tip = document.body.appendChild(document.createElement("div"));
 tip.className = "tip";
 tip.hidden = true;
 
-function show(panel, event) {
-  const rows = panel.scale.lines.map((line) => [line, line.mean[nearest(line.x[across], here)]]).filter((row) => row[1] != null);
+function showTip(panel, event) {
+  const rows = panel.scale.lines.map((line) => [line, line.mean[nearest(line.x[axis], cursor)]]).filter((row) => row[1] != null);
   tip.replaceChildren();
-  tip.appendChild(document.createElement("div")).textContent = named[across](here);
+  tip.appendChild(document.createElement("div")).textContent = formatValue[axis](cursor);
   for (const [line, value] of rows) {
     const row = tip.appendChild(document.createElement("div")), dot = row.appendChild(document.createElement("span"));
     dot.className = line.run >= 8 ? "dot ring" : "dot";
     dot.style.setProperty("--its", color(line.run));
     if (runs.length > 1) row.append(runs[line.run].name);
-    row.appendChild(document.createElement("b")).textContent = shown(panel, value);
+    row.appendChild(document.createElement("b")).textContent = formatY(panel, value);
   }
   tip.hidden = false;
   const right = event.clientX + 18 + tip.offsetWidth > window.innerWidth;
@@ -160,14 +160,14 @@ function show(panel, event) {
 function listen(panel) {
   panel.svg.addEventListener("pointermove", (event) => {
     const px = event.clientX - panel.svg.getBoundingClientRect().left;
-    here = Math.min(Math.max(panel.scale.value(px), 0), panel.scale.last);
-    panels.forEach(point);
-    show(panel, event);
+    cursor = Math.min(Math.max(panel.scale.value(px), 0), panel.scale.last);
+    panels.forEach(drawCursor);
+    showTip(panel, event);
   });
   panel.svg.addEventListener("pointerleave", () => {
-    here = null;
+    cursor = null;
     tip.hidden = true;
-    panels.forEach(point);
+    panels.forEach(drawCursor);
   });
 }
 
@@ -176,18 +176,18 @@ document.querySelectorAll(".chart").forEach((card, k) => {
   panels[k].svg = create("svg", { role: "img", "aria-label": panels[k].title }, card);
   listen(panels[k]);
 });
-document.querySelectorAll(".across button").forEach((button, _, all) => {
+document.querySelectorAll(".axis button").forEach((button, _, all) => {
   button.addEventListener("click", () => {
-    across = button.value;
-    here = null;
+    axis = button.value;
+    cursor = null;
     all.forEach((other) => other.setAttribute("aria-pressed", other === button));
     drawAll();
   });
 });
 document.querySelectorAll(".key").forEach((button, k) => {
   button.addEventListener("click", () => {
-    if (!hidden.delete(k)) hidden.add(k);
-    button.setAttribute("aria-pressed", !hidden.has(k));
+    if (!hiddenRuns.delete(k)) hiddenRuns.add(k);
+    button.setAttribute("aria-pressed", !hiddenRuns.has(k));
     drawAll();
   });
 });
