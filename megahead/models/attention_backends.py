@@ -1,4 +1,4 @@
-"""How attention over documents is computed: the backends, the choice among them, and the reference."""
+"""Attention over documents: the backends, their selection, and the reference implementation."""
 
 from __future__ import annotations
 
@@ -16,78 +16,77 @@ from torch.nn import functional as F
 from megahead.errors import ConfigError
 from megahead.models.documents import Documents
 
-# Attention of bf16 rows on a CPU: forward by torch's kernel, backward in the fastest of three ways.
+# Attention of bf16 rows on a CPU: forward by torch's kernel, backward by the fastest of three implementations.
 #
-# torch's own bf16 backward costs much for each call: for documents of 16 to 128 tokens 3 to 7 times as long as in fp32,
-# conversions included. So few scores go back in fp32, by the same kernel; many scores of up to 512 tokens a row by five
-# bf16 products, of so many rows at once that their scores stay in the cache (under a mask rows of several documents,
-# too); longer rows by torch's bf16 kernel, which skips what a causal row does not see.
+# torch's bf16 backward has a high cost per call: for documents of 16 to 128 tokens 3 to 7 times the time of fp32,
+# conversions included. So the backward pass of few scores is in fp32, by the same kernel; of many scores with up to 512
+# tokens a row it is five bf16 products, in chunks of rows whose scores fit the cache (under a mask also for rows of
+# several documents); of longer rows it is torch's bf16 kernel, which skips masked scores of causal rows.
 #
-# B rows, H heads, M queries and T tokens of a row (as many, but for the targets of an encoder's last block), d
-# dimensions of a head; C heads at once.
+# B rows, H heads, M queries and T tokens of a row (equal, except for the targets of an encoder's last block), d
+# dimensions of a head; C heads of a chunk.
 
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
-_LARGEST_IN_FP32 = 2**14
-"""Tokens x dimensions of a head up to which fp32 is faster than torch's bf16: 512 tokens of 32, 256 of 64."""
+_MAX_FP32_SIZE = 2**14
+"""Largest tokens x head dimensions for which fp32 is faster than torch's bf16: 512 x 32, 256 x 64."""
 
-_LONGEST_BY_PRODUCTS = 512
-"""Tokens: above, a causal row wastes half of too many scores."""
+_MAX_MATMUL_TOKENS = 512
+"""Longest rows for bf16 products, which compute both halves of causal scores."""
 
-_LEAST_BY_PRODUCTS = 2**17
-"""Scores of a call; with fewer the calls themselves cost more than they gain."""
+_MIN_MATMUL_SCORES = 2**17
+"""Fewest scores for bf16 products; below, the overhead of calls exceeds the gain."""
 
-_SCORES_AT_ONCE = 2**20
+_SCORES_PER_CHUNK = 2**20
 """2 MiB of bf16, twice."""
 
 
-def is_supported(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
-    """Whether `bf16_attention` works here and is faster: bf16 on a CPU, short rows, and no dropout."""
+def should_use_bf16_attention(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
+    """Whether `bf16_attention` is supported and faster: bf16 on a CPU, short rows, and no dropout."""
     tokens, head_size = k_BKTd.shape[-2:]
-    short = 0 < tokens * head_size <= _LARGEST_IN_FP32 or _is_faster_by_products(q_BHMd, k_BKTd)
-    here = q_BHMd.device.type == "cpu" and q_BHMd.dtype == torch.bfloat16
-    return here and short and q_BHMd.numel() > 0 and dropout == 0.0
+    is_short = 0 < tokens * head_size <= _MAX_FP32_SIZE or _is_matmul_faster(q_BHMd, k_BKTd)
+    is_cpu_bf16 = q_BHMd.device.type == "cpu" and q_BHMd.dtype == torch.bfloat16
+    return is_cpu_bf16 and is_short and q_BHMd.numel() > 0 and dropout == 0.0
 
 
-def is_supported_masked(q: Tensor, tokens: int, dropout: float) -> bool:
-    """The same for rows of so many `tokens` in several documents, under a bias."""
-    return q.numel() > 0 and is_faster_masked(q.device, q.dtype, tokens, dropout)
+def should_use_masked_bf16_attention(q: Tensor, tokens: int, dropout: float) -> bool:
+    """The same for rows of several documents with `tokens` tokens, which need a bias."""
+    return q.numel() > 0 and is_masked_bf16_faster(q.device, q.dtype, tokens, dropout)
 
 
-def is_faster_masked(device: torch.device, dtype: torch.dtype, tokens: int, dropout: float) -> bool:
-    """`is_supported_masked`, before there are rows."""
-    short = tokens <= _LONGEST_BY_PRODUCTS
-    return device.type == "cpu" and dtype == torch.bfloat16 and short and dropout == 0.0
+def is_masked_bf16_faster(device: torch.device, dtype: torch.dtype, tokens: int, dropout: float) -> bool:
+    """`should_use_masked_bf16_attention` for any rows of `tokens` tokens."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and tokens <= _MAX_MATMUL_TOKENS and dropout == 0.0
 
 
 def bf16_attention(
     q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool, bias_BMT: Tensor | None = None
 ) -> Tensor:
-    """[B, H, M, d]: as `scaled_dot_product_attention`; its backward pass is this module's. `causal`: M is T.
+    """[B, H, M, d]: `scaled_dot_product_attention` with a faster backward pass. `causal` requires M = T.
 
-    `bias_BMT`, in q's dtype, is added to the scores of all heads and takes the place of `causal`: 0, or -inf where a
-    query does not see a token.
+    `bias_BMT`, in q's dtype, is added to the scores of all heads and replaces `causal`: 0, or -inf where a query does
+    not attend to a token.
     """
-    if bias_BMT is not None or _is_faster_by_products(q_BHMd, k_BHTd):
-        output: Tensor = _ByProducts.apply(q_BHMd, k_BHTd, v_BHTd, causal, bias_BMT)
+    if bias_BMT is not None or _is_matmul_faster(q_BHMd, k_BHTd):
+        output: Tensor = _MatmulBackwardAttention.apply(q_BHMd, k_BHTd, v_BHTd, causal, bias_BMT)
     else:
-        output = _InFp32.apply(q_BHMd, k_BHTd, v_BHTd, causal)
+        output = _Fp32BackwardAttention.apply(q_BHMd, k_BHTd, v_BHTd, causal)
     return output
 
 
-def _is_faster_by_products(q_BHMd: Tensor, k_BKTd: Tensor) -> bool:
+def _is_matmul_faster(q_BHMd: Tensor, k_BKTd: Tensor) -> bool:
     (rows, heads, queries, _), tokens = q_BHMd.shape, k_BKTd.shape[-2]
-    return tokens <= _LONGEST_BY_PRODUCTS and rows * heads * queries * tokens >= _LEAST_BY_PRODUCTS
+    return tokens <= _MAX_MATMUL_TOKENS and rows * heads * queries * tokens >= _MIN_MATMUL_SCORES
 
 
-class _InFp32(torch.autograd.Function):
+class _Fp32BackwardAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         output: Tensor
-        output, logsumexp = _forward(q, k, v, 0.0, causal)
+        output, logsumexp = _flash_forward(q, k, v, 0.0, causal)
         ctx.save_for_backward(q, k, v, output, logsumexp)
         ctx.causal = causal
         return output
@@ -95,76 +94,77 @@ class _InFp32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *rows, logsumexp = ctx.saved_tensors
-        in_fp32 = [x.float() for x in (gradient, *rows)]
-        found = _backward(*in_fp32, logsumexp, 0.0, ctx.causal)
-        return *(x.to(gradient.dtype) for x in found), None
+        fp32_inputs = [x.float() for x in (gradient, *rows)]
+        gradients = _flash_backward(*fp32_inputs, logsumexp, 0.0, ctx.causal)
+        return *(x.to(gradient.dtype) for x in gradients), None
 
 
-class _ByProducts(torch.autograd.Function):
-    """Backward computes the weights of attention anew, as softmax's of scores that are rounded to bf16."""
+class _MatmulBackwardAttention(torch.autograd.Function):
+    """The backward pass recomputes the attention weights, from scores rounded to bf16."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias_BMT: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, k, v, bias_BMT)
         ctx.causal = causal
         if bias_BMT is None:
-            output: Tensor = _forward(q, k, v, 0.0, causal)[0]
+            output: Tensor = _flash_forward(q, k, v, 0.0, causal)[0]
         else:
-            output = _forward(q, k, v, 0.0, False, attn_mask=bias_BMT[:, None])[0]
+            output = _flash_forward(q, k, v, 0.0, False, attn_mask=bias_BMT[:, None])[0]
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *_by_products(gradient, *ctx.saved_tensors, ctx.causal), None, None
+        return *_matmul_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None
 
 
 @torch.library.custom_op("megahead::attention_backward", mutates_args=())
-def _by_products(
+def _matmul_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_BMT: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, a few rows at once. An operator, as what `torch.compile` makes of it is slower."""
+    """The gradients of q, k and v, in chunks of rows. An operator, since `torch.compile` would make it slower."""
     (rows, heads, queries, _), tokens = q.shape, k.shape[2]
     if bias_BMT is None:
         bias_BMT = q.new_full((1, queries, tokens), -inf).triu(1) if causal else q.new_zeros(1, 1, 1)
-    at_once = min(rows, max(1, _SCORES_AT_ONCE // (heads * queries * tokens)))
-    room = q.new_empty(2, at_once, heads, queries, tokens)
-    given = [x.contiguous() for x in (gradient, q, k, v)]
-    found = _like(q), _like(k), _like(v)
-    by_row = bias_BMT.expand(rows, -1, -1), *given, *found
-    for bias, *parts in zip(*(x.split(at_once) for x in by_row), strict=True):
-        weights, to_scores = room[:, : len(bias)]
+    chunk_rows = min(rows, max(1, _SCORES_PER_CHUNK // (heads * queries * tokens)))
+    buffers = q.new_empty(2, chunk_rows, heads, queries, tokens)
+    inputs = [x.contiguous() for x in (gradient, q, k, v)]
+    gradients = _empty_like(q), _empty_like(k), _empty_like(v)
+    tensors = bias_BMT.expand(rows, -1, -1), *inputs, *gradients
+    for bias, *parts in zip(*(x.split(chunk_rows) for x in tensors), strict=True):
+        weights, grad_scores = buffers[:, : len(bias)]
         weights.copy_(bias[:, None])
-        _fill_gradients(*(x.flatten(0, 1) for x in (weights, to_scores, *parts)))
-    return found
+        _fill_gradients(*(x.flatten(0, 1) for x in (weights, grad_scores, *parts)))
+    return gradients
 
 
-@_by_products.register_fake
+@_matmul_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_BMT: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
-def _like(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fill_gradients(weights_CMT: Tensor, to_scores_CMT: Tensor, *rows: Tensor) -> None:
-    """Fills in the last three. `weights_CMT` holds the bias; scores are kept there and in `to_scores_CMT`."""
-    gradient_CMd, q_CMd, k_CTd, v_CTd, to_q_CMd, to_k_CTd, to_v_CTd = rows
+def _fill_gradients(weights_CMT: Tensor, grad_scores_CMT: Tensor, *rows: Tensor) -> None:
+    """Writes the gradients of q, k and v, the last three of `rows`. `weights_CMT`: the bias, overwritten by attention
+    weights; `grad_scores_CMT`: a buffer."""
+    grad_output_CMd, q_CMd, k_CTd, v_CTd, grad_q_CMd, grad_k_CTd, grad_v_CTd = rows
     scale = q_CMd.shape[-1] ** -0.5
     torch.softmax(weights_CMT.baddbmm_(q_CMd, k_CTd.mT, alpha=scale), -1, out=weights_CMT)
-    torch.bmm(weights_CMT.mT, gradient_CMd, out=to_v_CTd)
-    torch.bmm(gradient_CMd, v_CTd.mT, out=to_scores_CMT)
-    _softmax_backward(to_scores_CMT, weights_CMT, -1, weights_CMT.dtype, grad_input=to_scores_CMT)
-    to_q_CMd.baddbmm_(to_scores_CMT, k_CTd, beta=0, alpha=scale)
-    to_k_CTd.baddbmm_(to_scores_CMT.mT, q_CMd, beta=0, alpha=scale)
+    torch.bmm(weights_CMT.mT, grad_output_CMd, out=grad_v_CTd)
+    torch.bmm(grad_output_CMd, v_CTd.mT, out=grad_scores_CMT)
+    _softmax_backward(grad_scores_CMT, weights_CMT, -1, weights_CMT.dtype, grad_input=grad_scores_CMT)
+    grad_q_CMd.baddbmm_(grad_scores_CMT, k_CTd, beta=0, alpha=scale)
+    grad_k_CTd.baddbmm_(grad_scores_CMT.mT, q_CMd, beta=0, alpha=scale)
 
 
-# Local attention, where no kernel for it exists: a document is cut into pieces as long as the window. Measured on one
-# CPU core, forward and backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for 64 tokens to
-# each side, 832 ms for all. T tokens in P pieces of w (the window), each of which sees s = 3 w keys: its own, and those
-# of the pieces before and behind it.
+# Local attention without a kernel for it: a document is split into pieces of the window's length. Measured on one CPU
+# core, forward and backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for 64 tokens to each
+# side, 832 ms for full attention. T tokens in P pieces of w (the window), each with s = 3 w keys: those of the piece
+# itself, the previous one and the next one.
 
 
 def attend_locally(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dropout: float, causal: bool) -> Tensor:
@@ -174,75 +174,75 @@ def attend_locally(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dro
     """
     tokens = len(q_THd)
     pieces = -(-tokens // window)
-    filled = pieces * window - tokens
-    q_PHwd = F.pad(q_THd, (0, 0, 0, 0, 0, filled)).unflatten(0, (pieces, window)).transpose(1, 2)
+    padding = pieces * window - tokens
+    q_PHwd = F.pad(q_THd, (0, 0, 0, 0, 0, padding)).unflatten(0, (pieces, window)).transpose(1, 2)
     k_PHsd, v_PHsd = (
-        F.pad(x, (0, 0, 0, 0, window, window + filled)).unfold(0, 3 * window, window).mT for x in (k_THd, v_THd)
+        F.pad(x, (0, 0, 0, 0, window, window + padding)).unfold(0, 3 * window, window).mT for x in (k_THd, v_THd)
     )
-    mask_P1ws = _nearby(tokens, window, causal, q_THd.device)[:, None]
-    near_PHwd = F.scaled_dot_product_attention(q_PHwd, k_PHsd, v_PHsd, attn_mask=mask_P1ws, dropout_p=dropout)
-    return near_PHwd.transpose(1, 2).flatten(0, 1)[:tokens]
+    mask_P1ws = _local_mask(tokens, window, causal, q_THd.device)[:, None]
+    output_PHwd = F.scaled_dot_product_attention(q_PHwd, k_PHsd, v_PHsd, attn_mask=mask_P1ws, dropout_p=dropout)
+    return output_PHwd.transpose(1, 2).flatten(0, 1)[:tokens]
 
 
-def _nearby(tokens: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """[P, w, s] bool: which keys each token of a piece sees; those that fill up the last piece see some, too."""
+def _local_mask(tokens: int, window: int, causal: bool, device: torch.device) -> Tensor:
+    """[P, w, s] bool: the keys that each token of a piece attends to; not empty for padding of the last piece."""
     first_P11 = torch.arange(0, tokens, window, device=device)[:, None, None]
     query_Pw1 = first_P11 + torch.arange(window, device=device)[:, None]
     key_P1s = first_P11 + torch.arange(-window, 2 * window, device=device)
     distance_Pws = key_P1s - query_Pw1
-    near_Pws = (distance_Pws >= -window) & (distance_Pws <= (0 if causal else window))
-    return near_Pws & (key_P1s >= 0) & (key_P1s < tokens)
+    is_near_Pws = (distance_Pws >= -window) & (distance_Pws <= (0 if causal else window))
+    return is_near_Pws & (key_P1s >= 0) & (key_P1s < tokens)
 
 
-# The ways to compute attention over documents; `attend_masked` is the reference, the others do the same for less.
+# Implementations of attention over documents; `attend_masked` is the reference, the others are equal and faster.
 #
-# Keys and values may have fewer heads than queries, each serving as many of these in turn. B rows, T tokens, H heads
-# (of this rank), d dimensions of a head.
+# Keys and values may have fewer heads than queries (grouped-query attention). B rows, T tokens, H heads (of this rank),
+# d dimensions of a head.
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
 """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over its document, within `documents.window` where that is set.
 
-Functions of q, k, v, documents, dropout, and causal: whether a token sees only itself and its predecessors.
+Functions of q, k, v, documents, dropout, and causal: whether a token attends only to itself and its predecessors.
 """
 
-VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
-"""Whether `varlen_attn` has `enable_gqa`; in torch 2.11 it has not."""
+VARLEN_HAS_GQA = torch.__version__ >= "2.12"
+"""Whether `varlen_attn` has `enable_gqa`; it is missing in torch 2.11."""
 
 
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
+    """Rows of one document each. torch selects the kernel, except for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    if is_supported(q, k, dropout):
-        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    if should_use_bf16_attention(q, k, dropout):
+        k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
         return bf16_attention(q, k, v, causal).transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
+    is_grouped = q.shape[1] != k.shape[1]
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=is_grouped)
     return heads.transpose(1, 2)
 
 
 def attend_masked(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """The reference for the other backends: every pair of a row is scored, then hidden by a mask."""
+    """The reference for the other backends: computes all scores of a row, and masks those across documents."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    if is_supported_masked(q, k.shape[2], dropout):
-        bias_BTT = documents.causal_half_bias_BTT if causal else documents.half_bias_BTT
+    k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
+    if should_use_masked_bf16_attention(q, k.shape[2], dropout):
+        bias_BTT = documents.causal_bf16_bias_BTT if causal else documents.bf16_bias_BTT
         return bf16_attention(q, k, v, causal, bias_BTT).transpose(1, 2)
     mask_B1TT = (documents.causal_mask_BTT if causal else documents.mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
 
 
-def repeated(x: Tensor, heads: int) -> Tensor:
-    """Each head (dim 1) as often in a row as makes `heads`; torch's kernels that take a mask on GPUs want that."""
+def repeat_kv(x: Tensor, heads: int) -> Tensor:
+    """Repeats each key or value head (dim 1) consecutively up to `heads` heads, for kernels without grouped queries."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def attend_per_document(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
+    """One call per document: no scores across documents. Splits and joins once, so backward copies once."""
     parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
     window, outputs = documents.window, list[Tensor]()
     for q, k, v in parts:
@@ -250,29 +250,29 @@ def attend_per_document(
             outputs.append(attend_rows(q[None], k[None], v[None], dropout, causal)[0])
         else:
             heads = q.shape[1]
-            outputs.append(attend_locally(q, repeated(k, heads), repeated(v, heads), window, dropout, causal))
+            outputs.append(attend_locally(q, repeat_kv(k, heads), repeat_kv(v, heads), window, dropout, causal))
     return torch.cat(outputs).view_as(q_BTHd)
 
 
 def attend_varlen(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """torch's own kernel for sequences of differing lengths. `varlen_attn` has no dropout, its operator has."""
+    """torch's kernel for sequences of different lengths. Calls the operator for dropout, which `varlen_attn` lacks."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
-    cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
-    lengths = cu_seqlens, cu_seqlens, longest, longest
-    far = -1 if documents.window is None else documents.window
-    left, right = far, 0 if causal else far
-    if dropout or not VARLEN_SHARES_KEYS:
-        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    cu_seqlens, max_seqlen = documents.cu_seqlens, q_BTHd.shape[1]
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    left = -1 if documents.window is None else documents.window
+    right = 0 if causal else left
+    if dropout or not VARLEN_HAS_GQA:
+        k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
     if dropout:
-        sides = {} if documents.window is None else {"window_size_left": left, "window_size_right": right}
-        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, **sides)[0]
+        window = {} if documents.window is None else {"window_size_left": left, "window_size_right": right}
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, **window)[0]
     else:
-        shared: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        output = varlen_attn(q, k, v, *lengths, window_size=(left, right), **shared)
+        gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        output = varlen_attn(q, k, v, *lengths, window_size=(left, right), **gqa)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 
@@ -295,15 +295,15 @@ def load_flash4() -> Callable[..., Any]:
     return flash_attn_varlen_func  # type: ignore[no-any-return]
 
 
-# Which backends there are, where each can be used, and the choice among them.
+# The backends, the devices and dtypes that each supports, and their selection.
 #
-# On CUDA in half precision `auto` takes a kernel for sequences of differing lengths: flash-attn 2, 3 or 4 where one is
-# installed, else torch's own. A CPU goes document by document (measured on one core, forward and backward, 2 rows x
-# 2,048 tokens in 4 documents each, 8 heads of 64: 198 ms, under a mask 613 ms), but for short rows in bf16.
+# On CUDA in half precision `auto` is a kernel for sequences of different lengths: flash-attn 2, 3 or 4 if installed,
+# else torch's. On a CPU it computes document by document (measured on one core, forward and backward, 2 rows x 2,048
+# tokens in 4 documents each, 8 heads of 64: 198 ms, with a mask 613 ms), except for short rows in bf16.
 
 
 class AttentionSpec(NamedTuple):
-    """What a backend must support."""
+    """The properties of a run that a backend must support."""
 
     device: torch.device
     dtype: torch.dtype
@@ -311,16 +311,16 @@ class AttentionSpec(NamedTuple):
     head_size: int
     dropout: float = 0.0
     local: bool = False
-    """Whether there are layers with local attention, whose tokens see a window of their document."""
+    """Whether there are layers with local (sliding-window) attention."""
     masked: bool = False
-    """Whether a CPU is faster with rows under a mask than document by document."""
+    """Whether a CPU is faster with masked rows than document by document."""
 
 
 def attend(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float = 0.0, causal: bool = True
 ) -> Tensor:
-    """An `Attend`: by the best backend for these tensors."""
-    local, masked = documents.window is not None, is_supported_masked(q_BTHd, q_BTHd.shape[1], dropout)
+    """An `AttentionFunction` that calls the best backend for these tensors."""
+    local, masked = documents.window is not None, should_use_masked_bf16_attention(q_BTHd, q_BTHd.shape[1], dropout)
     spec = AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local, masked)
     backend = choose_backend("auto", spec)
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
@@ -328,43 +328,43 @@ def attend(
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention, and where it can be used."""
+    """An implementation of attention, and what it supports."""
 
     name: str
-    varlen: Attend
-    """Where rows may have several documents, or tokens see a window of theirs."""
+    varlen: AttentionFunction
+    """For rows of several documents, and for local attention."""
     description: str
     dense: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] | None = attend_rows
-    """The same without documents, where each row is one, seen as a whole; None: by `varlen` as well."""
+    """For rows of one document each with full attention; None: `varlen`."""
     kernel: tuple[str, str] | None = None
-    """Module and function; None where torch's own operators are all it takes."""
-    generations: range = range(8, 100)
-    """Major compute capabilities of the CUDA devices that `kernel` was made for."""
+    """Module and function; None if it needs only torch operators."""
+    compute_capabilities: range = range(8, 100)
+    """Major compute capabilities of the CUDA devices that `kernel` supports."""
     head_sizes: range = range(8, 257, 8)
     supports_dropout: bool = True
-    """Whether it can drop attention weights."""
+    """Whether it supports dropout of attention weights."""
     supports_local: bool = True
-    """Whether it has local attention: a window to each side of a token."""
-    traceable: bool = True
-    """Whether `torch.compile` can trace it: not if the host reads lengths, or a kernel is not a torch operator."""
+    """Whether it supports local attention: a window to each side of a token."""
+    is_traceable: bool = True
+    """Whether `torch.compile` can trace it: false if the host reads lengths, or a kernel is not a torch operator."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float = 0.0, causal: bool = True
     ) -> Tensor:
-        """An `Attend`."""
-        if documents.need_no_mask and self.dense is not None:
+        """An `AttentionFunction`."""
+        if not documents.needs_mask and self.dense is not None:
             return self.dense(q, k, v, dropout, causal)
         return self.varlen(q, k, v, documents, dropout, causal)
 
     def unsupported_reason(self, spec: AttentionSpec) -> str:
-        """Why it cannot serve `spec`; empty where it can."""
+        """The reason why it does not support `spec`; empty if it does."""
         if self.kernel is None:
             return ""
         if spec.device.type != "cuda":
             return f"it needs a CUDA device, not {spec.device.type}"
-        generation = torch.cuda.get_device_capability(spec.device)[0]
-        if generation not in self.generations:
-            return f"it is not made for devices of compute capability {generation}.x"
+        major = torch.cuda.get_device_capability(spec.device)[0]
+        if major not in self.compute_capabilities:
+            return f"it is not made for devices of compute capability {major}.x"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return "it computes in bf16 or fp16 only"
         if spec.head_size not in self.head_sizes:
@@ -373,89 +373,94 @@ class Backend:
             return "it has no dropout of attention weights"
         if spec.local and not self.supports_local:
             return "it has no local attention"
-        return _missing(*self.kernel)
+        return _import_error(*self.kernel)
 
 
-def _flash(
+def _flash_backend(
     name: str,
     description: str,
     module: str,
     load: Callable[[], Callable[..., Any]],
     *,
     supports_dropout: bool = False,
-    **where: Any,
+    **limits: Any,
 ) -> Backend:
-    """One of flash-attn's generations, which differ in where they are imported from and in what they return; `load`
-    imports it by an `import` statement, which `torch.compile` can trace."""
+    """The backend of a flash-attn version; versions differ in module and return type. `load` imports the function by an
+    `import` statement, which `torch.compile` can trace."""
 
     def varlen(
         q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
     ) -> Tensor:
-        cu_seqlens, longest, window = documents.cu_seqlens, q_BTHd.shape[1], documents.window
-        found = load()(
+        cu_seqlens, max_seqlen, window = documents.cu_seqlens, q_BTHd.shape[1], documents.window
+        result = load()(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **({} if window is None else {"window_size": (window, 0 if causal else window)}),
             **({"dropout_p": dropout} if supports_dropout else {}),
         )
-        output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
+        output: Tensor = result[0] if isinstance(result, tuple) else result  # some versions add the logsumexp
         return output.view_as(q_BTHd)
 
     kernel = module, "flash_attn_varlen_func"
-    return Backend(name, varlen, description, dense=None, kernel=kernel, supports_dropout=supports_dropout, **where)
+    return Backend(name, varlen, description, dense=None, kernel=kernel, supports_dropout=supports_dropout, **limits)
 
 
-_FLASH4: dict[str, Any] = {
-    "generations": range(9, 13),
+_FLASH4_LIMITS: dict[str, Any] = {
+    "compute_capabilities": range(9, 13),
     "head_sizes": range(8, 129, 8),
-    "traceable": False,  # not a torch operator
-    "supports_local": False,  # forward everywhere, backward on some devices in some versions
+    "is_traceable": False,  # not a torch operator
+    "supports_local": False,  # the backward pass only on some devices in some versions
 }
 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        _flash("flash3", "flash-attn 3", "flash_attn_interface", load_flash3, generations=range(9, 10)),
-        _flash("flash4", "flash-attn 4", "flash_attn.cute", load_flash4, **_FLASH4),
-        _flash("flash2", "flash-attn 2", "flash_attn", load_flash2, head_sizes=range(1, 257), supports_dropout=True),
+        _flash_backend(
+            "flash3", "flash-attn 3", "flash_attn_interface", load_flash3, compute_capabilities=range(9, 10)
+        ),
+        _flash_backend("flash4", "flash-attn 4", "flash_attn.cute", load_flash4, **_FLASH4_LIMITS),
+        _flash_backend(
+            "flash2", "flash-attn 2", "flash_attn", load_flash2, head_sizes=range(1, 257), supports_dropout=True
+        ),
         Backend(
             "varlen",
             attend_varlen,
-            "torch's kernel for sequences of differing lengths",
+            "torch's kernel for sequences of different lengths",
             kernel=("torch.nn.attention.varlen", "varlen_attn"),
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
-        Backend("documents", attend_per_document, "torch's scaled dot product, document by document", traceable=False),
+        Backend(
+            "documents", attend_per_document, "torch's scaled dot product, document by document", is_traceable=False
+        ),
     )
 }
-"""By name; on a CUDA device `auto` takes the first of them that can serve."""
+"""By name; on a CUDA device `auto` is the first one that supports the run."""
 
 
 @cache
-def choose_backend(wanted: str, spec: AttentionSpec) -> Backend:
-    """The backend named `wanted`, for `auto` the best one that supports `spec`; ConfigError with the reason why
-    not.
+def choose_backend(name: str, spec: AttentionSpec) -> Backend:
+    """The backend `name`, for `auto` the best one that supports `spec`; ConfigError with the reason if it does not.
 
-    `auto` on a CPU is document by document, or by a mask; on other devices the former would synchronise.
+    `auto` on a CPU is document by document, or masked; on other devices the former would synchronize.
     """
-    if wanted == "auto":
+    if name == "auto":
         if spec.device.type == "cpu":
             return BACKENDS["sdpa" if spec.masked else "documents"]
         return next(backend for backend in BACKENDS.values() if not backend.unsupported_reason(spec))
-    backend = BACKENDS[wanted]
+    backend = BACKENDS[name]
     if reason := backend.unsupported_reason(spec):
-        raise ConfigError("engine.attention", "serve this run", got=f"`{wanted}`", hint=f"{reason}; try `auto`")
+        raise ConfigError("engine.attention", "serve this run", got=f"`{name}`", hint=f"{reason}; try `auto`")
     return backend
 
 
 @cache
-def _missing(module: str, name: str) -> str:
-    """Why the function cannot be imported (compiled modules fail in many ways); empty when it can."""
+def _import_error(module: str, name: str) -> str:
+    """The reason why the function cannot be imported (compiled modules fail in many ways); empty if it can."""
     try:
         getattr(importlib.import_module(module), name)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""A backbone: token embeddings in, hidden states after the final norm out; what all decoders and all encoders share.
+"""The backbone, from token embeddings to hidden states after the final norm: the common part of all families.
 
-B rows, T tokens a row, t those of them that this rank holds, D hidden size, N targets.
+B rows, T tokens per row, t of them on this rank, D hidden size, N targets.
 """
 
 from __future__ import annotations
@@ -14,108 +14,106 @@ from torch import Tensor, nn
 
 from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
-from megahead.models.attention_backends import Attend
-from megahead.models.blocks import Block, CompiledBlocks, Recompute, SelfAttention, checkpointed
+from megahead.models.attention_backends import AttentionFunction
+from megahead.models.blocks import Block, CompiledBlocks, Recompute, SelfAttention, checkpoint_block
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.layers import Embedding, Rotation, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
+from megahead.models.layers import Embedding, FrequencyScaling, Rotation, rotary_tables, scale_linearly, scale_llama3
 
 
 class Backbone(nn.Module, ABC):
-    """An embedding table and blocks over its rows: tokens to hidden states, without a head. A family defines what its
-    first block reads, the further inputs of each block, and what follows the last one.
+    """An embedding table and blocks: maps tokens to hidden states, without a head. A family defines the first block's
+    input, the further arguments of each block, and the final norm.
 
-    Looking up and encoding are apart, so that one lookup can serve the input tokens and the candidates of a loss.
+    Lookup and encoding are separate methods, so that one lookup serves the input tokens and the candidates of a loss.
     """
 
     embedding: nn.Embedding
-    """[padded vocabulary, D]; also what outputs are scored against."""
+    """[padded vocabulary, D]; outputs are scored against its rows."""
 
     blocks: nn.ModuleList
 
     recompute_blocks: Recompute = False
-    """True: keep only each block's input for the backward pass, and compute the block again there: a third more time
-    for memory of L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
+    """True: save only each block's input and recompute the block in the backward pass: a third more time for memory of
+    L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
 
     compiled: CompiledBlocks | None = None
-    """Calls blocks compiled; None: they run as they are."""
+    """Runs blocks compiled; None: eagerly."""
 
     sequence_group: Group = Group()
-    """Ranks that split each row's tokens among them inside `encode` (sequence parallelism)."""
+    """Ranks that split each row's tokens inside `encode` (sequence parallelism)."""
 
-    last_block_at_targets: ClassVar[bool] = True
-    """Whether the last block computes targets alone where they are few."""
+    has_target_only_last_block: ClassVar[bool] = True
+    """Whether the last block computes only targets where they are sparse."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[..., D]: the table's rows of `ids`, of any shape."""
+        """[..., D]: the embeddings of `ids`, of any shape."""
         rows: Tensor = self.embedding(ids)
         return rows
 
-    def embedding_blocks(self, until: int) -> Iterator[Tensor] | None:
-        """The table's first `until` rows in blocks [b, D], where no rank has all of it; else None. Collective."""
+    def embedding_blocks(self, num_rows: int) -> Iterator[Tensor] | None:
+        """The table's first `num_rows` rows in blocks [b, D] if the table is sharded; else None. Collective."""
         blocks: Callable[[int], Iterator[Tensor]] | None = getattr(self.embedding, "weight_blocks", None)
-        return None if blocks is None else blocks(until)
+        return None if blocks is None else blocks(num_rows)
 
-    def use_attention(self, attend: Attend) -> None:
-        """Has every layer compute attention by `attend`, which must serve this backbone's device and precision."""
+    def set_attention(self, attend: AttentionFunction) -> None:
+        """Sets every layer's attention function, which must support this backbone's device and precision."""
         for layer in self.modules():
             if isinstance(layer, SelfAttention):
                 layer.attend = attend
 
     def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:
-        """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again.
+        """`block(*inputs)`, recomputed in the backward pass if `recompute_blocks`, with the same dropout masks.
 
-        `static_shapes`: the same in every batch of training, so that compiling for them pays; not in evaluation.
+        `static_shapes`: whether shapes are equal in all training batches, so that compiling for them pays.
         """
         compiled = self.compiled if static_shapes and self.training else None
         call = block if compiled is None else partial(compiled, block)
         if self.recompute_blocks and self.training:
-            return checkpointed(call, *inputs, selective=self.recompute_blocks == "selective")
+            return checkpoint_block(call, *inputs, selective=self.recompute_blocks == "selective")
         output: Tensor = call(*inputs)
         return output
 
     @abstractmethod
-    def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, t, D]: what the first block reads."""
+    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, t, D]: the input of the first block."""
 
     @abstractmethod
-    def block_inputs(self, documents: Documents) -> Sequence[tuple[object, ...]]:
-        """For each block, what it is called with beside its input."""
+    def block_arguments(self, documents: Documents) -> Sequence[tuple[object, ...]]:
+        """Each block's arguments after its input."""
 
-    def normed(self, x: Tensor) -> Tensor:
-        """The last block's output after a norm, where there is one."""
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """The last block's output after the final norm, if there is one."""
         return x
 
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
-        x_BtD = self._run_blocks(self.blocks, self.block_inputs(documents), self.embedded(rows_BTD, documents))
-        return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
+        """[B, T, D]: hidden states after the final norm; a token attends only to its own document."""
+        x_BtD = self._run_blocks(self.blocks, self.block_arguments(documents), self.initial_hidden(rows_BTD, documents))
+        return gather_from_group(self.apply_final_norm(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
         self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
     ) -> Tensor:
-        """[N, D]: the same at `targets`; where these are few, an encoder's last block computes them alone.
+        """[N, D]: the hidden states of `targets`; where these are sparse, an encoder's last block computes only them.
 
-        Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
-        all of them. `subsets`: what some layers before the last one compute alone, in the order of these layers.
+        Equal to `encode` at these positions, except for dropout masks. With sequence parallelism all positions are
+        computed. `subsets`: the tokens that some layers before the last one are restricted to, in the layers' order.
         """
-        alone = self.last_block_at_targets and targets.are_few and self.sequence_group.size == 1
-        if not subsets and not alone:
-            return targets.take(self.encode(rows_BTD, documents))
-        x_BTD, inputs, done, last = (
-            self.embedded(rows_BTD, documents),
-            self.block_inputs(documents),
-            0,
-            len(self.blocks) - 1,
-        )
-        for part in subsets:
-            before = slice(done, part.layers.start)
-            x_BTD = self._run_blocks(self.blocks[before], inputs[before], x_BTD)
-            x_BTD = part.merge(self._run_subset(part, x_BTD, documents), x_BTD)
-            done = part.layers.stop
-        x_BTD = self._run_blocks(self.blocks[done:last], inputs[done:last], x_BTD)
-        if not targets.are_few:
-            return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *inputs[last])))
-        return self.normed(self.run_block(self.blocks[last], x_BTD, *inputs[last], targets, static_shapes=False))
+        targets_only = self.has_target_only_last_block and targets.are_sparse and self.sequence_group.size == 1
+        if not subsets and not targets_only:
+            return targets.select(self.encode(rows_BTD, documents))
+        x_BTD, arguments = self.initial_hidden(rows_BTD, documents), self.block_arguments(documents)
+        start, last = 0, len(self.blocks) - 1
+        for subset in subsets:
+            full_layers = slice(start, subset.layers.start)
+            x_BTD = self._run_blocks(self.blocks[full_layers], arguments[full_layers], x_BTD)
+            x_BTD = subset.merge(self._run_subset(subset, x_BTD, documents), x_BTD)
+            start = subset.layers.stop
+        x_BTD = self._run_blocks(self.blocks[start:last], arguments[start:last], x_BTD)
+        if targets.are_sparse:
+            x_ND = self.run_block(self.blocks[last], x_BTD, *arguments[last], targets, static_shapes=False)
+        else:
+            x_ND = targets.select(self.run_block(self.blocks[last], x_BTD, *arguments[last]))
+        return self.apply_final_norm(x_ND)
 
     def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """[B, T, D]: hidden states of `input_ids_BT`; without `documents` each row is one document."""
@@ -124,65 +122,65 @@ class Backbone(nn.Module, ABC):
             documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
         return self.encode(self.embed(input_ids_BT), documents)
 
-    def _run_subset(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, K, D]: what the layers of `part` make of its tokens."""
-        first, stop = part.layers.start, part.layers.stop
-        if part.first_layer_sees_all:
-            view = self.block_inputs(documents)[first]
-            kept_ND = self.run_block(self.blocks[first], x_BTD, *view, part.kept, static_shapes=False)
-            x_BKD, first = part.kept.spread(kept_ND), first + 1
+    def _run_subset(self, subset: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, K, D]: the subset's tokens after its layers."""
+        first, stop = subset.layers.start, subset.layers.stop
+        if subset.first_layer_sees_all:
+            arguments = self.block_arguments(documents)[first]
+            x_ND = self.run_block(self.blocks[first], x_BTD, *arguments, subset.positions, static_shapes=False)
+            x_BKD, first = subset.positions.pad(x_ND), first + 1
         else:
-            x_BKD = part.of(x_BTD)
-        inputs = self.block_inputs(part.documents(documents))
-        return self._run_blocks(self.blocks[first:stop], inputs[first:stop], x_BKD, static_shapes=False)
+            x_BKD = subset.select(x_BTD)
+        subset_arguments = self.block_arguments(subset.select_documents(documents))
+        return self._run_blocks(self.blocks[first:stop], subset_arguments[first:stop], x_BKD, static_shapes=False)
 
     def _run_blocks(
         self,
         blocks: Iterable[nn.Module],
-        inputs: Sequence[tuple[object, ...]],
+        arguments: Sequence[tuple[object, ...]],
         x_BtD: Tensor,
         static_shapes: bool = True,
     ) -> Tensor:
-        """[B, t, D]: the last of the blocks' outputs."""
-        for block, view in zip(blocks, inputs, strict=True):
-            x_BtD = self.run_block(block, x_BtD, *view, static_shapes=static_shapes)
+        """[B, t, D]: the output of the last block."""
+        for block, block_arguments in zip(blocks, arguments, strict=True):
+            x_BtD = self.run_block(block, x_BtD, *block_arguments, static_shapes=static_shapes)
         return x_BtD
 
 
 class Decoder(Backbone):
-    """Embedding, blocks, final norm; parameters only, nothing is kept in buffers."""
+    """Embedding, blocks, final norm. Has no buffers."""
 
-    last_block_at_targets = False  # its targets are about all tokens
+    has_target_only_last_block = False  # nearly all tokens have a target
 
     def __init__(self, config: ModelConfig, block: Callable[[], Block], norm: Callable[[], nn.Module]) -> None:
-        """`block` makes each of the blocks, `norm` the last norm."""
+        """`block` builds each block, `norm` the final norm."""
         super().__init__()
         self.rotary_dims = config.rotary_dims()
         self.rotary_base = config.rotary_base
-        self.rotary_scaling = _scaling(config.rotary_scaling)
+        self.rotary_scaling = _rotary_scaling(config.rotary_scaling)
         self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
         self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
         self.final_norm = norm()
 
-    def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, t, D]: the rows of the table."""
+    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, t, D]: the token embeddings."""
         return scatter_to_group(rows_BTD, self.sequence_group, dim=1)
 
-    def block_inputs(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
-        """The same for each block."""
-        rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
+    def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
+        """The same arguments for each block."""
+        rotation = rotary_tables(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
         return [(rotation, documents)] * len(self.blocks)
 
-    def normed(self, x: Tensor) -> Tensor:
-        """[..., D]: by the final norm."""
-        normed: Tensor = self.final_norm(x)
-        return normed
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """[..., D]: `x` after the final norm."""
+        output: Tensor = self.final_norm(x)
+        return output
 
 
-def _scaling(settings: RotaryScalingConfig | None) -> Scaling | None:
+def _rotary_scaling(settings: RotaryScalingConfig | None) -> FrequencyScaling | None:
     if settings is None:
         return None
     if settings.kind == "linear":
-        return partial(scaled_linearly, factor=settings.factor)
+        return partial(scale_linearly, factor=settings.factor)
     low, high = settings.low_frequency_factor, settings.high_frequency_factor
-    return partial(scaled_as_llama3, factor=settings.factor, low=low, high=high, positions=settings.original_positions)
+    return partial(scale_llama3, factor=settings.factor, low=low, high=high, positions=settings.original_positions)

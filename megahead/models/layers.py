@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
 
 
 def dropout(x: Tensor, rate: float, group: Group, training: bool) -> Tensor:
-    """`x` with a share of `rate` dropped, where `training`; each rank of `group` draws its own."""
+    """`x` after dropout if `training`, with different masks on each rank of `group`."""
     if not training or rate == 0.0:
         return x
     with per_rank_rng(group, x.device):
@@ -69,43 +69,43 @@ class LayerNorm(nn.LayerNorm):
     """`weight * (x - mean(x)) / sqrt(var(x) + eps) + bias` over the last dimension; the bias may be None."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D], in the type of `x`."""
+        """[..., D], in the dtype of `x`."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """`x` [..., D] normed, in its type. On CPUs half precision is normed in fp32, since torch sums the gradients of
-    weight and bias in the type of `x`: up to a third off for 4,096 tokens whose gradients lean one way."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type != "cpu" or exact == x.dtype:
+    """`x` [..., D] normed, in its dtype. Half precision on CPUs is normed in fp32, since torch sums the gradients of
+    weight and bias in the dtype of `x`: an error of up to a third for 4,096 tokens with gradients of one sign."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type != "cpu" or dtype == x.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
-    bias = None if bias is None else bias.to(exact)
-    return F.layer_norm(x.to(exact), weight.shape, weight.to(exact), bias, eps).to(x.dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias, eps).to(x.dtype)
 
 
 # Root mean square normalization (Zhang & Sennrich 2019, arXiv 1910.07467).
 
 
 class RMSNorm(nn.RMSNorm):
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension; no mean is taken off, and there is no bias."""
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D], in the type of `x`, where autocast leaves the weight in fp32."""
+        """[..., D], in the dtype of `x`, also under autocast, which leaves the weight in fp32."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Embedding(nn.Embedding):
-    """A table of rows, as torch has it but for half precision on CPUs, see `look_up`."""
+    """`nn.Embedding` with the lookup of `look_up`."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[..., D]: the rows of `ids`, of any shape."""
+        """[..., D]: the embeddings of `ids`, of any shape."""
         return look_up(ids, self.weight)
 
 
 def look_up(ids: Tensor, weight_VD: Tensor) -> Tensor:
-    """[..., D]: rows of `weight_VD`, whose gradient is dense. In half precision on CPUs rows are selected by index,
-    which sums the gradients of an id in fp32; torch's look-up sums them in half precision, where a sum stops growing
-    after some hundred occurrences."""
+    """[..., D]: rows of `weight_VD`, with a dense gradient. Half precision on CPUs uses `index_select`, which sums the
+    gradients of an id in fp32; `F.embedding` sums them in half precision, where a sum stops growing after some hundred
+    occurrences."""
     if weight_VD.device.type != "cpu" or weight_VD.dtype not in (torch.bfloat16, torch.float16):
         return F.embedding(ids, weight_VD)
     return weight_VD.index_select(0, ids.flatten()).view(*ids.shape, -1)
@@ -113,9 +113,9 @@ def look_up(ids: Tensor, weight_VD: Tensor) -> Tensor:
 
 # Rotary positions (Su et al. 2021, arXiv 2104.09864) on the first r dimensions of each head.
 #
-# Dimension i and its partner i + r/2 (the "rotate-half" pairing) turn by position * base^(-2i/r). The tables are made
-# once per forward pass, in fp32, and shared by all blocks; nothing is stored in the model. For longer rows than a
-# model was first trained on its frequencies may be scaled. B rows, T tokens, H heads, d dimensions of a head.
+# Dimensions i and i + r/2 (the "rotate-half" pairing) are rotated by position * base^(-2i/r). The tables are computed
+# once per forward pass, in fp32, and shared by all blocks, without buffers in the model. For longer rows than in a
+# model's first training its frequencies may be scaled. B rows, T tokens, H heads, d dimensions of a head.
 
 
 class Rotation(NamedTuple):
@@ -123,18 +123,18 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """Negated in the first half, where the partner is subtracted."""
+    """Negated in the first half, as in rotate-half."""
 
-    def at(self, targets: TargetPositions) -> Rotation:
-        """Tables that broadcast against [N, H, r], of the targets alone."""
-        return Rotation(targets.take(self.cos), targets.take(self.sin))
-
-
-Scaling = Callable[[Tensor], Tensor]
-"""From the frequencies [r/2] of a base to those that a model turns by."""
+    def select(self, targets: TargetPositions) -> Rotation:
+        """The targets' tables, which broadcast against [N, H, r]."""
+        return Rotation(targets.select(self.cos), targets.select(self.sin))
 
 
-def rotary_at(positions: Tensor, dims: int, base: float, scaling: Scaling | None = None) -> Rotation:
+FrequencyScaling = Callable[[Tensor], Tensor]
+"""Maps the frequencies [r/2] of a base to the scaled ones."""
+
+
+def rotary_tables(positions: Tensor, dims: int, base: float, scaling: FrequencyScaling | None = None) -> Rotation:
     """Tables for `positions` ([B, T], or [1, T] if the same in all rows) and the first `dims` dimensions of a head."""
     frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
     if scaling is not None:
@@ -145,31 +145,31 @@ def rotary_at(positions: Tensor, dims: int, base: float, scaling: Scaling | None
 
 
 def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
-    """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
+    """`x_BTHd` rotated by its positions, in its own dtype; dimensions beyond the tables are unchanged."""
     dims = rotation.cos.shape[-1]
     if dims == x_BTHd.shape[-1]:
-        return _rotated(x_BTHd, rotation)
-    turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
-    return torch.cat([_rotated(turning, rotation), passing], -1)
+        return _rotate(x_BTHd, rotation)
+    rotary, unrotated = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
+    return torch.cat([_rotate(rotary, rotation), unrotated], -1)
 
 
-def _rotated(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
-    """In the wider of both formats: a CPU multiplies two of differing formats several times as slowly."""
+def _rotate(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
+    """Computes in the wider of both dtypes: mixed dtypes are several times as slow on a CPU."""
     wide_BTHr = x_BTHr.to(torch.promote_types(x_BTHr.dtype, rotation.cos.dtype))
-    partner_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)
-    return (wide_BTHr * rotation.cos + partner_BTHr * rotation.sin).to(x_BTHr.dtype)
+    swapped_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)
+    return (wide_BTHr * rotation.cos + swapped_BTHr * rotation.sin).to(x_BTHr.dtype)
 
 
-def scaled_linearly(frequencies: Tensor, factor: float) -> Tensor:
-    """Positions count `factor` times less (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+def scale_linearly(frequencies: Tensor, factor: float) -> Tensor:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): divides all frequencies by `factor`."""
     return frequencies / factor
 
 
-def scaled_as_llama3(frequencies: Tensor, factor: float, low: float, high: float, positions: int) -> Tensor:
-    """Llama 3.1's way: what turns less than `low` times in `positions` tokens turns `factor` times slower.
+def scale_llama3(frequencies: Tensor, factor: float, low: float, high: float, positions: int) -> Tensor:
+    """Llama 3.1's scaling: divides the frequencies of less than `low` rotations in `positions` tokens by `factor`.
 
-    What turns more than `high` times stays; between them the two are mixed.
+    Frequencies of more than `high` rotations are unchanged; between them it interpolates.
     """
-    turns = positions * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    rotations = positions * frequencies / (2 * math.pi)
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: which layers a sharding table replaces, and their parallel forms."""
+"""Tensor and sequence parallelism: parallel layers, and the sharding tables that select the layers to replace."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megahead.errors import ConfigError
 from megahead.models.blocks import HeadsLinear
 from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, look_up
 
-# Parallel forms of plain layers: the same function, but each rank of a tensor group has a slice of the weights.
+# Parallel layers: each computes the function of a plain layer with the weights split over a tensor group.
 #
-# Each is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` names which
-# dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient
-# norm counts each slice, and all others once. After Shoeybi et al. 2019, arXiv 1909.08053.
+# It is built from the plain layer, also on the meta device, and has the same parameter names. `shard_dims` maps split
+# parameters to the split dim; they have `model_parallel = True`, so that the global gradient norm includes each slice,
+# and replicated parameters once. After Shoeybi et al. 2019, arXiv 1909.08053.
 #
-# B rows, T tokens, D hidden size, V vocabulary, U shared ids; lower case: this rank's share.
+# B rows, T tokens, D hidden size, V vocabulary, U scattered ids; lower case: this rank's share.
 
 
-Form = Callable[..., nn.Module]
-"""Makes a layer's parallel form of it and the group."""
+ParallelLayerFactory = Callable[..., nn.Module]
+"""Builds a parallel layer from the plain layer and the group."""
 
 
-def _unchanged(layer: nn.Module, _: Group) -> nn.Module:
+def _keep_layer(layer: nn.Module, _: Group) -> nn.Module:
     return layer
 
 
-def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
-    parameter = nn.Parameter(group.shard(full.detach(), dim))
+def _shard_parameter(tensor: Tensor, group: Group, dim: int) -> nn.Parameter:
+    parameter = nn.Parameter(group.shard(tensor.detach(), dim))
     parameter.model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
@@ -41,44 +41,44 @@ def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """`y = x W.T + b` with the output features split over `group`.
 
-    Every rank reads all of `x` and returns its own slice of `y`. Follow it with a `RowParallelLinear`: the pair costs
-    one all-reduce of [B, T, D] forward and one backward.
+    Every rank reads all of `x` and returns its slice of `y`. With the following `RowParallelLinear` it costs one
+    all-reduce of [B, T, D] forward and one backward.
     """
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, full: nn.Linear, group: Group) -> None:
+    def __init__(self, layer: nn.Linear, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.weight = _slice(full.weight, group, 0)
-        self.bias = None if full.bias is None else _slice(full.bias, group, 0)
+        self.weight = _shard_parameter(layer.weight, group, 0)
+        self.bias = None if layer.bias is None else _shard_parameter(layer.bias, group, 0)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, f]: this rank's output features."""
-        return F.linear(copy_to_group(x_BTD, self.group), *self.own())
+        return F.linear(copy_to_group(x_BTD, self.group), *self.local_parameters())
 
-    def own(self) -> tuple[Tensor, Tensor | None]:
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """[f, D] and [f]: weight and bias of this rank's output features."""
         return self.weight, self.bias
 
 
-class SharedHeadsLinear(ColumnParallelLinear):
-    """A column layer with fewer heads than there are ranks (grouped queries): consecutive ranks return the same head.
+class ReplicatedHeadsLinear(ColumnParallelLinear):
+    """A column layer with fewer heads than ranks (grouped queries): consecutive ranks return the same head.
 
-    Every rank has the weights of all heads and uses one of them; gradients are summed over the group, so that its
-    copies stay equal. Costs an all-reduce of the weight, which is small beside [B, T, D].
+    Every rank has the weights of all heads and uses one of them; gradients are summed over the group, so that the
+    replicas stay equal. Costs an all-reduce of the weight, which is small compared to [B, T, D].
     """
 
     shard_dims: ClassVar[Mapping[str, int]] = {}
 
-    def __init__(self, full: HeadsLinear, group: Group) -> None:
+    def __init__(self, layer: HeadsLinear, group: Group) -> None:
         nn.Module.__init__(self)
-        self.group, self.heads = group, full.heads
-        self.weight, self.bias = full.weight, full.bias
+        self.group, self.heads = group, layer.heads
+        self.weight, self.bias = layer.weight, layer.bias
 
-    def own(self) -> tuple[Tensor, Tensor | None]:
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The rows of this rank's head."""
         size = self.weight.shape[0] // self.heads
         first = self.group.rank * self.heads // self.group.size * size
@@ -87,15 +87,15 @@ class SharedHeadsLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """`y = x W.T + b` with the input features split over `group`; the bias, whole on every rank, is added once."""
+    """`y = x W.T + b` with the input features split over `group`; the bias is replicated, and added after the sum."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 1}
 
-    def __init__(self, full: nn.Linear, group: Group) -> None:
+    def __init__(self, layer: nn.Linear, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.weight = _slice(full.weight, group, 1)
-        self.bias = None if full.bias is None else nn.Parameter(full.bias.detach().clone())
+        self.weight = _shard_parameter(layer.weight, group, 1)
+        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, T, D] on every rank, from this rank's input features."""
@@ -108,41 +108,41 @@ class VocabularyParallelEmbedding(nn.Module):
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
-    def __init__(self, full: nn.Embedding, group: Group) -> None:
+    def __init__(self, layer: nn.Embedding, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.weight = _slice(full.weight, group, 0)
+        self.weight = _shard_parameter(layer.weight, group, 0)
 
     def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D]: rows of `ids` on every rank, by an all-reduce.
 
         With `scattered_ids_U` also [u, D]: the rows of this rank's even share of these ids, whichever ranks own them,
-        by a reduce-scatter whose backward gathers. U must be a multiple of the group's size; an id of -1 gives zeros.
+        by a reduce-scatter whose backward gathers. U must be a multiple of the group's size; the row of id -1 is zero.
         """
         if scattered_ids_U is None:
-            return reduce_from_group(self._owned(ids), self.group)
-        rows = self._owned(torch.cat([ids.flatten(), scattered_ids_U]))
-        inputs, shared = rows.split([ids.numel(), scattered_ids_U.numel()])
-        return reduce_from_group(inputs.view(*ids.shape, -1), self.group), reduce_scatter_to_group(shared, self.group)
+            return reduce_from_group(self._local_rows(ids), self.group)
+        rows = self._local_rows(torch.cat([ids.flatten(), scattered_ids_U]))
+        rows, scattered = rows.split([ids.numel(), scattered_ids_U.numel()])
+        return reduce_from_group(rows.view(*ids.shape, -1), self.group), reduce_scatter_to_group(scattered, self.group)
 
-    def _owned(self, ids: Tensor) -> Tensor:
-        """Rows of the ids that this rank owns, zeros for other ids."""
+    def _local_rows(self, ids: Tensor) -> Tensor:
+        """The rows of the ids that this rank owns, zeros for other ids."""
         count = self.weight.shape[0]
         local = ids - self.group.rank * count
-        foreign = (local < 0) | (local >= count)
-        rows = look_up(local.masked_fill(foreign, 0), self.weight)
-        return rows.masked_fill(foreign[..., None], 0.0)
+        is_remote = (local < 0) | (local >= count)
+        rows = look_up(local.masked_fill(is_remote, 0), self.weight)
+        return rows.masked_fill(is_remote[..., None], 0.0)
 
 
-class SharedRMSNorm(nn.Module):
-    """A norm whose weight is also used for other ranks' heads or tokens; its gradients are summed over the ranks, by
-    autograd, because DeepSpeed takes gradients as soon as they are computed."""
+class ReplicatedRMSNorm(nn.Module):
+    """An RMS norm of a part of the heads or tokens, with a replicated weight. Autograd sums its gradients over the
+    ranks, because DeepSpeed reads gradients as soon as they are computed."""
 
-    def __init__(self, full: RMSNorm, group: Group) -> None:
+    def __init__(self, layer: RMSNorm, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.normalized_shape, self.eps = full.normalized_shape, full.eps
-        self.weight = full.weight
+        self.normalized_shape, self.eps = layer.normalized_shape, layer.eps
+        self.weight = layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D]; an all-reduce of [D] backward."""
@@ -150,53 +150,52 @@ class SharedRMSNorm(nn.Module):
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def _split_heads(even: Form, shared: Form) -> Form:
-    """`even` where each rank has as many heads, else `shared`."""
-    return lambda full, group: (even if full.heads % group.size == 0 else shared)(full, group)
+def _choose_by_heads(split: ParallelLayerFactory, replicated: ParallelLayerFactory) -> ParallelLayerFactory:
+    """`split` where the heads are divisible by the ranks, else `replicated`."""
+    return lambda layer, group: (split if layer.heads % group.size == 0 else replicated)(layer, group)
 
 
-LayerTable = Mapping[str, Mapping[type[nn.Module], Form]]
+LayerTable = Mapping[str, Mapping[type[nn.Module], ParallelLayerFactory]]
 
 PARALLEL_LAYERS: LayerTable = {
     "column": {nn.Linear: ColumnParallelLinear},
-    "key_heads": {HeadsLinear: _split_heads(ColumnParallelLinear, SharedHeadsLinear)},
-    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: _unchanged},  # where a model has them
+    "key_heads": {HeadsLinear: _choose_by_heads(ColumnParallelLinear, ReplicatedHeadsLinear)},
+    "head_norm": {RMSNorm: ReplicatedRMSNorm, nn.Identity: _keep_layer},
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {Embedding: VocabularyParallelEmbedding, nn.Embedding: VocabularyParallelEmbedding},
 }
-"""For each word of a sharding table: which plain layers it may name, and the parallel form of each."""
+"""For each style of a sharding table, the plain layer classes that it supports, and their parallel layers."""
 
 
 # Sequence parallelism: between the split layers of a block, each tensor rank has a share of every row's tokens.
 #
-# Norms, dropout and the residual stream, which with tensor parallelism alone every rank computes and keeps in full,
-# are split along the tokens. An all-gather before a column layer and a reduce-scatter after a row layer replace the
-# all-reduces, and send as many bytes. After Korthikanti et al. 2022, arXiv 2205.05198.
+# Norms, dropout and the residual stream, which tensor parallelism replicates, are split along the tokens. An all-gather
+# before a column layer and a reduce-scatter after a row layer replace the all-reduces, with the same number of bytes.
+# After Korthikanti et al. 2022, arXiv 2205.05198.
 #
 # B rows, T tokens, t of one rank, D hidden size, f features of one rank.
 
 
 class SequenceColumnLinear(ColumnParallelLinear):
-    """Reads this rank's tokens, returns this rank's features of all tokens.
+    """Maps this rank's tokens to this rank's features of all tokens.
 
-    Costs an all-gather of [B, T, D] forward; backward another one (so that only [B, t, D] is kept) and a
+    Costs an all-gather of [B, T, D] forward; backward another one (so that only [B, t, D] is saved) and a
     reduce-scatter.
     """
 
     def forward(self, x_BtD: Tensor) -> Tensor:
         """[B, T, f]: this rank's output features."""
-        inputs = _in_autocast_type(x_BtD, *self.own())
+        inputs = _cast_for_autocast(x_BtD, *self.local_parameters())
         output_BTf: Tensor = _GatheredLinear.apply(*inputs, self.group)
         return output_BTf
 
 
-class SequenceSharedHeadsLinear(SharedHeadsLinear, SequenceColumnLinear):
-    """The same with fewer heads than ranks."""
+class SequenceReplicatedHeadsLinear(ReplicatedHeadsLinear, SequenceColumnLinear):
+    """`SequenceColumnLinear` with fewer heads than ranks."""
 
 
 class SequenceRowLinear(RowParallelLinear):
-    """Reads this rank's features of all tokens, returns this rank's tokens: a reduce-scatter forward, an all-gather
-    backward."""
+    """Maps this rank's features of all tokens to its tokens: a reduce-scatter forward, an all-gather backward."""
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, t, D]: this rank's tokens."""
@@ -205,38 +204,38 @@ class SequenceRowLinear(RowParallelLinear):
 
 
 class SequenceLayerNorm(nn.Module):
-    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, as in `SharedRMSNorm`."""
+    """A layer norm of this rank's tokens; sums the gradients of its weights over the ranks as `ReplicatedRMSNorm`."""
 
-    def __init__(self, full: nn.LayerNorm, group: Group) -> None:
+    def __init__(self, layer: nn.LayerNorm, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.eps = full.eps
-        self.weight, self.bias = full.weight, full.bias
+        self.eps = layer.eps
+        self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x_BtD: Tensor) -> Tensor:
         """[B, t, D]; an all-reduce of [2, D] backward, or of [1, D] without a bias."""
-        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        weight, *bias = copy_to_group(torch.stack(own), self.group)
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight, *bias = copy_to_group(torch.stack(parameters), self.group)
         return layer_norm(x_BtD, weight, bias[0] if bias else None, self.eps)
 
 
 SEQUENCE_PARALLEL_LAYERS: LayerTable = {
     **PARALLEL_LAYERS,
     "column": {nn.Linear: SequenceColumnLinear},
-    "key_heads": {HeadsLinear: _split_heads(SequenceColumnLinear, SequenceSharedHeadsLinear)},
+    "key_heads": {HeadsLinear: _choose_by_heads(SequenceColumnLinear, SequenceReplicatedHeadsLinear)},
     "row": {nn.Linear: SequenceRowLinear},
     "norm": {
         LayerNorm: SequenceLayerNorm,
         nn.LayerNorm: SequenceLayerNorm,
-        RMSNorm: SharedRMSNorm,
-        nn.Identity: _unchanged,
+        RMSNorm: ReplicatedRMSNorm,
+        nn.Identity: _keep_layer,
     },
 }
-"""The same as `PARALLEL_LAYERS`, if tokens are split too."""
+"""`PARALLEL_LAYERS` with sequence parallelism."""
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """`linear` over all ranks' tokens; keeps only this rank's, and gathers the others again in the backward pass."""
+    """`linear` over all ranks' tokens; saves only this rank's, and gathers all again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor | None, group: Group) -> Tensor:
@@ -252,68 +251,68 @@ class _GatheredLinear(torch.autograd.Function):
         return grad_BtD, grad_Nf.T @ x_ND, grad_Nf.sum(0) if ctx.has_bias else None, None
 
 
-def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
-    """The tensors in the type that autocast would give to `linear`; unchanged outside of autocast."""
+def _cast_for_autocast(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """The tensors cast to autocast's dtype, as for `linear`; unchanged outside of autocast."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *parameters]
     dtype = torch.get_autocast_dtype(x.device.type)
     return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]
 
 
-# What families have in common; how each splits is its own table. What a table does not name is held in full by every
-# rank.
+# The common parts of the families' sharding tables. Layers outside the tables are replicated.
 
 
-SPLIT_WEIGHTS = {
+WEIGHT_SHARDING = {
     "embedding": "vocabulary",  # rows of the table
-    "blocks.*.attention": "heads",  # each rank draws its own dropout
+    "blocks.*.attention": "heads",  # each rank has its own dropout masks
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
 }
-SPLIT_HEADS = {
+HEAD_SHARDING = {
     "blocks.*.attention.query": "column",  # whole heads
     "blocks.*.attention.key": "key_heads",
     "blocks.*.attention.value": "key_heads",
 }
-SPLIT_TOKENS = {
+TOKEN_SHARDING = {
     "": "tokens",
-    "blocks.*": "tokens",  # each rank draws its own dropout
+    "blocks.*": "tokens",  # each rank has its own dropout masks
     "blocks.*.attention_norm": "norm",
     "blocks.*.mlp_norm": "norm",
     "final_norm": "norm",
 }
 """Under sequence parallelism only."""
 
-_MARKS = {"heads": "group", "tokens": "sequence_group"}
-"""The attribute through which a module that is not replaced gets the group."""
+_GROUP_ATTRIBUTES = {"heads": "group", "tokens": "sequence_group"}
+"""Styles that do not replace a module, but set this attribute of it to the group."""
 
 
 def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *, sequence: bool = False) -> None:
-    """Replaces every layer that a pattern of `sharding` names by its parallel form over `group`; sends nothing.
+    """Replaces every layer that matches a pattern of `sharding` by its parallel layer over `group`, without
+    communication.
 
-    `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" names an attention layer,
-    which is not replaced, but gets the group, whose ranks have the other heads; "key_heads" layers that may have fewer
-    heads than there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens" names
-    modules that get the group, whose ranks have the other tokens, "norm" the norms between them.
-    Raises ValueError for a pattern that matches no layer, or a layer without a parallel form: with a wrong table,
-    slices would train as if they were full weights.
+    `*` in a pattern matches one part of a dotted name, "" is `module` itself. Styles: "heads" is an attention layer,
+    which is not replaced, but gets the group of the ranks with the other heads; "key_heads" are layers that may have
+    fewer heads than there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens"
+    are modules that get the group of the ranks with the other tokens, "norm" the norms between them.
+    Raises ValueError for a pattern without a match or a layer without a parallel layer: with a wrong table, slices
+    would train as if they were full weights.
     """
     if sequence and "tokens" not in sharding.values():
         raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")
     table = SEQUENCE_PARALLEL_LAYERS if sequence else PARALLEL_LAYERS
-    for pattern, kind in sharding.items():
+    for pattern, style in sharding.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         matched = [name for name, _ in module.named_modules() if expression.fullmatch(name)]
         if not matched:
             raise ValueError(f"the sharding table's pattern {pattern!r} must match a layer of {type(module).__name__}")
-        if sequence or kind not in ("tokens", "norm"):
+        if sequence or style not in ("tokens", "norm"):
             for name in matched:
-                _apply_(module, name, kind, table, group)
+                _parallelize_layer_(module, name, style, table, group)
 
 
 def shard_dims(module: nn.Module) -> dict[str, int]:
-    """Which dim of which parameter is split over tensor ranks, from the `shard_dims` of the module's layers."""
+    """The split dim of each parameter split over tensor ranks, from the `shard_dims` of the module's layers."""
     return {
         f"{prefix}.{name}" if prefix else name: dim
         for prefix, layer in module.named_modules()
@@ -322,13 +321,13 @@ def shard_dims(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _apply_(module: nn.Module, name: str, kind: str, table: LayerTable, group: Group) -> None:
+def _parallelize_layer_(module: nn.Module, name: str, style: str, table: LayerTable, group: Group) -> None:
     layer = module.get_submodule(name)
-    if kind in _MARKS:
-        setattr(layer, _MARKS[kind], group)
+    if style in _GROUP_ATTRIBUTES:
+        setattr(layer, _GROUP_ATTRIBUTES[style], group)
         return
-    if type(layer) not in table[kind]:
-        plain = " or ".join(dict.fromkeys(known.__name__ for known in table[kind]))
-        raise ValueError(f"{name} must be a {plain} to be split by {kind}, but is a {type(layer).__name__}")
+    if type(layer) not in table[style]:
+        plain = " or ".join(dict.fromkeys(layer_class.__name__ for layer_class in table[style]))
+        raise ValueError(f"{name} must be a {plain} to be split by {style}, but is a {type(layer).__name__}")
     parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, table[kind][type(layer)](layer, group))
+    setattr(module.get_submodule(parent), child, table[style][type(layer)](layer, group))

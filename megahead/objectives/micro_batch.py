@@ -58,8 +58,8 @@ def with_boundaries(batch: Batch, multiple: int) -> Batch:
     """The same batch with `cu_seqlens`, padded to a multiple, so that the GPU need not compute and synchronize it."""
     documents = documents_of(batch)
     selections = tuple(
-        part._replace(cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
-        for part, shorter in zip(batch.selections, token_subsets_of(batch), strict=True)
+        part._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
+        for part, subset in zip(batch.selections, token_subsets_of(batch), strict=True)
     )
     packed = batch.positions_BT is not None  # else each row is one, of a length that is known
     return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, selections=selections)

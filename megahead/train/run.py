@@ -28,7 +28,7 @@ from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
-from megahead.models.attention_backends import AttentionSpec, choose_backend, is_faster_masked
+from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
 from megahead.objectives.auxiliary import auxiliary_kind, training_rows
@@ -219,19 +219,19 @@ def accelerate_(
     """
     model, engine = config.model, config.engine
     local, precision = model.local_layers() > 0, _TYPES[engine.precision]
-    masked = is_faster_masked(device, precision, config.data.sequence_length, model.attention_dropout)
+    masked = is_masked_bf16_faster(device, precision, config.data.sequence_length, model.attention_dropout)
     spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local, masked)
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
-    backbone.use_attention(backend.attend)
+    backbone.set_attention(backend.attend)
     lines = [("attention", f"{backend.name} ({backend.description})")]
     if device.type == "cuda" if engine.compile == "auto" else engine.compile:
         unsupported_reason = _why_not_compiled(config, device, zero_stage)
         lines.append(("compiled", f"no, {unsupported_reason}" if unsupported_reason else _what_is_compiled(config)))
         if not unsupported_reason:
             backbone.compiled = CompiledBlocks()
-        if not unsupported_reason and not backend.traceable:
-            backbone.use_attention(torch.compiler.disable(backend.attend))
+        if not unsupported_reason and not backend.is_traceable:
+            backbone.set_attention(torch.compiler.disable(backend.attend))
     return lines
 
 

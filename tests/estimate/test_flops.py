@@ -109,7 +109,7 @@ def test_global_layers_alone_are_counted_as_torch_counts_them(targets: int | Non
 def test_local_layers_are_counted_by_what_their_tokens_see(window: int, length: int) -> None:
     """Of four layers the second and the third are local."""
     config = ModelConfig(**MODERNBERT | {"local_window": window})
-    seen = Documents.whole_rows(1, length).within(window // 2).mask_BTT.sum() / length
+    seen = Documents.whole_rows(1, length).with_window(window // 2).mask_BTT.sum() / length
     attention = training_flops(config, length, 0).attention
     assert attention == pytest.approx(3 * 4 * 48 * (2 * length + 2 * float(seen)))
     assert training_flops(config, length, 0, context=1.0).attention == pytest.approx(3 * 4 * 48 * 4)
@@ -136,7 +136,7 @@ def test_a_causal_encoder_is_counted_with_all_outputs_and_what_precedes_them(win
         for is_causal in (True, False)
     )
     whole = Documents.whole_rows(1, 10)
-    near = whole.within(window // 2)
+    near = whole.with_window(window // 2)
     seen = [float(documents.causal_mask_BTT.sum()) / 10 for documents in (whole, near, whole, near)]
     estimate, other = training_flops(causal, 10, 7, targets=8), training_flops(both, 10, 7)
     assert estimate.attention == pytest.approx(3 * 4 * sum(seen) * 48)
@@ -195,7 +195,7 @@ def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
 
 def test_a_vanilla_share_of_the_loss_is_counted_with_all_ids(monkeypatch):
     """torch counts no product that is added in place."""
-    monkeypatch.setattr(TorchChunkSoftmax, "add_product_", lambda _, total, left, right: total.add_(left @ right))
+    monkeypatch.setattr(TorchChunkSoftmax, "add_matmul_", lambda _, total, left, right: total.add_(left @ right))
     plain, mixed = (
         small_config(model={**CONFIG.model_dump(), "vocab_size": 64}, data={"sequence_length": 18}, objective=objective)
         for objective in ({}, {"vanilla_weight": 0.3, "tied": True})

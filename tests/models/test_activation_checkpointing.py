@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config.model import ModelConfig
-from megahead.models.blocks import Recompute, checkpointed
+from megahead.models.blocks import Recompute, checkpoint_block
 from megahead.models.families import build_backbone
 from support.initialized import initialized_backbone
 
@@ -103,7 +103,7 @@ def test_selective_recomputation_keeps_what_flash_attention_gave(name: str) -> N
     for selective, expected in ((True, 1), (False, 2)):
         calls = 0
         x = torch.ones(3, requires_grad=True)
-        checkpointed(lambda x: operator(x * 2) * x, x, selective=selective).sum().backward()
+        checkpoint_block(lambda x: operator(x * 2) * x, x, selective=selective).sum().backward()
         assert calls == expected
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.models.blocks import Heads, SelfAttention
+from megahead.models.blocks import HeadLayout, SelfAttention
 from megahead.models.documents import Documents
-from megahead.models.layers import rotary_at
+from megahead.models.layers import rotary_tables
 from support.exact_attention import POSITIONS
 
-HEADS = Heads(3, 3, 8, joint=True)
+HEADS = HeadLayout(3, 3, 8, fused_qkv=True)
 
 
 @pytest.mark.parametrize("documents", [Documents.whole_rows(2, 7), Documents(POSITIONS)])
 def test_dropout_acts_in_training_only(documents):
     layer = SelfAttention(24, HEADS, causal=True, dropout=0.5)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(documents.positions_BT, 4, 10000.0)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_tables(documents.positions_BT, 4, 10000.0)
     assert not torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
     layer.eval()
     assert torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
@@ -36,5 +36,5 @@ def test_a_run_of_heads_alone_computes_its_part():
         silenced.output.weight[:, :8] = 0
         part.output.bias.copy_(whole.output.bias)
     documents = Documents.whole_rows(2, 7)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(documents.positions_BT, 4, 10000.0)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_tables(documents.positions_BT, 4, 10000.0)
     torch.testing.assert_close(part(x_BTD, rotation, documents), silenced(x_BTD, rotation, documents))

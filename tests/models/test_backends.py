@@ -39,7 +39,7 @@ def test_fewer_key_heads_serve_as_many_queries_in_turn(
     way, positions: Tensor | None, causal: bool, window: int
 ) -> None:
     q, k, v = random_qkv(shape=(2, 7, 6, 8))
-    documents = (Documents.whole_rows(2, 7) if positions is None else Documents(positions)).within(window)
+    documents = (Documents.whole_rows(2, 7) if positions is None else Documents(positions)).with_window(window)
     k, v = k[:, :, :2], v[:, :, :2]
     whole = [x.repeat_interleave(3, 2) for x in (k, v)]
     found, expected = way(q, k, v, documents, causal=causal), way(q, *whole, documents, causal=causal)
@@ -83,7 +83,7 @@ def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], ha
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     there = {*installed, "torch.nn.attention.varlen"}
-    monkeypatch.setattr(backends, "_missing", lambda module, name: "" if module in there else f"no {module}")
+    monkeypatch.setattr(backends, "_import_error", lambda module, name: "" if module in there else f"no {module}")
     spec = AttentionSpec(torch.device("cuda"), torch.bfloat16 if half else torch.float32, 64, dropout)
     assert choose_backend.__wrapped__("auto", spec).name == best
 
@@ -92,7 +92,7 @@ def test_a_kernel_without_local_attention_leaves_it_to_the_next(monkeypatch) -> 
     from megahead.models import attention_backends as backends
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(backends, "_missing", lambda module, name: "")
+    monkeypatch.setattr(backends, "_import_error", lambda module, name: "")
     spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 64, local=True)
     assert choose_backend.__wrapped__("auto", spec).name == "flash2"
     with pytest.raises(ConfigError, match="but is `flash4` instead; it has no local attention; try `auto`"):
@@ -108,7 +108,7 @@ def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
 def stand_in(
     q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic, window_size=(-1, -1), **_
 ):
-    """What flash-attn's function computes, sequence by sequence, with a second result as some generations have."""
+    """What flash-attn's function computes, sequence by sequence, with a second result as some versions have."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert max_seqlen_q == max_seqlen_k >= max(cu_seqlens_q.diff())
     left, right = (len(q) if size < 0 else size for size in window_size)
@@ -202,11 +202,11 @@ def test_torchs_kernel_is_asked_for_shared_keys_only_where_there_are_some_and_it
     documents = Documents(POSITIONS, torch.empty(6, dtype=torch.int32))
     q, k = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 2, 8)
     BACKENDS["varlen"].attend(q, q, q, documents)
-    monkeypatch.setattr(attention_kernels, "VARLEN_SHARES_KEYS", False)
+    monkeypatch.setattr(attention_kernels, "VARLEN_HAS_GQA", False)
     BACKENDS["varlen"].attend(q, k, k, documents)
     assert heads == [4] * 6
 
 
 def test_torchs_kernel_knows_shared_keys_where_we_think_so() -> None:
     known = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-    assert known == attention_kernels.VARLEN_SHARES_KEYS
+    assert known == attention_kernels.VARLEN_HAS_GQA

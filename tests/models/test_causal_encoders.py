@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
-from megahead.models.attention_backends import BACKENDS, Attend, AttentionSpec, attend
+from megahead.models.attention_backends import BACKENDS, AttentionFunction, AttentionSpec, attend
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
@@ -24,9 +24,9 @@ WAYS = {"auto": attend} | {name: way.attend for name, way in BACKENDS.items() if
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
 
 
-def encoder(family: str, way: Attend = attend, **settings: Any) -> Backbone:
+def encoder(family: str, way: AttentionFunction = attend, **settings: Any) -> Backbone:
     backbone = initialized_backbone(ModelConfig(**SHAPE | FAMILIES[family] | settings), 0)
-    backbone.use_attention(way)
+    backbone.set_attention(way)
     return backbone
 
 
@@ -37,7 +37,9 @@ def documents_of(packed: bool) -> Documents:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("packed", [True, False])
-def test_gradients_come_from_what_precedes_in_the_document_alone(way: Attend, family: str, packed: bool) -> None:
+def test_gradients_come_from_what_precedes_in_the_document_alone(
+    way: AttentionFunction, family: str, packed: bool
+) -> None:
     backbone, begins = encoder(family, way, is_causal=True), 6 if packed else 0
     rows = backbone.embed(torch.arange(11)[None]).detach().requires_grad_()
     hidden = backbone.encode(rows, documents_of(packed))
@@ -50,7 +52,7 @@ def test_gradients_come_from_what_precedes_in_the_document_alone(way: Attend, fa
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_later_token_changes_no_earlier_output(way: Attend, family: str, dtype: torch.dtype) -> None:
+def test_a_later_token_changes_no_earlier_output(way: AttentionFunction, family: str, dtype: torch.dtype) -> None:
     """bf16 has a kernel of its own on CPUs."""
     backbone, ids = encoder(family, way, is_causal=True).to(dtype), torch.arange(12).view(1, 12)
     changed = ids.index_fill(1, torch.tensor([8]), 40)

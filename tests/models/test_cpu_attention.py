@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from megahead.models import attention_backends as cpu_attention
 from megahead.models.attention_backends import BACKENDS, attend_masked, attend_per_document, attend_rows
-from megahead.models.documents import bias_of
+from megahead.models.documents import mask_to_bias
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 
@@ -26,7 +26,7 @@ def _ours(q, k, v, documents, dropout=0.0, *, causal=True):
 def test_by_products_it_is_as_exact_as_scores_in_bf16_are(rows: int, length: int, causal: bool) -> None:
     """In blocks of heads of which the last may be smaller; torch's kernel keeps scores in fp32."""
     shape = (rows, length, 3, 32)
-    assert cpu_attention._is_faster_by_products(*[torch.empty(rows, 3, length, 32)] * 2)
+    assert cpu_attention._is_matmul_faster(*[torch.empty(rows, 3, length, 32)] * 2)
     ours, theirs = (
         relative_errors(way, random_qkv(dtype=torch.bfloat16, shape=shape), None, causal) for way in (_ours, _as_torch)
     )
@@ -48,7 +48,7 @@ def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
         inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         attend(*inputs).backward(gradient.to(dtype))
         found.append([x.grad.float() for x in inputs])
-    assert cpu_attention._is_faster_by_products(q, k) == (targets == 40)
+    assert cpu_attention._is_matmul_faster(q, k) == (targets == 40)
     for exact, ours in zip(*found, strict=True):
         assert (exact - ours).norm() < 0.01 * exact.norm()
 
@@ -58,7 +58,7 @@ def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
 @pytest.mark.parametrize("window", [None, 2])
 def test_documents_under_a_mask(monkeypatch, at_once: int, causal: bool, window: int | None) -> None:
     """Row by row, in blocks of two of which the last is smaller, and all at once."""
-    monkeypatch.setattr(cpu_attention, "_SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(cpu_attention, "_SCORES_PER_CHUNK", at_once)
     qkv, positions = random_qkv(dtype=torch.bfloat16, shape=(5, 7, 3, 8)), POSITIONS[[0, 1, 0, 1, 1]]
     value, gradient = relative_errors(BACKENDS["sdpa"].attend, qkv, positions, causal, window)
     assert value < 0.004
@@ -67,7 +67,7 @@ def test_documents_under_a_mask(monkeypatch, at_once: int, causal: bool, window:
 
 def test_a_gradient_that_is_laid_out_in_another_order() -> None:
     q, k, v = (torch.randn(2, 3, 20, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    bias = bias_of(torch.ones(1, 20, 20, dtype=torch.bool).tril(), torch.bfloat16)
+    bias = mask_to_bias(torch.ones(1, 20, 20, dtype=torch.bool).tril(), torch.bfloat16)
     output, gradient = cpu_attention.bf16_attention(q, k, v, True, bias), torch.randn(2, 20, 3, 8).bfloat16()
     found = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2), retain_graph=True)
     expected = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2).contiguous())
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_laid_out_in_another_order() -> None:
 def test_the_operator_says_of_itself_what_a_compiler_must_know(bias: bool, causal: bool) -> None:
     heads = [torch.randn(3, 4, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
     added = torch.zeros(3, 4, 4, dtype=torch.bfloat16) if bias else None
-    torch.library.opcheck(cpu_attention._by_products, (*heads, added, causal))
+    torch.library.opcheck(cpu_attention._matmul_backward, (*heads, added, causal))
 
 
 def test_gradients_by_products_do_not_depend_on_the_rows_beside() -> None:
@@ -131,7 +131,7 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
     ],
 )
 def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
-    assert cpu_attention.is_supported(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
+    assert cpu_attention.should_use_bf16_attention(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
     ],
 )
 def test_where_it_serves_documents_under_a_mask(shape, dtype, dropout: float, serves: bool) -> None:
-    assert cpu_attention.is_supported_masked(torch.empty(shape, dtype=dtype), shape[2], dropout) is serves
+    assert cpu_attention.should_use_masked_bf16_attention(torch.empty(shape, dtype=dtype), shape[2], dropout) is serves
 
 
 @pytest.mark.parametrize("length", [5, 300])

@@ -64,7 +64,7 @@ def test_whole_rows_are_documents_without_a_mask_of_their_own():
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_within_a_window_a_token_sees_its_document_to_both_sides_as_far_as_that(window: int) -> None:
-    near = Documents(POSITIONS).within(window)
+    near = Documents(POSITIONS).with_window(window)
     for row, starts in enumerate([[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]]):
         for one in range(5):
             seen = [starts[one] == starts[other] and abs(one - other) <= window for other in range(5)]
@@ -75,7 +75,7 @@ def test_within_a_window_a_token_sees_its_document_to_both_sides_as_far_as_that(
 
 def test_rows_that_are_within_reach_need_no_mask_and_longer_ones_do() -> None:
     whole = Documents.whole_rows(2, 5)
-    assert whole.within(4) is whole
-    assert whole.need_no_mask
-    assert not whole.within(3).need_no_mask
-    assert whole.within(3).one_per_row
+    assert whole.with_window(4) is whole
+    assert not whole.needs_mask
+    assert whole.with_window(3).needs_mask
+    assert whole.with_window(3).one_per_row

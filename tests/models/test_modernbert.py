@@ -35,8 +35,12 @@ def test_the_last_layer_alone_decides_how_far_a_token_sees(packed: bool) -> None
     backbone = tiny()
     documents = Documents(torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])) if packed else Documents.whole_rows(1, 9)
     rows = backbone.embed(torch.arange(9)[None]).detach()
-    whole, near = backbone.block_inputs(documents)
-    first = backbone.run_block(backbone.blocks[0], backbone.embedded(rows, documents), *whole).detach().requires_grad_()
+    whole, near = backbone.block_arguments(documents)
+    first = (
+        backbone.run_block(backbone.blocks[0], backbone.initial_hidden(rows, documents), *whole)
+        .detach()
+        .requires_grad_()
+    )
     second = backbone.run_block(backbone.blocks[1], first, *near)
     for at in range(9):
         (gradient,) = torch.autograd.grad(second[0, at, 0], first, retain_graph=True)

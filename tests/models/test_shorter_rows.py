@@ -35,22 +35,22 @@ def encoder(family: str) -> Backbone:
 def definition(model: Backbone, x_TD: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
     """[T, D]: of one document alone; of each part (its layers, whether the first of them reads all), bool [T]: kept."""
     whole = Documents.whole_rows(1, len(x_TD))
-    x = model.embedded(x_TD[None], whole)
+    x = model.initial_hidden(x_TD[None], whole)
     for layer, block in enumerate(model.blocks):
         inside = [(layers, reads_all, kept_T) for (layers, reads_all), kept_T in parts if layer in layers]
         if not inside:
-            x = block(x, *model.block_inputs(whole)[layer])
+            x = block(x, *model.block_arguments(whole)[layer])
             continue
         (layers, reads_all, kept_T) = inside[0]
         if layer == layers.start and reads_all:
-            alone = block(x, *model.block_inputs(whole)[layer])[:, kept_T]
+            alone = block(x, *model.block_arguments(whole)[layer])[:, kept_T]
         else:
             places, starts = torch.arange(len(x_TD))[kept_T][None], torch.tensor([0, int(kept_T.sum())])
-            view = model.block_inputs(Documents(places, starts, one_per_row=True))[layer]
+            view = model.block_arguments(Documents(places, starts, one_per_row=True))[layer]
             alone = block(x[:, kept_T], *view)
         x = x.clone()  # the others are what they were
         x[:, kept_T] = alone
-    return model.normed(x)[0]
+    return model.apply_final_norm(x)[0]
 
 
 def without(*places: list[int]) -> Tensor:

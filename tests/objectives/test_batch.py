@@ -70,7 +70,7 @@ def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_
         assert (mine is None) == (expected is None)
         assert mine is None or len(mine) == len(expected)
     (late,) = token_subsets_of(found)
-    boundaries = late.documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
+    boundaries = late.select_documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
     assert len(boundaries) == len(shorter)
     assert with_boundaries(batch, 1).selections[0].cu_seqlens.tolist() == shorter
     assert len(with_boundaries(batch, 8).selections[0].cu_seqlens) == 8

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megahead.models.attention_backends import Attend
+from megahead.models.attention_backends import AttentionFunction
 from megahead.models.documents import Documents
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
@@ -45,7 +45,7 @@ def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_errors(
-    attend: Attend, qkv: Tensor, positions: Tensor | None, causal: bool, window: int | None = None
+    attend: AttentionFunction, qkv: Tensor, positions: Tensor | None, causal: bool, window: int | None = None
 ) -> list[float]:
     """|| found - exact || / || exact || of value and gradient; exact is the formula in float64 on the same qkv.
 
@@ -58,6 +58,6 @@ def relative_errors(
     exact = value_and_gradient(formula(*exact_qkv, mask_BTT), exact_qkv)
     whole_rows = Documents.whole_rows(rows, length, qkv.device)
     documents = whole_rows if positions is None else Documents(positions.to(qkv.device))
-    documents = documents if window is None else documents.within(window)
+    documents = documents if window is None else documents.with_window(window)
     found = value_and_gradient(attend(*qkv, documents, causal=causal), qkv)
     return [float((f.double().cpu() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
