@@ -16,7 +16,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess, suitable_workers
+from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, as_text_key, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
@@ -38,8 +38,8 @@ def main() -> None:
         tokenizer=Path(local_file(arguments.tokenizer)),
         selection=Selection(as_text_key(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
-        holdout=None if arguments.holdout is None else held_out_share(fraction("--holdout", arguments.holdout)),
-        holdout_tail=None if tail is None else held_out_share(fraction("--holdout-tail", tail)),
+        holdout=None if arguments.holdout is None else parse_holdout(fraction("--holdout", arguments.holdout)),
+        holdout_tail=None if tail is None else parse_holdout(fraction("--holdout-tail", tail)),
         on_error=arguments.on_error,
         end_inside=arguments.end_inside,
     )

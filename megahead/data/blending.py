@@ -14,7 +14,7 @@ from torch import Tensor
 from megahead.config.data import DataConfig
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
-from megahead.data.samples import FOR_DATASET, Samples, StoredSamples, StreamSamples, derive_seed
+from megahead.data.samples import DATASET_SEED, Samples, StoredSamples, StreamSamples, derive_seed
 from megahead.errors import ConfigError
 from megahead.wording import pluralize
 
@@ -173,7 +173,7 @@ def training_samples(
     if isinstance(data.train, str):
         return _rows_of(data, datasets[0], seed, length)
     parts = [
-        _rows_of(data, dataset, derive_seed(seed, number, FOR_DATASET), length)
+        _rows_of(data, dataset, derive_seed(seed, number, DATASET_SEED), length)
         for number, dataset in enumerate(datasets)
     ]
     weights = [part.weight or float(set_.num_tokens) for part, set_ in zip(data.train, datasets, strict=True)]

@@ -10,8 +10,7 @@ belong to other data. Each process writes a file of its own and renames it when 
 
 R rows, R1 = R + 1, P pieces, B samples of a batch, T targets per row.
 Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens: the index of its first token, and
-its length. A sample's *place* is its number within its epoch; the epoch's order maps it to a row of this table, which
-is written to a slot (a row) of the batch.
+its length. A sample's *position* is its number within its epoch; the epoch's order maps it to a row of this table.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class PackTable:
     """The rows of a dataset: row r has the pieces `starts_R1[r]` to `starts_R1[r + 1]`."""
 
     starts_R1: Array
-    firsts_P: Array
+    first_token_P: Array
     lengths_P: Array
 
     def __len__(self) -> int:
         return len(self.starts_R1) - 1
 
     def empty_share(self, row_tokens: int) -> float:
-        """Which share of the rows is empty."""
+        """The share of the rows that is empty."""
         return 1 - int(self.lengths_P.sum(dtype=np.int64)) / max(len(self) * row_tokens, 1)
 
 
@@ -64,23 +63,23 @@ class PackedSamples(Samples):
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
         """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
-        epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.rows_per_epoch)
-        document_starts = np.zeros((len(places_B), self.sequence_length + 1), bool)
-        for slot, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
-            (row,) = self._order(epoch).take(np.array([place]))
+        epochs_B, positions_B = np.divmod(np.asarray(sample_indices, np.int64), self.rows_per_epoch)
+        document_starts = np.zeros((len(positions_B), self.sequence_length + 1), bool)
+        for i, (epoch, position) in enumerate(zip(epochs_B.tolist(), positions_B.tolist(), strict=True)):
+            (row,) = self._order(epoch).take(np.array([position]))
             lengths = self.table.lengths_P[self.table.starts_R1[row] : self.table.starts_R1[row + 1]]
-            document_starts[slot, np.cumsum(lengths) - lengths] = True
+            document_starts[i, np.cumsum(lengths) - lengths] = True
         return document_starts
 
-    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
-        rows[slots] = PADDING
+    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
+        rows[index] = PADDING
         table = self.table
-        for slot, row in zip(slots.tolist(), self._order(epoch).take(places).tolist(), strict=True):
-            at = 0
+        for i, row in zip(index.tolist(), self._order(epoch).take(positions).tolist(), strict=True):
+            start = 0
             for piece in range(table.starts_R1[row], table.starts_R1[row + 1]):
                 length = int(table.lengths_P[piece])
-                rows[slot, at : at + length] = self.dataset.read(int(table.firsts_P[piece]), length)
-                at += length
+                rows[i, start : start + length] = self.dataset.read(int(table.first_token_P[piece]), length)
+                start += length
 
 
 def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:
@@ -96,21 +95,21 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
     if not path.exists():
-        write_atomically(path, *_content(best_fit_rows(dataset, sequence_length + 1, max_documents)))
+        write_atomically(path, *_serialize(best_fit_rows(dataset, sequence_length + 1, max_documents)))
     return read_table(path)
 
 
 def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | None) -> PackTable:
     """Packs the whole dataset into rows of at most `capacity` tokens and `max_documents` documents."""
     boundaries = dataset.document_boundaries()
-    firsts_P, lengths_P = cut_documents(boundaries[:-1], np.diff(boundaries), capacity)
-    starts, chosen = array("q", [0]), array("q")
-    for low in range(0, len(firsts_P), WINDOW):
+    first_token_P, lengths_P = cut_documents(boundaries[:-1], np.diff(boundaries), capacity)
+    starts, pieces = array("q", [0]), array("q")
+    for low in range(0, len(first_token_P), WINDOW):
         for row in best_fit(lengths_P[low : low + WINDOW], capacity, max_documents):
-            chosen.extend(low + piece for piece in sorted(row))
-            starts.append(len(chosen))
-    order = np.frombuffer(chosen, np.int64) if chosen else np.empty(0, np.int64)
-    return PackTable(np.frombuffer(starts, np.int64), firsts_P[order], lengths_P[order].astype(np.int32))
+            pieces.extend(low + piece for piece in sorted(row))
+            starts.append(len(pieces))
+    order = np.frombuffer(pieces, np.int64) if pieces else np.empty(0, np.int64)
+    return PackTable(np.frombuffer(starts, np.int64), first_token_P[order], lengths_P[order].astype(np.int32))
 
 
 def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
@@ -118,19 +117,19 @@ def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Ar
     firsts, sizes = firsts[sizes > 0], sizes[sizes > 0]
     step = capacity - 1
     pieces = np.maximum(-(-(sizes - 1) // step), 1)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offsets = number * step
+    piece_number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offsets = piece_number * step
     return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
 
 
 def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[list[int]]:
     """Rows, as lists of piece numbers, packed best-fit decreasing.
 
-    `spaces`, an integer with a bit for each amount of free space that some row has, finds the row with the least room.
+    `spaces`, an integer with a bit for each amount of space that some row has free, finds the row with the least space.
     """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}
-    spaces = 0  # bit s: there is an open row with room for s tokens
+    spaces = 0  # bit s: an open row has space for s tokens
     sizes = lengths.tolist()
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length, space = sizes[piece], capacity
@@ -150,27 +149,27 @@ def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[l
 
 
 def read_table(path: Path) -> PackTable:
-    """Reads and verifies a table; DataError when it is damaged."""
+    """Reads and verifies a table; DataError if it is damaged."""
     data = path.read_bytes()
     try:
         header = orjson.loads(data[:HEADER_BYTES])
         rows, pieces = header["rows"], header["pieces"]
         body = memoryview(data)[HEADER_BYTES:]
-        complete = header["format"] == FORMAT and len(body) == 8 * (rows + 1) + 12 * pieces
-        if not complete or hashlib.sha256(body).hexdigest() != header["sha256"]:
+        is_complete = header["format"] == FORMAT and len(body) == 8 * (rows + 1) + 12 * pieces
+        if not is_complete or hashlib.sha256(body).hexdigest() != header["sha256"]:
             raise ValueError("checksum or size differ")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"`{path}` must be a complete table of rows, but is not ({error}); remove it.") from None
     starts_R1 = np.frombuffer(body, "<i8", rows + 1)
-    firsts_P = np.frombuffer(body, "<i8", pieces, 8 * (rows + 1))
-    return PackTable(starts_R1, firsts_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))
+    first_token_P = np.frombuffer(body, "<i8", pieces, 8 * (rows + 1))
+    return PackTable(starts_R1, first_token_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))
 
 
-def _content(table: PackTable) -> list[bytes]:
-    columns = ((table.starts_R1, "<i8"), (table.firsts_P, "<i8"), (table.lengths_P, "<i4"))
+def _serialize(table: PackTable) -> list[bytes]:
+    columns = ((table.starts_R1, "<i8"), (table.first_token_P, "<i8"), (table.lengths_P, "<i4"))
     body = [column.astype(dtype).tobytes() for column, dtype in columns]
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    header = {"format": FORMAT, "rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
+    header = {"format": FORMAT, "rows": len(table), "pieces": len(table.first_token_P), "sha256": digest.hexdigest()}
     return [orjson.dumps(header).ljust(HEADER_BYTES - 1) + b"\n", *body]

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, max_documents, read_chunks, total_bytes
-from megahead.data.tokenizer import PIECE_CHARACTERS, Engine, Tokenizer, load_tokenizer, opened
+from megahead.data.tokenizer import PIECE_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -34,30 +34,29 @@ OnError = Literal["fail", "skip"]
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """How a chunk becomes ids: the tokenizer's file, the engine (a library that was found to be exact), and the id that
-    closes each document."""
+    """Encodes chunks with the tokenizer in `path`, by an engine (a library) that was found to be exact."""
 
     path: Path
     engine: Engine
     end_token: int
     on_error: OnError = "fail"
-    tail: Fraction | None = None
-    """Share of each document that is one of its own, held out."""
+    holdout_tail: Fraction | None = None
+    """Share of each document, its end, that becomes a held-out document."""
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        """The ids of the chunk's documents. DataError for a broken document, unless `on_error` says to skip them."""
+        """The ids of the chunk's documents. DataError for a broken record, unless `on_error` is "skip"."""
         parsed = chunk.parse()
         texts = parsed.strict_texts() if self.on_error == "fail" else parsed.texts
-        tokenizer, held = opened(self.path, self.engine), None
-        if self.tail is not None:
-            cut = [part for text in texts for part in _cut(text, self.tail)]
-            texts, held = [text for text, _ in cut], np.array([tail for _, tail in cut], bool)
+        tokenizer, held_out = cached_tokenizer(self.path, self.engine), None
+        if self.holdout_tail is not None:
+            parts = [part for text in texts for part in _split_tail(text, self.holdout_tail)]
+            texts, held_out = [text for text, _ in parts], np.array([is_tail for _, is_tail in parts], bool)
         tokens, lengths = tokenizer.encode_flat(texts)
-        kept = lengths > 0
-        held = None if held is None else held[kept]
-        ends = np.cumsum(lengths)[kept]
+        has_tokens = lengths > 0
+        held_out = None if held_out is None else held_out[has_tokens]
+        ends = np.cumsum(lengths)[has_tokens]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
-        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[kept]
+        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[has_tokens]
         report = PreprocessReport(
             skipped=len(parsed.empty_locations) + len(texts) - len(ends),
             broken=len(parsed.errors),
@@ -65,16 +64,16 @@ class ChunkTokenizer:
             empty_places=parsed.empty_locations,
             problems=parsed.errors,
         )
-        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes, report, chunk.disk_bytes, held)
+        return EncodedChunk(tokens, lengths[has_tokens] + 1, text_bytes, report, chunk.disk_bytes, held_out)
 
 
-def _cut(text: str, tail: Fraction) -> Iterator[tuple[str, bool]]:
-    """A text and its end, which is True, cut at the last line or word that ends before; a text of one word is whole."""
-    most = int(len(text) * (1 - tail))
-    at = text.rfind("\n", 1, most) if "\n" in text[most // 2 : most] else text.rfind(" ", 1, most)
-    if at > 0 and text[:at].strip() and text[at:].strip():
-        yield text[:at], False
-        yield text[at:].lstrip(), True
+def _split_tail(text: str, share: Fraction) -> Iterator[tuple[str, bool]]:
+    """(part, whether it is the tail) of a text, split at the end of a line or word; a single word stays whole."""
+    limit = int(len(text) * (1 - share))
+    end = text.rfind("\n", 1, limit) if "\n" in text[limit // 2 : limit] else text.rfind(" ", 1, limit)
+    if end > 0 and text[:end].strip() and text[end:].strip():
+        yield text[:end], False
+        yield text[end:].lstrip(), True
     else:
         yield text, False
 
@@ -93,17 +92,17 @@ class EncodedChunk:
     """int64: UTF-8 bytes of each document."""
 
     report: PreprocessReport
-    """What did not become a document; those of which the tokenizer knows no character are skipped, too."""
+    """Counts of what did not become a document; texts without any token are skipped, too."""
 
-    consumed: int
+    disk_bytes: int
     """Bytes of the input on disk."""
 
-    held: Array | None = None
-    """bool: documents that are held out; None where their numbers decide."""
+    held_out: Array | None = None
+    """bool: documents that are held out; None if their numbers decide."""
 
 
 class EncodingPool:
-    """`with EncodingPool(workers) as pool`: worker processes, for any number of streams of chunks; none for one."""
+    """`with EncodingPool(workers) as pool`: processes that encode chunks. A single worker is this process itself."""
 
     def __init__(self, workers: int) -> None:
         self.workers = max(workers, 1)
@@ -114,7 +113,7 @@ class EncodingPool:
             # Neither fork (the engines' threads would not survive it) nor spawn (each worker would import everything).
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
-            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_prepare_worker)
+            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_initialize_worker)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +143,7 @@ class EncodingPool:
 
 
 def suitable_workers(total_bytes: int | None, cores: int) -> int:
-    """How many worker processes pay off: one per 32 MB of input on disk, as each must warm up its own caches."""
+    """The number of worker processes that pay off: one per 32 MB of input on disk, as each warms up its own caches."""
     return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_PER_WORKER))
 
 
@@ -154,14 +153,14 @@ def _utf8_bytes(text: str) -> int:
     return sum(len(text[start : start + PIECE_CHARACTERS].encode()) for start in range(0, len(text), PIECE_CHARACTERS))
 
 
-def _prepare_worker() -> None:
+def _initialize_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"  # read once by both engines when they start their threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Ends this worker when its parent was killed: a pool's workers would wait for work forever."""
+def _exit_with_parent() -> None:
+    """Exits when the parent is killed: a pool's workers would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -172,12 +171,12 @@ END_TOKEN = "<|endoftext|>"
 EndInside = Literal["report", "fail"]
 PROBE_DOCUMENTS = 64
 PROBE_CHARACTERS = 1_000
-PLACES_KEPT = 100
+MAX_LOCATIONS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings by which text becomes a dataset: equal recipes make equal files from equal text."""
+    """The settings of preprocessing: equal recipes make equal files from equal text."""
 
     tokenizer: Path
     """tokenizer.json, or a SentencePiece .model."""
@@ -193,17 +192,17 @@ class Recipe:
     """Instead, the share of each document, its end, that goes there."""
 
     @property
-    def held_out(self) -> Fraction | None:
+    def held_out_share(self) -> Fraction | None:
         return self.holdout_tail or self.holdout
 
     on_error: OnError = "fail"
     """Whether a broken line ends the run, or is reported and left out."""
 
     end_inside: EndInside = "report"
-    """Whether texts may spell the end token, and so be cut there."""
+    """Whether an end token inside a text, which splits its document, is reported or an error."""
 
     def require_held_out(self, documents: int, output: str | Path) -> None:
-        """FieldError where a share of so many documents was to be held out and is none."""
+        """FieldError if `holdout` of this many documents is less than one."""
         if self.holdout is not None and self.holdout * documents < 1:
             got = f"{self.holdout} of {pluralize(documents, 'document')}"
             fix = f"give an N of at most {documents:,}, or add documents"
@@ -212,8 +211,8 @@ class Recipe:
             raise FieldError("holdout", f"hold out a document of `{output}`", got=got, hint=fix)
 
     def outputs(self, output: str | Path) -> list[str]:
-        """The prefixes of what it makes under this one: two where documents are held out."""
-        return [str(output)] if self.held_out is None else [str(output), f"{output}-validation"]
+        """The prefixes of the datasets that it writes: two if documents are held out."""
+        return [str(output)] if self.held_out_share is None else [str(output), f"{output}-validation"]
 
 
 @dataclass
@@ -233,10 +232,10 @@ class PreprocessReport:
     """Lines that could not be read."""
 
     left_out: int = 0
-    """Documents that the selection does not want."""
+    """Documents that the selection filters out."""
 
     end_inside: int = 0
-    """End tokens that texts spell, where a document seems to end."""
+    """End tokens inside texts, each of which splits a document."""
 
     engine: str = ""
     """The tokenizer backend: the library that tokenized."""
@@ -248,11 +247,11 @@ class PreprocessReport:
     """A sentence with `FILE:LINE` for the first broken lines."""
 
     def require_documents(self, output: str | Path, recipe: Recipe) -> None:
-        """DataError if `output` has no document, FieldError if a share of them was to be held out and none is."""
+        """DataError if `output` has no document, FieldError if none is held out although some should be."""
         if not self.documents:
             causes = {"without text": self.skipped, "broken": self.broken, "not wanted (--keep, --drop)": self.left_out}
-            found = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count) or "it is empty"
-            raise DataError(f"`{output}` must have at least one document, but its input gives none: {found}.")
+            reason = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count) or "it is empty"
+            raise DataError(f"`{output}` must have at least one document, but its input gives none: {reason}.")
         if recipe.holdout_tail is not None and not self.held_out:
             rule, got = f"hold out the end of a document of `{output}`", f"{recipe.holdout_tail} of single words"
             raise FieldError("holdout_tail", rule, got=got, hint="add longer documents")
@@ -263,8 +262,8 @@ class PreprocessReport:
         for name in ("documents", "held_out", "tokens", "text_bytes", "skipped", "broken", "left_out", "end_inside"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.engine = other.engine if self.engine in ("", other.engine) else "several engines"
-        self.empty_places += other.empty_places[: PLACES_KEPT - len(self.empty_places)]
-        self.problems += other.problems[: PLACES_KEPT - len(self.problems)]
+        self.empty_places += other.empty_places[: MAX_LOCATIONS - len(self.empty_places)]
+        self.problems += other.problems[: MAX_LOCATIONS - len(self.problems)]
 
 
 def preprocess(
@@ -284,8 +283,8 @@ def preprocess(
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` (a share of the documents) or
     `holdout_tail` (the end of each, where they are few) is given.
 
-    Documents keep their order and are closed by `end_token`; those without text are left out. Where a text spells
-    `end_token`, a document seems to end: that is reported, or with `end_inside="fail"` an error. The result depends on
+    Documents keep their order and are closed by `end_token`; those without text are left out. An end token
+    inside a text splits its document: that is reported, or with `end_inside="fail"` an error. The result depends on
     neither `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that
     names file and line, also for a dataset that would have no document) nothing of this run is left, and older datasets
     of these names are untouched.
@@ -294,18 +293,18 @@ def preprocess(
         tokenizer=Path(tokenizer),
         selection=selection or Selection(),
         end_token=end_token,
-        holdout=None if holdout is None else held_out_share(holdout),
-        holdout_tail=None if holdout_tail is None else held_out_share(holdout_tail),
+        holdout=None if holdout is None else parse_holdout(holdout),
+        holdout_tail=None if holdout_tail is None else parse_holdout(holdout_tail),
         on_error=on_error,
         end_inside=end_inside,
     )
-    found = find_inputs(inputs)
-    if (documents := max_documents(found)) is not None:
+    items = find_inputs(inputs)
+    if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
     progress = progress or ByteProgress()
-    progress.start(total_bytes(found))
+    progress.start(total_bytes(items))
     with EncodingPool(workers) as pool:
-        return write_dataset(read_chunks(found, recipe.selection), recipe, output, pool, progress)
+        return write_dataset(read_chunks(items, recipe.selection), recipe, output, pool, progress)
 
 
 def write_dataset(
@@ -317,20 +316,26 @@ def write_dataset(
             f"`{recipe.tokenizer}` must not be named like the dataset's description, but `{output}` would write over "
             "it; give one of them another name."
         )
-    loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
-    end = end_token_id(loaded, recipe.end_token)
-    encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error, recipe.holdout_tail)
-    report = PreprocessReport()
-    known: Any = {"vocab_size": loaded.vocab_size, "tokenizer": loaded.identity(), "tokenizer_file": loaded.path}
+    tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
+    end = end_token_id(tokenizer, recipe.end_token)
+    encoder = ChunkTokenizer(tokenizer.path, tokenizer.engine, end, recipe.on_error, recipe.holdout_tail)
+    report, writers, identity = PreprocessReport(), list[IndexedDatasetWriter](), tokenizer.identity()
     with ExitStack() as stack:
-        opened = (IndexedDatasetWriter(each, end_token=end, **known) for each in recipe.outputs(output))
-        writers = [stack.enter_context(writer) for writer in opened]
+        for prefix in recipe.outputs(output):
+            writer = IndexedDatasetWriter(
+                prefix,
+                vocab_size=tokenizer.vocab_size,
+                tokenizer=identity,
+                tokenizer_file=tokenizer.path,
+                end_token=end,
+            )
+            writers.append(stack.enter_context(writer))
         for encoded in pool.encode(chunks, encoder):
-            _add(encoded, writers, recipe.held_out)
+            _add_documents(encoded, writers, recipe.held_out_share)
             report.add(encoded.report)
-            progress.advance(encoded.consumed, int(encoded.text_bytes.sum()))
-        without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
-        report.engine = f"{loaded.engine}{without}"
+            progress.advance(encoded.disk_bytes, int(encoded.text_bytes.sum()))
+        dropout = f", without its dropout of {tokenizer.dropout:g}" if tokenizer.dropout else ""
+        report.engine = f"{tokenizer.engine}{dropout}"
         report.documents = sum(writer.num_documents for writer in writers)
         report.held_out = sum(writer.num_documents for writer in writers[1:])
         report.tokens = sum(writer.num_tokens for writer in writers)
@@ -341,30 +346,29 @@ def write_dataset(
         report.end_inside = sum(writer.count(end) - writer.num_documents for writer in writers)
         if report.end_inside and recipe.end_inside == "fail":
             raise DataError(
-                f"texts must not spell the end token {loaded.spellings(end + 1)[end]}, which splits documents, but do "
-                f"so at {pluralize(report.end_inside, 'place')}; remove it there, or name another --end-token."
+                f"texts must not spell the end token {tokenizer.spellings(end + 1)[end]}, which splits documents, but "
+                f"do so at {pluralize(report.end_inside, 'place')}; remove it there, or name another --end-token."
             )
     return report
 
 
 def end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int:
-    """The id of `end_token`; without it of the tokenizer's own: END_TOKEN, what a SentencePiece model names, or one of
-    ROLES.
+    """The id of `end_token`, by default of END_TOKEN, the end token of a SentencePiece model, or one of ROLES.
 
-    FieldError where the tokenizer has no such token.
+    FieldError if the tokenizer has no such token.
     """
-    known = [name for name in dict.fromkeys((END_TOKEN, *ROLES["end"])) if tokenizer.find(name) is not None]
-    if end_token is None and END_TOKEN not in known and "end" in tokenizer.roles:
+    defaults = [name for name in dict.fromkeys((END_TOKEN, *ROLES["end"])) if tokenizer.find(name) is not None]
+    if end_token is None and END_TOKEN not in defaults and "end" in tokenizer.roles:
         return tokenizer.roles["end"]
-    spelled = next(iter(known), END_TOKEN) if end_token is None else end_token
-    found = tokenizer.find(spelled)
-    if found is None:
-        hint = f"name {' or '.join(known)}" if known else "name the token that shall close documents"
-        raise FieldError("--end-token", f"be a token of the tokenizer `{tokenizer.path}`", got=spelled, hint=hint)
-    return found
+    token = next(iter(defaults), END_TOKEN) if end_token is None else end_token
+    id_ = tokenizer.find(token)
+    if id_ is None:
+        hint = f"name {' or '.join(defaults)}" if defaults else "name the token that shall close documents"
+        raise FieldError("--end-token", f"be a token of the tokenizer `{tokenizer.path}`", got=token, hint=hint)
+    return id_
 
 
-def held_out_share(holdout: Fraction | int) -> Fraction:
+def parse_holdout(holdout: Fraction | int) -> Fraction:
     """The fraction of documents held out: `holdout` itself below 1, one in `holdout` from 2 on."""
     share = Fraction(holdout)
     if not (0 < share < 1 or (share >= 2 and share.denominator == 1)):
@@ -373,7 +377,7 @@ def held_out_share(holdout: Fraction | int) -> Fraction:
 
 
 def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:
-    """The tokenizer, with the fast engine if that is exact on the first documents; and all chunks (first included)."""
+    """(tokenizer, all chunks): the tokenizer has the fast engine if that is exact on the first documents."""
     first = next(chunks, None)
     if first is None:
         return load_tokenizer(path), iter(())
@@ -381,16 +385,16 @@ def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, I
     return load_tokenizer(path, probe), chain([first], chunks)
 
 
-def _add(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: Fraction | None) -> None:
-    """Appends the chunk's documents to the dataset each belongs to. Held out are documents evenly spread: of the first
-    n floor(share * n)."""
+def _add_documents(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: Fraction | None) -> None:
+    """Appends the chunk's documents to the training or the held-out dataset. Held-out documents are evenly spread: of
+    the first n, floor(share * n)."""
     if share is None:
         writers[0].add_documents(encoded.tokens, encoded.lengths, int(encoded.text_bytes.sum()))
         return
-    held = encoded.held
-    if held is None:
+    held_out = encoded.held_out
+    if held_out is None:
         numbers = sum(writer.num_documents for writer in writers) + np.arange(len(encoded.lengths) + 1)
-        held = np.diff(numbers * share.numerator // share.denominator) > 0
-    for writer, chosen in zip(writers, (~held, held), strict=True):
-        tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-        writer.add_documents(tokens, encoded.lengths[chosen], int(encoded.text_bytes[chosen].sum()))
+        held_out = np.diff(numbers * share.numerator // share.denominator) > 0
+    for writer, selected in zip(writers, (~held_out, held_out), strict=True):
+        tokens = encoded.tokens[np.repeat(selected, encoded.lengths)]
+        writer.add_documents(tokens, encoded.lengths[selected], int(encoded.text_bytes[selected].sum()))

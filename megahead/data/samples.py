@@ -13,21 +13,21 @@ from megahead.data.indexed import Array, IndexedDataset
 from megahead.errors import DataError
 from megahead.wording import pluralize
 
-# A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory. A Feistel
+# A shuffle of [0, n) that is computed, not stored: any item of the order in constant time and memory. A Feistel
 # network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that are n or
 # more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the constants
 # below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the order of
 # every run: another shuffle needs a new class beside this one.
 
 ROUNDS = 8
-SMALLEST_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
+MIN_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = (1 << 64) - 1
 
-FOR_ORDER, FOR_OFFSET, FOR_DATASET = 0, 1, 2
-"""What a seed derived from a run's is for, as the last number: an epoch's order, where an epoch is cut, one dataset."""
+ORDER_SEED, OFFSET_SEED, DATASET_SEED = 0, 1, 2
+"""Last number of a derived seed: for the order of an epoch, for its offset, for one dataset of a blend."""
 
 
 def derive_seed(*numbers: int) -> int:
@@ -48,11 +48,11 @@ class FeistelOrder:
         if n < 1:
             raise ValueError(f"an order needs at least one item, but n is {n}")
         self.n, self.seed = n, seed
-        bits = max((n - 1).bit_length(), SMALLEST_BITS)
+        bits = max((n - 1).bit_length(), MIN_BITS)
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        self._keys = np.array([derive_seed(seed, n, turn) for turn in range(ROUNDS)], np.uint64)
+        self._keys = np.array([derive_seed(seed, n, round_) for round_ in range(ROUNDS)], np.uint64)
 
     def __len__(self) -> int:
         return self.n
@@ -60,24 +60,24 @@ class FeistelOrder:
     def __getitem__(self, k: int) -> int:
         return int(self.take([k])[0])
 
-    def take(self, places: ArrayLike) -> Array:
-        """The items at `places` (each in [0, n)), int64 of the same shape."""
-        places_K = np.asarray(places, np.int64)
-        if places_K.size and (places_K.min() < 0 or places_K.max() >= self.n):
-            raise IndexError(f"places must be in [0, {self.n})")
-        items = self._permute(places_K.reshape(-1).astype(np.uint64))
+    def take(self, indices: ArrayLike) -> Array:
+        """The items at `indices` (each in [0, n)), int64 of the same shape."""
+        index_K = np.asarray(indices, np.int64)
+        if index_K.size and (index_K.min() < 0 or index_K.max() >= self.n):
+            raise IndexError(f"indices must be in [0, {self.n})")
+        items = self._permute(index_K.reshape(-1).astype(np.uint64))
         outside = np.flatnonzero(items >= self.n)
         while len(outside):
             items[outside] = self._permute(items[outside])
             outside = outside[items[outside] >= self.n]
-        return items.astype(np.int64).reshape(places_K.shape)
+        return items.astype(np.int64).reshape(index_K.shape)
 
     def _permute(self, numbers: Array) -> Array:
         """One pass through the network, a bijection on [0, 2^bits)."""
         low, high = numbers & self._low_mask, numbers >> self._low_bits
-        for turn in range(0, ROUNDS, 2):
-            high = high ^ (scramble(low + self._keys[turn]) & self._high_mask)
-            low = low ^ (scramble(high + self._keys[turn + 1]) & self._low_mask)
+        for round_ in range(0, ROUNDS, 2):
+            high = high ^ (scramble(low + self._keys[round_]) & self._high_mask)
+            low = low ^ (scramble(high + self._keys[round_ + 1]) & self._low_mask)
         return (high << self._low_bits) | low
 
 
@@ -92,18 +92,17 @@ def scramble(numbers: Array) -> Array:
 
 
 def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
-    """The order of the items in each epoch."""
-    return lru_cache(maxsize=4)(lambda epoch: FeistelOrder(items, derive_seed(seed, epoch, FOR_ORDER)))
+    """A function from an epoch to the order of its items, cached."""
+    return lru_cache(maxsize=4)(lambda epoch: FeistelOrder(items, derive_seed(seed, epoch, ORDER_SEED)))
 
 
 # Which span of a dataset's tokens sample k is. It does not depend on ranks, batches or progress, so a run resumes at
-# any sample and on any mesh with the same order. With R rows per
-# epoch, sample k has position k % R in epoch k // R.
+# any sample and on any mesh with the same order. With R rows per epoch, sample k has position k % R in epoch k // R.
 
 
 class Samples:
     """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end; in file order,
-    unless a subclass says otherwise."""
+    unless a subclass changes it."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, rows_per_epoch: int, min_tokens: int) -> None:
         if rows_per_epoch < 1:
@@ -123,29 +122,29 @@ class Samples:
         if indices_B.size and indices_B.min() < 0:
             raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
         rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
-        epochs_B, places_B = np.divmod(indices_B, self.rows_per_epoch)
+        epochs_B, positions_B = np.divmod(indices_B, self.rows_per_epoch)
         for epoch in set(epochs_B.tolist()):
-            (slots,) = np.nonzero(epochs_B == epoch)
-            self._fill(rows, slots, epoch, places_B[slots])
+            (index,) = np.nonzero(epochs_B == epoch)
+            self._fill(rows, index, epoch, positions_B[index])
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
         return None
 
-    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
-        """Writes the samples at `places` of this epoch into `rows[slots]`; a slot is a row of the batch."""
+    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
+        """Writes the samples at `positions` of this epoch into `rows[index]`."""
         length = self.sequence_length + 1
-        firsts = self._first_tokens(epoch, places).tolist()
+        first_tokens = self._first_tokens(epoch, positions).tolist()
         if self.dataset.random_access:
-            for first in firsts:  # all at once, so that the disk reads them in parallel
+            for first in first_tokens:  # all at once, so that the disk reads them in parallel
                 self.dataset.prefetch(first, length)
-        for row, first in zip(slots.tolist(), firsts, strict=True):
+        for row, first in zip(index.tolist(), first_tokens, strict=True):
             rows[row] = self.dataset.read(first, length)
 
-    def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """For the samples at `places` of this epoch: the index of their first token in the dataset."""
-        return places * self.sequence_length
+    def _first_tokens(self, epoch: int, positions: Array) -> Array:
+        """The index in the dataset of the first token of each sample at `positions` of this epoch."""
+        return positions * self.sequence_length
 
 
 class StreamSamples(Samples):
@@ -162,10 +161,10 @@ class StreamSamples(Samples):
 
     def offset(self, epoch: int) -> int:
         """Tokens skipped at the start of the text in this epoch, in [0, T)."""
-        return derive_seed(self.seed, epoch, FOR_OFFSET) % self.sequence_length
+        return derive_seed(self.seed, epoch, OFFSET_SEED) % self.sequence_length
 
-    def _first_tokens(self, epoch: int, places: Array) -> Array:
-        return self.offset(epoch) + self._order(epoch).take(places) * self.sequence_length
+    def _first_tokens(self, epoch: int, positions: Array) -> Array:
+        return self.offset(epoch) + self._order(epoch).take(positions) * self.sequence_length
 
 
 class SequentialSamples(Samples):
@@ -184,15 +183,15 @@ class StoredSamples(Samples):
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
         for i in (0, -1)[: len(dataset)]:
-            self._check(dataset, i, sequence_length)
+            self._read_row(dataset, i, sequence_length)
         super().__init__(dataset, sequence_length, len(dataset), min_tokens=sequence_length + 1)
 
-    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
-        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
-            rows[slot] = self._check(self.dataset, place, self.sequence_length)
+    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
+        for row, position in zip(index.tolist(), positions.tolist(), strict=True):
+            rows[row] = self._read_row(self.dataset, position, self.sequence_length)
 
     @staticmethod
-    def _check(dataset: IndexedDataset, i: int, sequence_length: int) -> Array:
+    def _read_row(dataset: IndexedDataset, i: int, sequence_length: int) -> Array:
         row = dataset[i]
         if len(row) != sequence_length + 1:
             raise DataError(
@@ -204,39 +203,39 @@ class StoredSamples(Samples):
 
 def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
     """Rows for evaluation: in file order, and never across the rows of a preshuffled file."""
-    kind = SequentialSamples if dataset.num_documents else StoredSamples  # preshuffled files name no documents
-    return kind(dataset, sequence_length)
+    samples = SequentialSamples if dataset.num_documents else StoredSamples  # preshuffled files list no documents
+    return samples(dataset, sequence_length)
 
 
 class EvenlySpacedSamples:
-    """`count` of the rows of `samples` (or all, if there are fewer), evenly spread over the text, by numbers of their
-    own from 0: by these they are masked, so that what is even over consecutive numbers stays so."""
+    """`count` rows of `samples` (or all, if there are fewer), evenly spaced over the text and numbered from 0. Masking
+    uses these numbers, so that what is even over consecutive numbers is even over these rows."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """int64 [B, T+1]."""
-        return self._samples.rows(self._places(sample_indices))
+        return self._samples.rows(self._index(sample_indices))
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """As of `Samples`."""
-        return self._samples.document_starts(self._places(sample_indices))
+        """As in `Samples`."""
+        return self._samples.document_starts(self._index(sample_indices))
 
-    def _places(self, sample_indices: Sequence[int] | Array) -> Array:
-        places: Array = np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count
-        return places
+    def _index(self, sample_indices: Sequence[int] | Array) -> Array:
+        index: Array = np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count
+        return index
 
 
-# Uniform random numbers as a pure function of (seed, sample, purpose, place): SplitMix64 (Steele et al. 2014) of
+# Uniform random numbers as a pure function of (seed, sample, purpose, position): SplitMix64 (Steele et al. 2014) of
 # counters, for all B samples of a batch at once, W numbers each. It has no state that draws would advance.
 
-_LEFT_OUT = np.uint64(11)  # of 64 bits, so that 53 are left, as many as a float64 has
+_UNUSED_BITS = np.uint64(11)  # of 64 bits; the other 53 are as many as a float64 has
 
 
 @unique
 class Purpose(IntEnum):
-    """What random numbers decide. A number that runs have drawn by is never given to another purpose."""
+    """What random numbers are for. Runs depend on these values: never change one, or reuse one for another purpose."""
 
     MASKING_ORDER = 1
     MASKING_TREATMENT = 2
@@ -250,7 +249,7 @@ class Purpose(IntEnum):
 
 
 class CounterRng:
-    """The random numbers of some samples, independent between samples and between purposes (what they decide)."""
+    """The random numbers of some samples, independent between samples and between purposes."""
 
     def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
         self._seed = seed
@@ -260,29 +259,31 @@ class CounterRng:
         """float64 [B, width], each in (0, 1)."""
         key = np.uint64(derive_seed(self._seed, purpose))
         row_B = scramble(self._samples_B * np.uint64(GOLDEN) + key)
-        place_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-        return _as_fraction(scramble(row_B[:, None] + place_W))
+        position_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        return _as_fraction(scramble(row_B[:, None] + position_W))
 
     def low_discrepancy(self, purpose: int) -> Array:
-        """float64 [B], each in (0, 1); those of consecutive samples lie evenly, any number of them from any on.
+        """float64 [B], each in (0, 1), evenly spaced over any range of consecutive samples.
 
-        Steps of the golden ratio from a random beginning, modulo 1 (Weyl's sequence).
+        A Weyl sequence: steps of the golden ratio from a random start, modulo 1.
         """
         first = np.uint64(derive_seed(self._seed, purpose))
         return _as_fraction(self._samples_B * np.uint64(GOLDEN) + first)
 
     def choice(self, purpose: int, allowed_BW: Array, count_B: Array, weight_BW: Array | None = None) -> Array:
-        """bool [B, W]: so many of each row's allowed places (bool), drawn without replacement, each next one in
-        proportion to the weights (above 0) of those that are left (exponential clocks); all alike without."""
+        """bool [B, W]: `count_B` of each row's allowed positions (bool), drawn without replacement, in proportion to
+        positive weights (exponential clocks); by default with equal weights."""
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
             clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # of tiny weights, before places not allowed
+        clock_BW = np.minimum(
+            clock_BW, np.finfo(np.float64).max
+        )  # finite for tiny weights: before positions not allowed
         rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW
 
 
 def _as_fraction(bits: Array) -> Array:
-    fraction: Array = ((bits >> _LEFT_OUT).astype(np.float64) + 0.5) / 2.0**53
+    fraction: Array = ((bits >> _UNUSED_BITS).astype(np.float64) + 0.5) / 2.0**53
     return fraction

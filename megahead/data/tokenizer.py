@@ -161,11 +161,11 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     `tokenizer.json` nor a `.model`.
     """
     path = local_file(str(path))
-    reference = opened(path, "tokenizers")
+    reference = cached_tokenizer(path, "tokenizers")
     if not probe or reference.engine == "sentencepiece" or reference.dropout:
         return reference
     try:
-        fast = opened(path, "fastokens")
+        fast = cached_tokenizer(path, "fastokens")
         texts = [*probe, *(f"a {token} b{token}c" for token in reference.added)]
         exact = fast.encode_batch(texts) == reference.encode_batch(texts)
     except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
@@ -192,7 +192,7 @@ def copy_tokenizer(source: Path, run: RunFolder) -> None:
         other.unlink(missing_ok=True)
 
 
-def opened(path: str | Path, engine: Engine) -> Tokenizer:
+def cached_tokenizer(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` with this engine; cached until the file changes."""
     return _opened(Path(path), engine, _fingerprint(Path(path)))
 
