@@ -1,4 +1,4 @@
-"""Times whole training steps, headless against vanilla, in turn: A B A B ..., so that a noisy machine hits both alike.
+"""Times whole training steps, headless against vanilla, in turn (A B A B ...), so that noise affects both alike.
 
 tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
 tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
@@ -7,24 +7,21 @@ tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 -
 tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
 tools/bench_step.py --preset pythia-410m --sequence-length 2048 --precision bf16 --largest 512
 
-A step is forward and backward of a global batch (of --preset of one micro-batch), in micro-batches and with candidates
-as the config says on one rank, clipping and the optimizer's update, without an engine. Tokens come from the config's
-dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
-An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla head is BERT's own, tied. An objective
-that asks how often each id is in the text has these tokens counted. What a vanilla objective does not know is left out
-of its steps.
+A step is forward and backward of a global batch (with --preset one micro-batch) on one rank, clipping and the
+optimizer's update, without an engine. Tokens come from the config's dataset (or --data PREFIX), else they are
+Zipf-distributed, with about as many different ids as real text. An encoder masks 15 % of its tokens, unless --set says
+otherwise; its vanilla head is BERT's, tied. An objective that needs token counts takes those of these tokens. Settings
+that a vanilla objective does not have are dropped for it.
 
-ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; MFU: share
-of its maker's figure; peak MB: weights, gradients, moments and activations (on a CPU of one step in a process of its
-own, not when compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward
-and backward), and in clipping and the optimizer. A GPU is waited for at the end of a step alone: it notes by its own
-clock when it comes to each part. In bf16 its weights are bf16, with float32 ones in the optimizer, as the engine has
-them.
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matmul rate; MFU: share
+of its published peak; peak MB: weights, gradients, moments and activations (on a CPU of one step in a child process,
+not when compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and
+backward), and in clipping and the optimizer. A GPU is synchronized only at the end of a step; CUDA events time its
+parts. In bf16 the weights are bf16, with float32 master weights in the optimizer, as in the engine.
 
---vocabulary times headless steps through the engine instead, under larger and larger vocabularies and on the same ids,
-with the embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first
-vocabulary) leave out waiting for others' programs; a step's MiB: what it takes beside what lies there between steps, on
-the rank that takes most.
+--vocabulary times headless steps of the engine instead, with increasing vocabulary sizes on the same ids, with the
+embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first vocabulary) exclude
+waiting for other programs; a step's MiB: memory it allocates beside that between steps, the most of any rank.
 
 --largest finds the largest micro-batch of each objective that a GPU's memory holds.
 """
@@ -34,7 +31,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from benchmarks.command import PYTHIA_VOCABULARY, config_of, parser_of, report
+from benchmarks.command import PYTHIA_VOCABULARY, build_config, build_parser, report
 from megahead.config.loading import load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
@@ -42,7 +39,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.errors import FieldError, run_command
 
 if TYPE_CHECKING:
-    from benchmarks.steps import How, Plan
+    from benchmarks.steps import Mode, VariantSpec
 
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
 BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
@@ -51,16 +48,16 @@ BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 def main() -> None:
     arguments = _parser().parse_args()
     config = _config(arguments)
-    plans = _plans(arguments, config)
-    sizes = _vocabularies(arguments.vocabulary)
+    variants = _variants(arguments, config)
+    sizes = _parse_vocabularies(arguments.vocabulary)
     if arguments.ranks > 1 and (arguments.device == "cuda" or not sizes):
         raise FieldError("--ranks", "be 1 without --vocabulary and on one GPU", got=arguments.ranks)
     if arguments.data:
-        IndexedDataset(arguments.data)  # what is wrong is reported before torch is imported
+        IndexedDataset(arguments.data)  # reports its errors before the slow import of torch
     import torch
 
-    from benchmarks.engines import grow
-    from benchmarks.steps import fill, time_steps
+    from benchmarks.engines import time_vocabularies
+    from benchmarks.steps import find_largest_batches, time_steps
     from megahead.distributed.group import Group
     from megahead.train.run import resolve_precision
 
@@ -69,57 +66,63 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     config = resolve_precision(config, device, Group())
     if arguments.largest:
-        lines = fill(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
+        rows = find_largest_batches(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
     elif sizes:
-        kinds = arguments.embedding.split(",")
-        lines = grow(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, kinds)
+        embeddings = arguments.embedding.split(",")
+        rows = time_vocabularies(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, embeddings)
     else:
-        lines = time_steps(config, plans, arguments.data, arguments.steps, device)
-    report(lines, output=arguments.output)
+        rows = time_steps(config, variants, arguments.data, arguments.steps, device)
+    report(rows, output=arguments.output)
 
 
-def _vocabularies(given: str | None) -> list[int]:
-    """The sizes that --vocabulary names."""
-    sizes = [size.strip() for size in (given or "").split(",") if size.strip()]
+def _parse_vocabularies(text: str | None) -> list[int]:
+    """Parses the sizes of --vocabulary."""
+    sizes = [size.strip() for size in (text or "").split(",") if size.strip()]
     if not all(size.isdecimal() and int(size) > 1 for size in sizes):
-        raise FieldError("--vocabulary", "be sizes of vocabularies, separated by commas", got=given)
+        raise FieldError("--vocabulary", "be sizes of vocabularies, separated by commas", got=text)
     return [int(size) for size in sizes]
 
 
-def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
-    """Every objective as it is, then every one compiled, then with a whole last block, then with Muon."""
+def _variants(arguments: argparse.Namespace, config: RunConfig) -> list[VariantSpec]:
+    """Every objective in the default mode, then compiled, then with a whole last block, then with Muon."""
     names = arguments.objectives.split(",")
-    hows: list[tuple[How, bool]] = [("as it is", True), ("whole last block", arguments.whole), ("muon", arguments.muon)]
-    hows.insert(1, ("compiled", arguments.compile and config.engine.compile is not True))
-    return [(name, how) for how, wanted in hows if wanted for name in names]
+    modes: list[tuple[Mode, bool]] = [
+        ("default", True),
+        ("whole last block", arguments.whole),
+        ("muon", arguments.muon),
+    ]
+    modes.insert(1, ("compiled", arguments.compile and config.engine.compile is not True))
+    return [(name, mode) for mode, enabled in modes if enabled for name in names]
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
-    """Of the file or the preset; --precision and --set change either, the latter last."""
+    """The config of the file or the preset, with the overrides of --precision and then --set."""
     overrides = [f"engine.precision={arguments.precision}"] if arguments.precision else []
-    overrides += ["engine.compile=false"] if arguments.compile else []  # as it is: plain, also on CUDA
+    overrides += ["engine.compile=false"] if arguments.compile else []  # the default mode is not compiled, also on CUDA
     overrides += arguments.set
     if arguments.config:
-        for option, setting, given in (
+        for option, setting, value in (
             ("--micro-batch", "batch.micro_size", arguments.micro_batch),
             ("--sequence-length", "data.sequence_length", arguments.sequence_length),
         ):
-            if given is not None:
+            if value is not None:
                 hint = f"use --set {setting}=N"
                 raise FieldError(option, "go with --preset", got="given with --config", hint=hint)
         return load_config(arguments.config, overrides)
-    size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
+    size, sequence_length, num_rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
     encoder = ModelConfig.model_validate({"size": size, "vocab_size": 2}).is_encoder()
     vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
-    shape = {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, length)}
-    return config_of(shape, rows, length, f"name={size}", *overrides, masking=BERT_TOKENS if encoder else None)
+    shape = {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, sequence_length)}
+    return build_config(
+        shape, num_rows, sequence_length, f"name={size}", *overrides, masking=BERT_TOKENS if encoder else None
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("Time whole training steps, headless against vanilla.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
-    what.add_argument("--config", help="a run's YAML file")
+    parser = build_parser("Time whole training steps, headless against vanilla.")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
+    model.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting")
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")
     parser.add_argument("--micro-batch", type=int, help="rows of --preset (default: 8)")

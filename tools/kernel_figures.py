@@ -1,16 +1,16 @@
-"""What can be said of the loss's kernel without a GPU: it is compiled ahead of time, and its work is summed up.
+"""Compiles the loss kernel ahead of time and estimates its cost, without a GPU.
 
 tools/kernel_figures.py
 tools/kernel_figures.py --micro-steps
 
-First, for each architecture and each way the kernel is called: registers a thread, bytes spilled to memory, bytes of
-shared memory, blocks a multiprocessor has registers and warps for, and most bytes that a thread loads and stores at
-once. Then, for some losses: chunks, kernels, and operations and bytes, with the time they take at assumed rates, if
-nothing overlaps, and with the time in which the host of an H200 was measured to ask for the kernels.
+First, for each architecture and each set of kernel arguments: registers a thread, bytes spilled to memory, bytes of
+shared memory, blocks a multiprocessor has registers and warps for, and the most bytes a thread loads and stores at
+once. Then, for some losses: chunks, kernels, operations and bytes, their time at assumed rates without overlap, and the
+host's time to launch the kernels, as measured on an H200.
 
 With --micro-steps, for a model of 6 layers and for the engine at each ZeRO stage, in bf16 with the settings of GPUs,
-but counted on a CPU: operations of a micro-step, each a kernel or more where nothing is compiled, and bytes that
-they read and write for each parameter. So few tokens are read that these belong to weights, gradients and their sums.
+but counted on a CPU: operations of a micro-step, each at least a kernel unless compiled, and the bytes they read and
+write for each parameter. So few tokens are read that almost all of these are weights, gradients and gradient sums.
 
 Needs no device: ptxas comes with triton.
 """

@@ -1,8 +1,8 @@
-"""Profiles training steps: a table of what takes the time, and a trace to look at.
+"""Profiles training steps: prints the slowest operations and writes a trace.
 
 tools/profile_step.py --config configs/demo-headless.yaml [--set a.b=c] [--steps 3] [--output trace.json.gz]
 
-Open the trace at https://ui.perfetto.dev or chrome://tracing (both work on the file alone, nothing is sent). A step is
+Open the trace at https://ui.perfetto.dev or chrome://tracing (both work locally, nothing is sent). A step is
 that of tools/bench_step.py: forward, backward, clipping, update; the first ones are warm-up and not recorded.
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     if arguments.data:
-        IndexedDataset(arguments.data)  # what is wrong is reported before torch is imported
+        IndexedDataset(arguments.data)  # reports its errors before the slow import of torch
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -46,31 +46,31 @@ def main() -> None:
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     steps = WARM_UP + arguments.steps
     rows = token_rows(config, arguments.data, count=steps * config.batch.accumulation_steps(1))
-    run = Variant(config, config.objective.name, device, rows)
+    variant = Variant(config, config.objective.name, device, rows)
     for index in range(WARM_UP):
-        run.step(index)
+        variant.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities) as profiler:
         for index in range(WARM_UP, steps):
             with record_function(f"step {index - WARM_UP + 1}"):
-                run.step(index)
+                variant.step(index)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    recorded.export_chrome_trace(str(arguments.output))
+    profiler.export_chrome_trace(str(arguments.output))
     console = terminal()
-    console.print(to_rich(_heaviest(recorded, device, arguments.steps)))
+    console.print(to_rich(_slowest_operations(profiler, device, arguments.steps)))
     console.print(f"wrote {arguments.output}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
 
-def _heaviest(recorded: profile, device: torch.device, steps: int, count: int = 15) -> list[dict[str, object]]:
-    """The operations that take most time themselves, in ms a step."""
+def _slowest_operations(trace: profile, device: torch.device, steps: int, count: int = 15) -> list[dict[str, object]]:
+    """The operations with the most self time, in ms a step."""
     kind = "device" if device.type == "cuda" else "cpu"
-    events = [event for event in recorded.key_averages() if not event.key.startswith("step ")]
+    events = [event for event in trace.key_averages() if not event.key.startswith("step ")]
     times = {event.key: (getattr(event, f"self_{kind}_time_total") / 1e3 / steps, event.count) for event in events}
-    total = sum(time for time, _ in times.values())
+    total = sum(ms for ms, _ in times.values())
     ranked = sorted(times.items(), key=lambda item: -item[1][0])[:count]
     return [
-        {"operation": name, "ms a step": round(time, 2), "share": f"{time / total:.0%}", "calls": calls // steps}
-        for name, (time, calls) in ranked
+        {"operation": name, "ms a step": round(ms, 2), "share": f"{ms / total:.0%}", "calls": calls // steps}
+        for name, (ms, calls) in ranked
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import engines
-from benchmarks.command import config_of
+from benchmarks.command import build_config
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 
@@ -14,13 +14,15 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[engines.Rounds]:
     """What is timed."""
     seen: list[engines.Rounds] = []
-    interleaved = engines.interleaved_steps
-    monkeypatch.setattr(engines, "interleaved_steps", lambda *given: seen.append(interleaved(*given)) or seen[-1])
+    run_interleaved = engines.run_interleaved_steps
+    monkeypatch.setattr(
+        engines, "run_interleaved_steps", lambda *given: seen.append(run_interleaved(*given)) or seen[-1]
+    )
     return seen
 
 
 def test_stages_are_timed_beside_a_loop_without_an_engine(rounds: list[engines.Rounds]) -> None:
-    bare, engine = engines.time_engines(config_of(SHAPE, 2, 16, "engine.device=cpu"), [1], ranks=1, rounds=3)
+    bare, engine = engines.time_engines(build_config(SHAPE, 2, 16, "engine.device=cpu"), [1], num_ranks=1, num_rounds=3)
     assert (bare[""], bare["wall ratio"], bare["CPU ratio"]) == ("bare torch", "1.000", "1.000")
     assert engine[""] == "ZeRO 1"
     ratios = sorted(steps[1][1] / steps[0][1] for steps in rounds[0])
@@ -29,7 +31,7 @@ def test_stages_are_timed_beside_a_loop_without_an_engine(rounds: list[engines.R
 
 
 def test_ranks_are_timed_together_and_apart() -> None:
-    lines = engines.time_engines(config_of(SHAPE, 2, 16, "engine.device=cpu"), [0], ranks=2, rounds=2)
+    lines = engines.time_engines(build_config(SHAPE, 2, 16, "engine.device=cpu"), [0], num_ranks=2, num_rounds=2)
     assert [line[""] for line in lines] == ["1 rank", "2 apart", "2 ranks, ZeRO 0"]
     assert lines[0]["efficiency"] == "100%"
     assert all(float(str(line["wall ratio"])) > 0 for line in lines)

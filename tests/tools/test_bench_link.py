@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from benchmarks import link
-from benchmarks.command import config_of
-from benchmarks.link import linked
+from benchmarks.command import build_config
+from benchmarks.link import network_namespaces
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 20_000}
 
@@ -32,8 +32,10 @@ RATE = 200
 
 
 def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
-    ways = link.read_ways("rows:0,dense:0,dense:3")
-    lines = link.compare(config_of(SHAPE, 2, 16, "engine.device=cpu"), [2], RATE, 2, partial(link.steps_by, ways))
+    ways = link.parse_ways("rows:0,dense:0,dense:3")
+    lines = link.compare_variants(
+        build_config(SHAPE, 2, 16, "engine.device=cpu"), [2], RATE, 2, partial(link.step_variants, ways)
+    )
     assert [(line["embedding"], line["ZeRO"]) for line in lines] == ways == [("rows", 0), ("dense", 0), ("dense", 3)]
     rows, replicated, partitioned = (float(str(line["MB sent"])) for line in lines)
     table = 20_480 * 32 * 4 / 1e6
@@ -45,8 +47,8 @@ def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
 
 
 def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:
-    ids, embeddings = link.compare(
-        config_of(SHAPE | {"hidden_size": 128}, 8, 64, "engine.device=cpu"), [2], 1000, 2, link.exchanges
+    ids, embeddings = link.compare_variants(
+        build_config(SHAPE | {"hidden_size": 128}, 8, 64, "engine.device=cpu"), [2], 1000, 2, link.exchange_variants
     )
     assert (ids["negatives as"], embeddings["negatives as"]) == ("ids", "embeddings")
     sent = [float(str(line["MB sent"])) for line in (ids, embeddings)]
@@ -56,7 +58,7 @@ def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:
 
 
 def test_namespaces_are_gone_afterwards() -> None:
-    with linked(2, 100) as names:
+    with network_namespaces(2, 100) as names:
         there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         assert all(name in there for name in names)
     there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import losses
-from benchmarks.losses import Entry, Problem
-from benchmarks.timing import in_child
+from benchmarks.losses import Contestant, LossInputs
+from benchmarks.timing import run_in_child
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(30, 6, generator=generator, requires_grad=True)
     table = torch.randn(40, 6, generator=generator, requires_grad=True)
@@ -32,9 +32,9 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_forms_that_are_compared_compute_the_same() -> None:
-    outputs, targets, table = drawn()
+    outputs, targets, table = random_inputs()
     for fast, slow in (("ours", "paper"), ("softmax, ours", "softmax, plain")):
-        values = [losses.FORMS[name](outputs, targets, table) for name in (fast, slow)]
+        values = [losses.LOSSES[name](outputs, targets, table) for name in (fast, slow)]
         torch.testing.assert_close(*values)
         gradients = [torch.autograd.grad(loss, [outputs, table]) for loss in values]
         torch.testing.assert_close(*gradients)
@@ -45,27 +45,27 @@ def test_a_measurement_sees_the_memory_a_form_takes() -> None:
         waste = torch.ones(2**24 if len(targets) == 30 else 1)  # 64 MiB
         return (outputs.sum() + table.sum()) * waste[0]
 
-    outputs, targets, table = drawn()
-    seconds, mebibytes = in_child(lambda: losses.measure(wasteful, outputs, targets, table))
+    outputs, targets, table = random_inputs()
+    seconds, mebibytes = run_in_child(lambda: losses.measure_on_cpu(wasteful, outputs, targets, table))
     assert seconds > 0
     assert 60 < mebibytes < 100
 
 
 def test_as_many_targets_are_drawn_as_are_asked_for(tmp_path: Path) -> None:
-    assert len(read_targets(None, least=70_000)) == 70_000
+    assert len(read_targets(None, min_targets=70_000)) == 70_000
     assert np.array_equal(read_targets(None, 70_000)[: 2**15], read_targets(None, 1_000))
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=60) as writer:
         writer.add_document(np.arange(5_000) % 60)
-    assert len(read_targets(str(tmp_path / "text"), least=4_000)) == 4_608  # whole rows
+    assert len(read_targets(str(tmp_path / "text"), min_targets=4_000)) == 4_608  # whole rows
     with pytest.raises(
         DataError, match=r"text` must hold 4,700 tokens in rows of 512, as --sizes asks, but holds 4,608"
     ):
-        read_targets(str(tmp_path / "text"), least=4_700)
+        read_targets(str(tmp_path / "text"), min_targets=4_700)
 
 
 def test_the_command_has_targets_for_its_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(losses, "compare", lambda targets, arguments: sizes.append(len(targets)))
+    monkeypatch.setattr(losses, "compare_losses", lambda targets, arguments: sizes.append(len(targets)))
     monkeypatch.setattr(sys, "argv", ["bench_loss.py", "--sizes", "65536,1024"])
     bench_loss.main()
     assert sizes == [65536]
@@ -92,22 +92,22 @@ THEIRS = {"theirs": "cross_entropy", "plainer": "unbiased", "broken": "breaking"
 
 def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
     others = {name: (__name__, function) for name, function in THEIRS.items()}
-    monkeypatch.setattr(losses, "OTHERS", others | {"gone": ("not_installed", "f")})
+    monkeypatch.setattr(losses, "OTHER_KERNELS", others | {"gone": ("not_installed", "f")})
     monkeypatch.setitem(
         sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
     )
-    problem = Problem.drawn(drawn()[1], 40, 6, torch.float32)
-    kernels, absent = losses.kernels_here(problem)
-    entries = losses.prepared(problem, kernels)
-    assert [entry.name for entry in entries] == [
+    inputs = LossInputs.random(random_inputs()[1], 40, 6, torch.float32)
+    kernels, absent = losses.find_kernels(inputs)
+    contestants = losses.build_gpu_contestants(inputs, kernels)
+    assert [contestant.name for contestant in contestants] == [
         "ours", "paper", "theirs", "plainer", "softmax, ours", "softmax, plain", "softmax, theirs", "softmax, plainer"
     ]  # fmt: skip
-    begins_with = {entry.name: len(entry.problem.table) for entry in entries}
+    begins_with = {contestant.name: len(contestant.inputs.table) for contestant in contestants}
     assert begins_with["ours"] == CANDIDATE_MULTIPLE  # as the loader pads them
-    assert begins_with["paper"] == begins_with["theirs"] == len(problem.targets.unique())
+    assert begins_with["paper"] == begins_with["theirs"] == len(inputs.targets.unique())
     assert begins_with["softmax, ours"] == begins_with["softmax, theirs"] == 40
     assert absent == ["without broken: not for 6 features", "without gone: No module named 'not_installed'"]
-    for line in losses.errors(entries):
+    for line in losses.error_rows(contestants):
         assert 0 <= max(float(line[part]) for part in ("loss", "gradient of outputs", "of the table")) < 1e-6, line
 
 
@@ -119,16 +119,17 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
     """As on a GPU, where it is an error that can be caught."""
     tried: list[str] = []
 
-    def paper(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+    def paper_loss(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
         tried.append("paper")
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(losses, "FORMS", {**losses.FORMS, "paper": paper})
-    monkeypatch.setattr(losses, "errors", lambda entries: iter([{"form": "ours", "loss": "1e-8"}]))
-    monkeypatch.setattr(losses, "observe", lambda form, problem: losses.Taken(problem.solved(form) and 0.5, 2.0))
-    monkeypatch.setattr(losses, "device_rate", lambda device, precision: 1e9)
+    monkeypatch.setattr(losses, "LOSSES", {**losses.LOSSES, "paper": paper_loss})
+    monkeypatch.setattr(losses, "error_rows", lambda contestants: iter([{"form": "ours", "loss": "1e-8"}]))
+    cost = losses.PassCost(0.5, 2.0)
+    monkeypatch.setattr(losses, "measure_pass", lambda loss, inputs: inputs.loss_and_gradients(loss) and cost)
+    monkeypatch.setattr(losses, "measure_device_rate", lambda device, precision: 1e9)
     output = tmp_path / "loss.json"
-    losses.compare(drawn()[1], arguments("--sizes", "20,30", "--hidden", "6", "--output", str(output)))
+    losses.compare_losses(random_inputs()[1], arguments("--sizes", "20,30", "--hidden", "6", "--output", str(output)))
     assert tried == ["paper"] * 2  # once for each size
     lines = json.loads(output.read_text())
     assert [(line["N"], line["form"], line["seconds"]) for line in lines[:3]] == [
@@ -140,9 +141,11 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
 
 def test_errors_see_what_is_wrong() -> None:
     def twice(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-        return 2 * losses.paper(outputs, targets, table)
+        return 2 * losses.paper_loss(outputs, targets, table)
 
-    (line,) = losses.errors([Entry("twice", twice, Problem.drawn(drawn()[1], 40, 6, torch.float32))])
+    (line,) = losses.error_rows(
+        [Contestant("twice", twice, LossInputs.random(random_inputs()[1], 40, 6, torch.float32))]
+    )
     assert [float(line[part]) for part in ("loss", "gradient of outputs", "of the table")] == [1.0, 1.0, 1.0]
 
 
@@ -177,11 +180,11 @@ def test_on_a_gpu_many_passes_are_timed_and_nothing_waits_between_them(monkeypat
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
-    def form(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+    def loss_function(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
         happened.append("pass")
         return outputs.sum() + table.sum()
 
-    taken = losses.measure_on_gpu(form, Problem(*drawn()))
+    taken = losses.measure_on_gpu(loss_function, LossInputs(*random_inputs()))
     assert (taken.seconds, taken.mebibytes) == (1.0, 2.0)
     assert taken.host_seconds is not None
     first = happened.index("event")

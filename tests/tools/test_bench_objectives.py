@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rows import rule_of, step_batches, token_rows
+from benchmarks.rows import build_run_objective, step_batches, token_rows
 from benchmarks.steps import Variant, variant_config
 from megahead.config.run import RunConfig
 from megahead.losses.contrastive import Vanilla, build_objective
@@ -48,13 +48,13 @@ def step_of(config: RunConfig, objective: str) -> Variant:
 def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict[str, Any], objective: str) -> None:
     variant = step_of(encoder(asked), objective)
     assert variant.seconds()[0] > 0
-    assert isinstance(variant.rule, Vanilla) == (objective == "vanilla")
+    assert isinstance(variant.objective, Vanilla) == (objective == "vanilla")
 
 
 def test_phrases_are_found_in_its_rows() -> None:
     config = encoder({"phrases": {"group_samples": 8}})
     (rows,) = token_rows(config, None, count=1)
-    (micro,) = step_batches(config, rule_of(config, [rows]), [rows], torch.device("cpu")).micro_batches
+    (micro,) = step_batches(config, build_run_objective(config, [rows]), [rows], torch.device("cpu")).micro_batches
     (group,) = micro.batch.auxiliary
     assert len(group.ends_Q) > 0
 
@@ -66,7 +66,10 @@ def test_ids_are_counted_in_its_rows() -> None:
     targets = torch.tensor([5, 9, 9])
     mine, exact = (
         rule.candidate_set(targets).candidates(targets)
-        for rule in (rule_of(config, [*rows, np.full((1, 30), -1)]), build_objective(config.objective, 61, counts))
+        for rule in (
+            build_run_objective(config, [*rows, np.full((1, 30), -1)]),
+            build_objective(config.objective, 61, counts),
+        )
     )
     assert torch.equal(mine.bias_U, exact.bias_U)
 
@@ -79,9 +82,9 @@ def test_what_the_other_objective_does_not_know_is_left_out() -> None:
         "score": "cosine",
         "learned_temperature": True,
     }
-    vanilla = variant_config(encoder(asked), "vanilla", "as it is")
+    vanilla = variant_config(encoder(asked), "vanilla", "default")
     kept = vanilla.objective
     assert (kept.temperature, kept.score, kept.learned_temperature) == (0.5, "cosine", True)
     assert (kept.bias, kept.group_samples) == ("paper", "micro_batch")
-    back = variant_config(encoder({"name": "vanilla", "output_bias": True}), "headless", "as it is")
+    back = variant_config(encoder({"name": "vanilla", "output_bias": True}), "headless", "default")
     assert (back.objective.name, back.objective.output_bias) == ("headless", False)

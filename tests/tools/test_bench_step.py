@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks.rows import token_rows
-from benchmarks.steps import How, Variant, compare, fill, largest_that, variant_config
-from benchmarks.timing import HostClock, matrix_rate
+from benchmarks.steps import Mode, Variant, describe_ratio, find_largest, find_largest_batches, variant_config
+from benchmarks.timing import HostClock, measure_matmul_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
@@ -41,7 +41,7 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
     assert not torch.equal(before, headless.model.backbone.embedding.weight)
     ratios = sorted(b / a for a, b in zip(headless.seconds(), vanilla.seconds(), strict=True))
     in_cpu_time = sorted(b / a for a, b in zip(headless.cpu_seconds, vanilla.cpu_seconds, strict=True))
-    said = compare(headless, vanilla)
+    said = describe_ratio(headless, vanilla)
     assert f"headless is {ratios[1]:.2f} times as fast as vanilla" in said
     assert f"; in CPU time {in_cpu_time[1]:.2f}; by operations" in said
 
@@ -54,10 +54,10 @@ def test_a_step_is_of_the_configs_micro_batches_and_candidates(tmp_path: Path) -
         config = small_config(tmp_path, {"batch.micro_size": micro_size, "objective.group_samples": 8})
         rows = token_rows(config, None, count=8 // micro_size)
         variant = Variant(config, "headless", torch.device("cpu"), rows)
-        variant.weights.update = lambda clipping: None
+        variant.weights.step = lambda clipping: None
         variant.step(0)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in variant.model.parameters()]))
-        candidates.append(variant._prepared(0)[1])
+        candidates.append(variant._prepare_step(0)[1])
         assert variant.tokens() == 8 * 24
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
     assert candidates[0] == candidates[1] > 24
@@ -87,8 +87,8 @@ def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
         }
     )
     rows = token_rows(config, None, count=2)
-    hows: tuple[How, ...] = ("as it is", "whole last block")
-    short, whole = (Variant(config, "headless", torch.device("cpu"), rows, how) for how in hows)
+    modes: tuple[Mode, ...] = ("default", "whole last block")
+    short, whole = (Variant(config, "headless", torch.device("cpu"), rows, mode) for mode in modes)
     for index in range(2):
         for variant in (short, whole):
             variant.step(index)
@@ -115,7 +115,7 @@ def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) ->
         block.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
     variant.step(0)
     assert lengths == [32, 32, 16, 32]
-    ((micro,), _) = variant._prepared(0)
+    ((micro,), _) = variant._prepare_step(0)
     assert micro.batch.selections[0].max_per_row == 16
     tree["masking"] |= {"dropping": None}
     plain = config_from_dict(tree)
@@ -151,10 +151,10 @@ def test_what_a_step_cannot_obey_is_reported(tmp_path: Path) -> None:
         asked("--config", path, "--micro-batch", "4")
     half = {"engine.precision": "fp16", "engine.deepspeed": {"zero_optimization": {"stage": 1}}}
     with pytest.raises(FieldError, match=r"`engine\.precision` must be fp32 or bf16"):
-        variant_config(small_config(tmp_path, half), "headless", "as it is")
+        variant_config(small_config(tmp_path, half), "headless", "default")
     phases = small_config(tmp_path, {"objective.schedule": {"vanilla_share": 0.5}})
     with pytest.raises(FieldError, match=r"`objective\.schedule` must be left out of steps, each of one phase"):
-        variant_config(phases, "headless", "as it is")
+        variant_config(phases, "headless", "default")
 
 
 def encoder(**masking: Any) -> RunConfig:
@@ -175,7 +175,7 @@ def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     """A share of targets that falls is timed at its mean; what the model misses is looked up where masks follow it."""
     falling = encoder(rate=0.4, final_rate=0.2)
     variant = Variant(falling, "headless", torch.device("cpu"), token_rows(falling, None, count=1))
-    ((micro,), _) = variant._prepared(0)
+    ((micro,), _) = variant._prepare_step(0)
     assert len(micro.batch.target_ids_N) == 2 * round(0.3 * 30)
     asked: list[torch.Tensor] = []
     misses = Softmax.top1_errors
@@ -187,12 +187,12 @@ def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: Path) -> None:
     tied = small_config(tmp_path, {"objective": {"name": "vanilla", "tied": True}, "engine.compile": True})
-    kept = variant_config(tied, "vanilla", "as it is")
+    kept = variant_config(tied, "vanilla", "default")
     assert (kept.objective.tied, kept.engine.compile) == (True, True)
-    assert variant_config(tied, "headless", "as it is").objective.tied is False
+    assert variant_config(tied, "headless", "default").objective.tied is False
     plain = small_config(tmp_path, {"engine.compile": False})
-    assert variant_config(small_config(tmp_path), "headless", "as it is").engine.compile == "auto"
-    assert [variant_config(plain, "headless", how).engine.compile for how in ("as it is", "compiled")] == [False, True]
+    assert variant_config(small_config(tmp_path), "headless", "default").engine.compile == "auto"
+    assert [variant_config(plain, "headless", mode).engine.compile for mode in ("default", "compiled")] == [False, True]
 
 
 def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
@@ -207,15 +207,15 @@ def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
 
 def test_muon_moves_the_blocks_of_a_variant_that_is_to_have_it(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    optimizers = [variant_config(config, "headless", how).optimizer.name for how in ("as it is", "muon")]
+    optimizers = [variant_config(config, "headless", mode).optimizer.name for mode in ("default", "muon")]
     assert optimizers == ["adamw", "muon"]
     asked_for = bench_step._parser().parse_args(["--preset", "pythia-14m", "--objectives", "headless", "--muon"])
-    assert bench_step._plans(asked_for, config) == [("headless", "as it is"), ("headless", "muon")]
+    assert bench_step._variants(asked_for, config) == [("headless", "default"), ("headless", "muon")]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_matrix_rate_is_positive(precision: str) -> None:
-    assert matrix_rate(torch.device("cpu"), precision, size=64) > 0
+    assert measure_matmul_rate(torch.device("cpu"), precision, size=64) > 0
 
 
 @pytest.mark.parametrize(("room", "found"), [(0, 0), (1, 1), (5, 5), (37, 36), (99, 91), (100, 100), (1000, 100)])
@@ -226,7 +226,7 @@ def test_the_largest_that_fits_is_found_to_an_eighth_with_few_tries(room: int, f
         tried.append(rows)
         return rows <= room
 
-    assert largest_that(fits, 1, 100) == found
+    assert find_largest(fits, 1, 100) == found
     assert len(tried) == len(set(tried)) <= 12
 
 
@@ -236,12 +236,12 @@ def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monk
     step = Variant.step
 
     def on_a_small_device(variant: Variant, index: int) -> None:
-        if variant.config.batch.micro_size > (3 if variant.objective == "headless" else 1):
+        if variant.config.batch.micro_size > (3 if variant.objective_name == "headless" else 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
         step(variant, index)
 
     monkeypatch.setattr(Variant, "step", on_a_small_device)
-    headless, vanilla = fill(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
+    headless, vanilla = find_largest_batches(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
     assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
     assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
     assert headless["tokens/s"] > 0

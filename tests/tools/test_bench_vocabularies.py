@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_step import _vocabularies, main
+from bench_step import _parse_vocabularies, main
 
 import benchmarks.engines as vocabularies
-from benchmarks.engines import rank_step
+from benchmarks.engines import build_rank_step
 from benchmarks.rows import token_rows
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -33,7 +33,7 @@ def bodies(group: Group, config: RunConfig) -> list[list[torch.Tensor]]:
 
     Engine.step = watched  # type: ignore[method-assign, assignment]
     for kind in ("rows", "dense"):
-        take = rank_step(vocabularies._under(config, 2000, kind, 1), (0, 1, ""), rows, CPU)
+        take = build_rank_step(vocabularies._config_with_vocabulary(config, 2000, kind, 1), (0, 1, ""), rows, CPU)
         for _ in rows:
             take()
     return [
@@ -51,7 +51,7 @@ def test_both_kinds_take_the_same_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, ranks: int) -> None:
     write_text(tmp_path)
-    told = vocabularies.grow(small_config(tmp_path), [60, 200_000], ranks, None, 2, CPU)
+    told = vocabularies.time_vocabularies(small_config(tmp_path), [60, 200_000], ranks, None, 2, CPU)
     assert [(line["embedding"], line["vocabulary"]) for line in told] == [
         *[("rows", 60), ("rows", 200_000)],
         *[("dense", 60), ("dense", 200_000)],
@@ -62,10 +62,10 @@ def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, ranks: int) -> None
 
 
 def test_sizes_are_numbers_and_ranks_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _vocabularies("32768, 65536") == [32768, 65536]
-    assert _vocabularies(None) == []
+    assert _parse_vocabularies("32768, 65536") == [32768, 65536]
+    assert _parse_vocabularies(None) == []
     with pytest.raises(FieldError, match="separated by commas"):
-        _vocabularies("32k")
+        _parse_vocabularies("32k")
     monkeypatch.setattr(sys, "argv", ["bench_step.py", "--preset", "bert-tiny", "--ranks", "2"])
     with pytest.raises(FieldError, match="`--ranks` must be 1 without --vocabulary"):
         main()

@@ -8,7 +8,7 @@ from pathlib import Path
 from traceback import FrameSummary
 
 import torch
-from count_waits import counted, noted, place
+from count_waits import count_waits, find_wait_site, record_waits
 
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -23,12 +23,12 @@ BACKWARD = FrameSummary("/venv/lib/torch/autograd/graph.py", 7, "_engine_run_bac
 
 
 def test_the_innermost_package_that_can_be_asked_waited() -> None:
-    assert place([OURS, TORCH]) == ("megahead", "megahead/train/step.py:52 in train_step")
-    assert place([OURS, THEIRS, TORCH]) == ("DeepSpeed", "deepspeed/runtime/engine.py:9 in backward")
-    assert place([THEIRS, OURS]) == ("megahead", "megahead/train/step.py:52 in train_step")
-    assert place([OURS, THEIRS, BACKWARD])[0] == "backward pass"
-    assert place([OURS, THEIRS, BACKWARD, OURS])[0] == "megahead"  # a backward function of ours
-    assert place([TORCH])[0] == "other"
+    assert find_wait_site([OURS, TORCH]) == ("megahead", "megahead/train/step.py:52 in train_step")
+    assert find_wait_site([OURS, THEIRS, TORCH]) == ("DeepSpeed", "deepspeed/runtime/engine.py:9 in backward")
+    assert find_wait_site([THEIRS, OURS]) == ("megahead", "megahead/train/step.py:52 in train_step")
+    assert find_wait_site([OURS, THEIRS, BACKWARD])[0] == "backward pass"
+    assert find_wait_site([OURS, THEIRS, BACKWARD, OURS])[0] == "megahead"  # a backward function of ours
+    assert find_wait_site([TORCH])[0] == "other"
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -42,7 +42,7 @@ def test_warnings_and_explicit_waits_are_noted_inside_alone(monkeypatch) -> None
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     waits: Counter[tuple[str, str]] = Counter()
-    with noted(waits):
+    with record_waits(waits):
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
@@ -55,7 +55,7 @@ def test_warnings_and_explicit_waits_are_noted_inside_alone(monkeypatch) -> None
 def steps_counted(group: Group, config: RunConfig) -> tuple[int, list[str]]:
     modes: list[str] = []
     torch.cuda.set_sync_debug_mode = modes.append
-    return counted(config, 2).total(), modes
+    return count_waits(config, 2).total(), modes
 
 
 def test_steps_are_those_of_a_run(tmp_path: Path) -> None:

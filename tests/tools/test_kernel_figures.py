@@ -39,13 +39,17 @@ def test_the_kernel_spills_nothing_leaves_room_for_many_programs_and_moves_16_by
 
 def moved(group: Group, *stage: Any) -> float:
     """Bytes a parameter of a micro-step, but for the weights': 2 each, read in the forward and in the backward pass."""
-    counted = kernels.in_engine(*stage) if stage else kernels.alone()
-    return counted.bytes / count_parameters(kernels._config(0).model).total - 4
+    counter = kernels.count_engine_operations(*stage) if stage else kernels.count_model_operations()
+    return counter.bytes / count_parameters(kernels._config(0).model).total - 4
 
 
 def test_gradients_at_zero_1_move_20_bytes_a_parameter_and_micro_step_and_not_28() -> None:
     """One is written and added to its sum in float32; nothing is added to one from before, nor set to zero."""
-    (alone,), (ours,), (later,) = on_ranks(1, moved), on_ranks(1, moved, 1), on_ranks(1, moved, 1, kernels.LATER)
+    (alone,), (ours,), (later,) = (
+        on_ranks(1, moved),
+        on_ranks(1, moved, 1),
+        on_ranks(1, moved, 1, kernels.DEFERRED_GRADIENT_SUMS),
+    )
     assert alone == pytest.approx(2, abs=0.5)
     assert ours == pytest.approx(20, abs=0.5)
     assert later == pytest.approx(28, abs=0.5)

@@ -1,7 +1,7 @@
-"""Steps of a bare torch loop or of the engine, each in processes of its own that take a step on request.
+"""Steps of a plain torch loop or of the engine, each in its own processes, which run a step on request.
 
-DeepSpeed changes what it is imported into; and a process that has computed cannot be forked. They run on the device of
-`engine.device`, which must be cpu or cuda here; for CUDA they are spawned, which no state of its own can disturb.
+DeepSpeed patches the process that imports it, and a process that has computed cannot be forked. They run on the device
+of `engine.device`, which must be cpu or cuda here; for CUDA they are spawned.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.rows import changed, micro_batch, rule_of, token_rows
-from benchmarks.timing import cost, interleaved
+from benchmarks.rows import build_run_objective, micro_batch, token_rows, with_overrides
+from benchmarks.timing import measure_cost, run_interleaved
 from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
@@ -37,40 +37,40 @@ from megahead.wording import pluralize, to_milliseconds
 if TYPE_CHECKING:
     from megahead.engine.engine import Engine
 
-Step = Callable[[], None]
-Rows = np.ndarray[Any, Any]  # int64 [B, T+1]: the ids of a micro-batch
-Place = tuple[int, int, str]  # rank, number of ranks, and a file at which they meet
-SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
+StepFunction = Callable[[], None]
+TokenRows = np.ndarray[Any, Any]  # int64 [B, T+1]: the ids of a micro-batch
+Rendezvous = tuple[int, int, str]  # rank, world size, and the path of the file store
+DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
-class Variant:
-    """One or more processes that take a step at the same time on request."""
+class StepProcesses:
+    """One or more processes that run a step at the same time on request."""
 
     def __init__(
-        self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]], device: str = "cpu"
+        self, name: str, step_builders: list[tuple[Callable[..., StepFunction], tuple[Any, ...]]], device: str = "cpu"
     ) -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-        self.name, self.ranks = name, len(makers)
+        self.name, self.ranks = name, len(step_builders)
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        for maker, arguments in makers:
-            ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_serve, args=(theirs, maker, arguments), daemon=True))
+        for build_step, arguments in step_builders:
+            parent_end, child_end = context.Pipe()
+            self.processes.append(context.Process(target=_serve, args=(child_end, build_step, arguments), daemon=True))
             self.processes[-1].start()
-            theirs.close()  # so that the end of a process ends what waits for it
-            self._pipes.append(ours)
+            child_end.close()  # so that recv fails when the process dies
+            self._pipes.append(parent_end)
         for pipe in self._pipes:
             pipe.recv()  # ready
 
     def step(self) -> tuple[float, float]:
-        """Seconds of a step until its last rank is through, and the ranks' mean CPU seconds."""
+        """Seconds of a step on the slowest rank, and the ranks' mean CPU seconds."""
         for pipe in self._pipes:
             pipe.send("step")
-        walls, cpus = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
-        return max(walls), mean(cpus)
+        wall_seconds, cpu_seconds = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
+        return max(wall_seconds), mean(cpu_seconds)
 
-    def peak(self) -> float:
-        """MiB that a step takes beside what lies there between steps, on the rank that takes most; on CPUs."""
+    def peak_mib(self) -> float:
+        """MiB that a step allocates above the memory between steps, the most of any rank; on CPUs."""
         for pipe in self._pipes:
             pipe.send("measure")
         return max(float(pipe.recv()) for pipe in self._pipes)
@@ -81,59 +81,67 @@ class Variant:
             process.join()
 
 
-Rounds = list[list[tuple[float, float]]]  # of each round and variant: seconds, and CPU seconds
+Rounds = list[list[tuple[float, float]]]  # [round][variant]: seconds, and CPU seconds
 
 
-def interleaved_steps(variants: Sequence[Variant], rounds: int) -> Rounds:
-    """After one step of each that is not counted."""
-    return interleaved([lambda _, one=one: one.step() for one in variants], rounds)  # type: ignore[misc]
+def run_interleaved_steps(variants: Sequence[StepProcesses], rounds: int) -> Rounds:
+    """Runs `rounds` steps of each variant in turn, after one warm-up step of each."""
+    return run_interleaved([lambda _, one=one: one.step() for one in variants], rounds)  # type: ignore[misc]
 
 
-def compared(rounds: Rounds, place: int) -> dict[str, object]:
-    """Medians of a variant's seconds and CPU seconds, and of their ratios to the first variant's in each round."""
-    taken = [(steps[place], steps[0]) for steps in rounds]
+def _timing_columns(rounds: Rounds, index: int) -> dict[str, object]:
+    """Medians of variant `index`: wall and CPU milliseconds, and their ratios to the first variant's in each round."""
+    pairs = [(steps[index], steps[0]) for steps in rounds]
     medians = {
-        f"{name}ms": to_milliseconds(median(own[kind] for own, _ in taken)) for kind, name in enumerate(("", "CPU "))
+        f"{name}ms": to_milliseconds(median(steps[column] for steps, _ in pairs))
+        for column, name in enumerate(("", "CPU "))
     }
     ratios = {
-        name: median(own[kind] / first[kind] for own, first in taken) for kind, name in enumerate(("wall", "CPU"))
+        name: median(steps[column] / first[column] for steps, first in pairs)
+        for column, name in enumerate(("wall", "CPU"))
     }
     return medians | {f"{name} ratio": f"{ratio:.3f}" for name, ratio in ratios.items()}
 
 
-def time_engines(config: RunConfig, stages: Sequence[int], ranks: int, rounds: int) -> list[dict[str, object]]:
-    """Times steps of the engine at each stage, on one rank beside a bare loop, on several beside one rank and beside as
-    many at once that know nothing of each other; returns a line for each."""
-    device, alone = config.engine.device, (engine_step, (config, 0))
+def time_engines(config: RunConfig, stages: Sequence[int], num_ranks: int, num_rounds: int) -> list[dict[str, object]]:
+    """Times steps of the engine at each ZeRO stage; returns a row for each variant.
+
+    One rank is compared with a plain torch loop, several with one rank and with as many independent ones at once."""
+    device, one_rank = config.engine.device, (build_engine_step, (config, 0))
     with tempfile.TemporaryDirectory() as folder:
-        if ranks == 1:
-            variants = [Variant("bare torch", [(bare_step, (config,))], device)]
-            variants += [Variant(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages]
+        if num_ranks == 1:
+            variants = [StepProcesses("bare torch", [(build_torch_step, (config,))], device)]
+            variants += [
+                StepProcesses(f"ZeRO {stage}", [(build_engine_step, (config, stage))], device) for stage in stages
+            ]
         else:
-            variants = [Variant("1 rank", [alone]), Variant(f"{ranks} apart", [alone] * ranks)]
+            variants = [
+                StepProcesses("1 rank", [one_rank]),
+                StepProcesses(f"{num_ranks} apart", [one_rank] * num_ranks),
+            ]
             for stage in stages:
-                places = [(rank, ranks, f"{folder}/store-{stage}") for rank in range(ranks)]
-                together = [(engine_step, (config, stage, place)) for place in places]
-                variants.append(Variant(f"{pluralize(ranks, 'rank')}, ZeRO {stage}", together))
-        taken = interleaved_steps(variants, rounds)
+                rendezvous = [(rank, num_ranks, f"{folder}/store-{stage}") for rank in range(num_ranks)]
+                step_builders = [(build_engine_step, (config, stage, r)) for r in rendezvous]
+                variants.append(StepProcesses(f"{pluralize(num_ranks, 'rank')}, ZeRO {stage}", step_builders))
+        rounds = run_interleaved_steps(variants, num_rounds)
         for variant in variants:
             variant.stop()
-    lines = [{"": variant.name} | compared(taken, place) for place, variant in enumerate(variants)]
-    if ranks > 1:  # as many times the tokens in as many times the time: no gain
-        lines = [line | {"efficiency": f"{1 / float(str(line['wall ratio'])):.0%}"} for line in lines]
-    return lines
+    rows = [{"": variant.name} | _timing_columns(rounds, index) for index, variant in enumerate(variants)]
+    if num_ranks > 1:  # weak scaling: each rank adds its own tokens
+        rows = [row | {"efficiency": f"{1 / float(str(row['wall ratio'])):.0%}"} for row in rows]
+    return rows
 
 
-def meet(place: Place) -> None:
-    rank, count, store = place
-    there = dist.FileStore(store, count)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=there, rank=rank, world_size=count)
+def init_distributed(rendezvous: Rendezvous) -> None:
+    rank, world_size, path = rendezvous
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def bare_step(config: RunConfig) -> Step:
-    """Forward (in bf16 by autocast), backward, clipping, AdamW."""
+def build_torch_step(config: RunConfig) -> StepFunction:
+    """A step of plain torch: forward (bf16 by autocast), backward, clipping, AdamW."""
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
-    module, micro = assemble(config, Group(), device), one_micro_batch(config, 0)
+    module, micro = assemble(config, Group(), device), zipf_micro_batch(config, 0)
     fill_(module, Group(), initial_weights(config))
     optimizer = build_optimizer(module, config.optimizer)
 
@@ -148,16 +156,16 @@ def bare_step(config: RunConfig) -> Step:
     return step
 
 
-def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> Step:
-    """The same through the engine, with the project's own settings of that stage."""
-    rank, count, _ = place or (0, 1, "")
-    if place:
-        meet(place)
-    rows, settings = config.batch.global_size * count, SETTINGS / f"zero{stage}.json"
-    config = changed(config, f"batch.global_size={rows}", f"engine.deepspeed={settings}")
+def build_engine_step(config: RunConfig, stage: int, rendezvous: Rendezvous | None = None) -> StepFunction:
+    """The same step by the engine, with the project's DeepSpeed config of that stage."""
+    rank, world_size, _ = rendezvous or (0, 1, "")
+    if rendezvous:
+        init_distributed(rendezvous)
+    rows, settings = config.batch.global_size * world_size, DEEPSPEED_CONFIGS / f"zero{stage}.json"
+    config = with_overrides(config, f"batch.global_size={rows}", f"engine.deepspeed={settings}")
     mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
-    engine = build(config, mesh, device, deepspeed_config(config, count, device.type))
-    micro = one_micro_batch(config, rank)
+    engine = build_engine(config, mesh, device, deepspeed_config(config, world_size, device.type))
+    micro = zipf_micro_batch(config, rank)
 
     def step() -> None:
         engine.micro_step(micro)
@@ -166,8 +174,8 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     return step
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, settings: dict[str, Any]) -> Engine:
-    """An engine by DeepSpeed's `settings`."""
+def build_engine(config: RunConfig, mesh: Mesh, device: torch.device, settings: dict[str, Any]) -> Engine:
+    """Builds an engine with DeepSpeed's `settings`."""
     from megahead.engine.engine import Engine
 
     module = assemble(config, mesh.tensor_group, device)
@@ -175,83 +183,89 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, settings: dict[st
     return Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
 
 
-def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: torch.device) -> Step:
-    """A step of a run's engine on this rank, from the choice of its candidates on, each time on its next text.
+def build_rank_step(
+    config: RunConfig, rendezvous: Rendezvous, rows_by_step: Sequence[TokenRows], device: torch.device
+) -> StepFunction:
+    """A step of a run's engine on this rank, including the choice of candidates; each call reads the next rows.
 
-    Of `texts` each rank takes its own, in turn.
+    Rank r of R reads `rows_by_step[r::R]`.
     """
-    from megahead.train.run import build_engine
+    from megahead.train.run import build_engine as build_run_engine
 
-    rank, count, _ = place
-    if count > 1:
-        meet(place)
+    rank, world_size, _ = rendezvous
+    if world_size > 1:
+        init_distributed(rendezvous)
     world = Group.world()
-    plan = RunPlan.of(config, count, device.type)
-    engine, _ = build_engine(plan, Mesh.build(world), device, initial_weights(config))
-    rule, asking, half = rule_of(config, texts), world.new_gloo_group(), config.engine.precision != "fp32"
-    mine = iter(texts[rank::count])
+    plan = RunPlan.of(config, world_size, device.type)
+    engine, _ = build_run_engine(plan, Mesh.build(world), device, initial_weights(config))
+    objective, row_group = build_run_objective(config, rows_by_step), world.new_gloo_group()
+    half = config.engine.precision != "fp32"
+    rank_rows = iter(rows_by_step[rank::world_size])
 
     def step() -> None:
-        micro = micro_batch(config, rule, next(mine)).prepared_for(device, half)
-        engine.prepare_step(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
+        micro = micro_batch(config, objective, next(rank_rows)).prepared_for(device, half)
+        engine.prepare_step(plan_rows(micro.ids(), row_group) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
 
     return step
 
 
-def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
-    """The rank's rows, of Zipf-distributed tokens, on its device."""
+def zipf_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
+    """The rank's micro-batch of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    return micro_batch(config, rule_of(config, rows), rows[rank]).prepared_for(device).to(device)
+    return micro_batch(config, build_run_objective(config, rows), rows[rank]).prepared_for(device).to(device)
 
 
-def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, build_step: Callable[..., StepFunction], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    step = maker(*arguments)
+    step = build_step(*arguments)
     pipe.send("ready")
-    while (order := pipe.recv()) != "stop":
-        if order == "measure":
-            pipe.send(cost(step)[1])
+    while (request := pipe.recv()) != "stop":
+        if request == "measure":
+            pipe.send(measure_cost(step)[1])
             continue
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         step()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - wall, time.process_time() - cpu))
+        pipe.send((time.perf_counter() - wall_start, time.process_time() - cpu_start))
 
 
-def grow(
+def time_vocabularies(
     config: RunConfig,
     vocabularies: Sequence[int],
     ranks: int,
     prefix: str | None,
     steps: int,
     device: torch.device,
-    kinds: Sequence[str] = ("rows", "dense"),
+    embeddings: Sequence[str] = ("rows", "dense"),
 ) -> list[dict[str, object]]:
-    """Times `steps` steps of `ranks` ranks under each vocabulary, its embedding dense or in rows, on ids that the
-    smallest has; returns a line for each. A step before them warms up, one after says what memory it takes."""
-    smallest = _under(config, min(vocabularies), "dense", ranks)
-    texts = token_rows(smallest, prefix, count=(steps + 2) * ranks)
-    lines: list[dict[str, object]] = []
-    for kind in kinds:
+    """Times `steps` steps of `ranks` ranks with each vocabulary size and kind of embedding; returns a row for each.
+
+    All read ids of the smallest vocabulary. A warm-up step comes before, a step whose memory is measured after."""
+    smallest = _config_with_vocabulary(config, min(vocabularies), "dense", ranks)
+    rows_by_step = token_rows(smallest, prefix, count=(steps + 2) * ranks)
+    rows: list[dict[str, object]] = []
+    for embedding in embeddings:
         with tempfile.TemporaryDirectory() as folder:
-            variants: list[Variant] = []
+            variants: list[StepProcesses] = []
             for size in vocabularies:
-                under, store = _under(config, size, kind, ranks), f"{folder}/store-{size}"
-                work = [(under, (rank, ranks, store), texts, device) for rank in range(ranks)]
-                variants.append(Variant("", [(rank_step, one) for one in work], device.type))
-            rounds = interleaved_steps(variants, steps)
-            for place, (size, variant) in enumerate(zip(vocabularies, variants, strict=True)):
-                lines.append({"embedding": kind, "vocabulary": size, **compared(rounds, place)})
+                sized, store = _config_with_vocabulary(config, size, embedding, ranks), f"{folder}/store-{size}"
+                arguments = [(sized, (rank, ranks, store), rows_by_step, device) for rank in range(ranks)]
+                variants.append(
+                    StepProcesses("", [(build_rank_step, rank_arguments) for rank_arguments in arguments], device.type)
+                )
+            rounds = run_interleaved_steps(variants, steps)
+            for index, (size, variant) in enumerate(zip(vocabularies, variants, strict=True)):
+                rows.append({"embedding": embedding, "vocabulary": size, **_timing_columns(rounds, index)})
                 if device.type == "cpu":
-                    lines[-1]["a step's MiB"] = round(variant.peak())
+                    rows[-1]["a step's MiB"] = round(variant.peak_mib())
                 variant.stop()
-    return lines
+    return rows
 
 
-def _under(config: RunConfig, vocabulary: int, kind: str, ranks: int) -> RunConfig:
+def _config_with_vocabulary(config: RunConfig, vocab_size: int, embedding: str, ranks: int) -> RunConfig:
     rows = config.batch.micro_size * ranks
-    settings = (f"model.vocab_size={vocabulary}", f"engine.embedding={kind}", f"batch.global_size={rows}")
-    return changed(config, *settings)
+    settings = (f"model.vocab_size={vocab_size}", f"engine.embedding={embedding}", f"batch.global_size={rows}")
+    return with_overrides(config, *settings)

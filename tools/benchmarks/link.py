@@ -1,4 +1,4 @@
-"""Steps of ranks in network namespaces, each behind a link of a given rate: time, and bytes sent.
+"""Time and bytes sent by ranks in network namespaces, whose links have a limited rate.
 
 Needs root, and iproute2's ip and tc.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engines import SETTINGS, Step, Variant, meet, rank_step
-from benchmarks.rows import changed, token_rows
-from benchmarks.timing import interleaved
+from benchmarks.engines import DEEPSPEED_CONFIGS, StepFunction, StepProcesses, build_rank_step, init_distributed
+from benchmarks.rows import token_rows, with_overrides
+from benchmarks.timing import run_interleaved
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import UserError
@@ -29,38 +29,38 @@ from megahead.objectives.loader import gather_targets
 
 LINK = "eth0"
 _CLONE_NEWNET = 0x40000000
-_SENT = 8  # of the numbers in a line of /proc/PID/net/dev
+_SENT_BYTES_COLUMN = 8  # in a line of /proc/PID/net/dev
 
 
 @contextmanager
-def linked(count: int, megabits: int) -> Iterator[list[str]]:
-    """Names of `count` namespaces at one switch; what goes to or comes from each passes a link of that rate."""
+def network_namespaces(count: int, megabits: int) -> Iterator[list[str]]:
+    """Makes `count` namespaces on one switch, with links of that rate in both directions; yields their names."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         raise UserError("this benchmark needs root and iproute2 (ip, tc) to limit links, but one of them is missing.")
     prefix = f"megahead-{os.getpid()}"
-    hub, ends = f"{prefix}-hub", [f"{prefix}-{k}" for k in range(count)]
+    switch, namespaces = f"{prefix}-hub", [f"{prefix}-{rank}" for rank in range(count)]
     try:
-        _call(f"ip netns add {hub}")
-        _call(f"ip -n {hub} link add name switch type bridge")
-        _call(f"ip -n {hub} link set switch up")
-        shape = f"root tbf rate {megabits}mbit burst 1mb limit 10mb"
-        for k, end in enumerate(ends):
-            _call(f"ip netns add {end}")
-            _call(f"ip -n {hub} link add name port{k} type veth peer name {LINK} netns {end}")
-            _call(f"ip -n {hub} link set port{k} master switch up")
-            _call(f"ip -n {end} addr add 10.77.0.{k + 1}/24 dev {LINK}")
+        _run(f"ip netns add {switch}")
+        _run(f"ip -n {switch} link add name switch type bridge")
+        _run(f"ip -n {switch} link set switch up")
+        limit = f"root tbf rate {megabits}mbit burst 1mb limit 10mb"
+        for rank, namespace in enumerate(namespaces):
+            _run(f"ip netns add {namespace}")
+            _run(f"ip -n {switch} link add name port{rank} type veth peer name {LINK} netns {namespace}")
+            _run(f"ip -n {switch} link set port{rank} master switch up")
+            _run(f"ip -n {namespace} addr add 10.77.0.{rank + 1}/24 dev {LINK}")
             for device in (LINK, "lo"):
-                _call(f"ip -n {end} link set {device} up")
-            _call(f"tc -n {end} qdisc add dev {LINK} {shape}")
-            _call(f"tc -n {hub} qdisc add dev port{k} {shape}")
-        yield ends
+                _run(f"ip -n {namespace} link set {device} up")
+            _run(f"tc -n {namespace} qdisc add dev {LINK} {limit}")
+            _run(f"tc -n {switch} qdisc add dev port{rank} {limit}")
+        yield namespaces
     finally:
-        for name in (*ends, hub):
+        for name in (*namespaces, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def enter(namespace: str) -> None:
-    """From here on this process, which has one thread, has no network but that namespace's, gloo too."""
+def enter_namespace(namespace: str) -> None:
+    """Moves this process, which has one thread, to a network namespace, and has gloo use its link."""
     with Path(f"/run/netns/{namespace}").open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
@@ -68,111 +68,123 @@ def enter(namespace: str) -> None:
 
 
 def sent_bytes(process: int | None) -> int:
-    """Bytes that have left through the link of a process's namespace so far, all headers included."""
+    """Bytes sent so far through the link of a process's namespace, headers included."""
     lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
-    numbers = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{LINK}:"))
-    return int(numbers[_SENT])
+    counters = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{LINK}:"))
+    return int(counters[_SENT_BYTES_COLUMN])
 
 
-def _call(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"`{command}` must work, but does not ({done.stderr.strip()}).")
+def _run(command: str) -> None:
+    result = subprocess.run(command.split(), capture_output=True, text=True)
+    if result.returncode:
+        raise UserError(f"`{command}` must work, but does not ({result.stderr.strip()}).")
 
 
 CPU = torch.device("cpu")
 
-Way = tuple[str, int]  # embedding (rows or dense) and ZeRO stage
-Line = dict[str, object]
-Entry = tuple[Line, Callable[..., Step], tuple[Any, ...]]  # what a line says of it, what makes its step, and of what
-Variants = Callable[[RunConfig, int, int], Iterable[Entry]]
+EmbeddingAndStage = tuple[str, int]  # rows or dense, and ZeRO stage
+Row = dict[str, object]
+Variant = tuple[Row, Callable[..., StepFunction], tuple[Any, ...]]  # table columns, step builder and its arguments
+Variants = Callable[[RunConfig, int, int], Iterable[Variant]]
 
 
-def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, variants: Variants) -> list[Line]:
-    """Measures each of the variants on each number of ranks, in turn; returns a line for each."""
-    lines: list[Line] = []
-    for count in ranks:
-        with linked(count, megabits) as namespaces:
-            for about, maker, given in variants(config, count, steps):
-                lines.append({"ranks": count, **about, **_measured(maker, given, namespaces, steps)})
-    return lines
+def compare_variants(
+    config: RunConfig, rank_counts: list[int], megabits: int, steps: int, variants: Variants
+) -> list[Row]:
+    """Measures each variant on each number of ranks; returns a row for each."""
+    rows: list[Row] = []
+    for count in rank_counts:
+        with network_namespaces(count, megabits) as namespaces:
+            for columns, build_step, arguments in variants(config, count, steps):
+                rows.append({"ranks": count, **columns, **_measure(build_step, arguments, namespaces, steps)})
+    return rows
 
 
-def steps_by(ways: Sequence[Way], config: RunConfig, ranks: int, steps: int) -> Iterator[Entry]:
-    """Whole steps, by each way."""
+def step_variants(ways: Sequence[EmbeddingAndStage], config: RunConfig, ranks: int, steps: int) -> Iterator[Variant]:
+    """Whole steps, by embedding and ZeRO stage."""
     for embedding, stage in ways:
-        engine = (f"engine.embedding={embedding}", f"engine.deepspeed={SETTINGS / f'zero{stage}.json'}")
-        by_way = changed(config, f"batch.global_size={ranks * config.batch.micro_size}", *engine)
-        yield {"embedding": embedding, "ZeRO": stage}, linked_step, (by_way, steps + 1)
+        engine = (f"engine.embedding={embedding}", f"engine.deepspeed={DEEPSPEED_CONFIGS / f'zero{stage}.json'}")
+        variant = with_overrides(config, f"batch.global_size={ranks * config.batch.micro_size}", *engine)
+        yield {"embedding": embedding, "ZeRO": stage}, build_linked_step, (variant, steps + 1)
 
 
-def exchanges(config: RunConfig, ranks: int, steps: int) -> Iterator[Entry]:
-    """What it takes to share the negatives of one micro-batch a rank: as ids, which is what runs do, and as their
-    embeddings, whose gradients must go back."""
+def exchange_variants(config: RunConfig, ranks: int, steps: int) -> Iterator[Variant]:
+    """Exchanges of one micro-batch's negatives a rank: as ids, like a run, and as embeddings, whose gradients are sent
+    back."""
     targets = config.batch.micro_size * config.data.sequence_length
-    for shared in EXCHANGES:
-        given = (shared, targets, config.model.hidden_size)
-        yield {"negatives as": shared, "targets a rank": targets}, linked_exchange, given
+    for form in EXCHANGES:
+        arguments = (form, targets, config.model.hidden_size)
+        yield {"negatives as": form, "targets a rank": targets}, build_exchange, arguments
 
 
-def _measured(maker: Callable[..., Step], given: tuple[Any, ...], namespaces: list[str], steps: int) -> Line:
-    """Medians over steps; bytes are those of the rank that sent most."""
-    count = len(namespaces)
+def _measure(
+    build_step: Callable[..., StepFunction], arguments: tuple[Any, ...], namespaces: list[str], steps: int
+) -> Row:
+    """Medians over steps; bytes are those of the rank that sends most."""
+    num_ranks = len(namespaces)
     with tempfile.TemporaryDirectory() as folder:
-        places = [(*given, rank, count, f"{folder}/store", namespaces[rank]) for rank in range(count)]
-        variant = Variant("", [(maker, place) for place in places])
+        rank_arguments = [
+            (*arguments, rank, num_ranks, f"{folder}/store", namespaces[rank]) for rank in range(num_ranks)
+        ]
+        variant = StepProcesses("", [(build_step, one) for one in rank_arguments])
 
         def sent() -> list[int]:
             return [sent_bytes(process.pid) for process in variant.processes]
 
         def step(_: int) -> tuple[float, int]:
             before, seconds = sent(), variant.step()[0]
-            return seconds, max(b - a for a, b in zip(before, sent(), strict=True))
+            return seconds, max(end - start for start, end in zip(before, sent(), strict=True))
 
-        seconds, most = zip(*(taken for (taken,) in interleaved([step], steps)), strict=True)
+        seconds, max_sent = zip(*(measured for (measured,) in run_interleaved([step], steps)), strict=True)
         variant.stop()
-    return {"MB sent": f"{statistics.median(most) / 1e6:,.2f}", "ms": round(statistics.median(seconds) * 1e3)}
+    return {"MB sent": f"{statistics.median(max_sent) / 1e6:,.2f}", "ms": round(statistics.median(seconds) * 1e3)}
 
 
-def linked_step(config: RunConfig, steps: int, rank: int, count: int, store: str, namespace: str) -> Step:
-    """In a fresh process of one thread: a step of this rank, each time with another text."""
-    enter(namespace)
-    return rank_step(config, (rank, count, store), token_rows(config, None, count=count * steps), CPU)
+def build_linked_step(
+    config: RunConfig, steps: int, rank: int, world_size: int, store: str, namespace: str
+) -> StepFunction:
+    """Runs in a new process of one thread: a step of this rank; each call reads other rows."""
+    enter_namespace(namespace)
+    rows_by_step = token_rows(config, None, count=world_size * steps)
+    return build_rank_step(config, (rank, world_size, store), rows_by_step, CPU)
 
 
-def linked_exchange(
-    shared: str, targets: int, features: int, rank: int, count: int, store: str, namespace: str
-) -> Step:
-    """In a fresh process of one thread: what this rank sends and receives to share its negatives."""
-    enter(namespace)
-    meet((rank, count, store))
-    return EXCHANGES[shared](targets, features, Group.world())
+def build_exchange(
+    form: str, targets: int, features: int, rank: int, world_size: int, store: str, namespace: str
+) -> StepFunction:
+    """Runs in a new process of one thread: the exchange of this rank's negatives."""
+    enter_namespace(namespace)
+    init_distributed((rank, world_size, store))
+    return EXCHANGES[form](targets, features, Group.world())
 
 
-def _ids(targets: int, features: int, ranks: Group) -> Step:
-    """As a run's candidate groups do."""
-    mine, counts_RA = [torch.arange(targets)], torch.full((ranks.size, 1), targets)
+def _exchange_ids(targets: int, features: int, group: Group) -> StepFunction:
+    """The exchange of a run's candidate groups."""
+    target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)
 
     def exchange() -> None:
-        gather_targets(mine, counts_RA, ranks)
+        gather_targets(target_ids, counts_RA, group)
 
     return exchange
 
 
-def _embeddings(targets: int, features: int, ranks: Group) -> Step:
-    """Rows to all ranks, in fp32; the sum of their gradients back to those they came from."""
+def _exchange_embeddings(targets: int, features: int, group: Group) -> StepFunction:
+    """All-gathers fp32 rows, and reduce-scatters their gradients."""
     rows_ND = torch.randn(targets, features)
 
     def exchange() -> None:
-        gathered_RND: Tensor = ranks.all_gather(rows_ND)
-        ranks.reduce_scatter(gathered_RND.flatten(0, 1))
+        gathered_RND: Tensor = group.all_gather(rows_ND)
+        group.reduce_scatter(gathered_RND.flatten(0, 1))
 
     return exchange
 
 
-EXCHANGES: dict[str, Callable[[int, int, Group], Step]] = {"ids": _ids, "embeddings": _embeddings}
+EXCHANGES: dict[str, Callable[[int, int, Group], StepFunction]] = {
+    "ids": _exchange_ids,
+    "embeddings": _exchange_embeddings,
+}
 
 
-def read_ways(given: str) -> list[Way]:
-    """Of `rows:0,dense:3` and so on."""
-    return [(embedding, int(stage)) for embedding, _, stage in (way.partition(":") for way in given.split(","))]
+def parse_ways(text: str) -> list[EmbeddingAndStage]:
+    """Parses `rows:0,dense:3`."""
+    return [(embedding, int(stage)) for embedding, _, stage in (way.partition(":") for way in text.split(","))]

@@ -1,7 +1,7 @@
-"""What tools/bench_loss.py compares: the headless loss and the full softmax, forward and backward, timed and weighed.
+"""The losses of tools/bench_loss.py: headless and full softmax, forward and backward, by time and memory.
 
-On a CPU a form begins with the table. On a GPU it begins as in a step: candidates were chosen by the loader, and their
-rows looked up before; so what is timed waits for nothing. N outputs, D features, U candidates, V vocabulary.
+On a CPU a loss takes the table. On a GPU, as in a training step, candidates are chosen and their rows looked up before,
+so that the timed code never synchronizes. N outputs, D features, U candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import Cost, DeviceClock, cost, describe, in_child, interleaved, matrix_rate
+from benchmarks.timing import (
+    Cost,
+    DeviceClock,
+    describe_device,
+    measure_cost,
+    measure_matmul_rate,
+    run_in_child,
+    run_interleaved,
+)
 from megahead.config.objective import ObjectiveConfig
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
@@ -30,313 +38,321 @@ from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 
 # From outputs [N, D], targets [N] and the table [V, D] to the mean loss
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def paper(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """N x N scores against the targets' embeddings, duplicates and all."""
+def paper_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """N x N scores against the targets' embeddings, duplicates included."""
     scores_NN = outputs_ND @ table_VD[targets_N].T
     return F.cross_entropy(scores_NN, torch.arange(len(targets_N), device=targets_N.device))
 
 
-def plain_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+def plain_softmax_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
     """N x V scores."""
     return F.cross_entropy(outputs_ND @ table_VD.T, targets_N)
 
 
-def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """The same, by the path that the headless loss takes."""
+def our_softmax_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """The full softmax, by the code of the headless loss."""
     return candidate_loss(outputs_ND, table_VD, vocabulary_candidates(targets_N)) / len(targets_N)
 
 
-HEADLESS: dict[str, Form] = {"ours": cwt_loss, "paper": paper}
-SOFTMAX: dict[str, Form] = {"softmax, ours": our_softmax, "softmax, plain": plain_softmax}
-FORMS = HEADLESS | SOFTMAX
+HEADLESS_LOSSES: dict[str, LossFunction] = {"ours": cwt_loss, "paper": paper_loss}
+SOFTMAX_LOSSES: dict[str, LossFunction] = {"softmax, ours": our_softmax_loss, "softmax, plain": plain_softmax_loss}
+LOSSES = HEADLESS_LOSSES | SOFTMAX_LOSSES
 
 
-class Problem(NamedTuple):
-    """What every form begins with."""
+class LossInputs(NamedTuple):
+    """The inputs of every loss."""
 
     outputs: Tensor
     targets: Tensor
     table: Tensor
 
     @staticmethod
-    def drawn(targets: Tensor, vocabulary: int, hidden: int, dtype: torch.dtype) -> Problem:
-        """The same numbers each time, on the targets' device."""
+    def random(targets: Tensor, vocabulary: int, hidden: int, dtype: torch.dtype) -> LossInputs:
+        """Random outputs and table, the same each time, on the targets' device."""
         generator = torch.Generator().manual_seed(len(targets))
         outputs = torch.randn(len(targets), hidden, generator=generator)
         table = torch.randn(vocabulary, hidden, generator=generator) * hidden**-0.5
         outputs, table = (tensor.to(targets.device, dtype).requires_grad_() for tensor in (outputs, table))
-        return Problem(outputs, targets, table)
+        return LossInputs(outputs, targets, table)
 
-    def solved(self, form: Form) -> list[Tensor]:
-        """The loss, and the gradients of outputs and table."""
-        loss = form(*self)
+    def loss_and_gradients(self, loss_function: LossFunction) -> list[Tensor]:
+        """Returns the loss and the gradients of outputs and table."""
+        loss = loss_function(*self)
         return [loss.detach(), *torch.autograd.grad(loss, [self.outputs, self.table])]
 
-    def exactly(self, form: Form) -> list[Tensor]:
+    def float64_loss_and_gradients(self, loss_function: LossFunction) -> list[Tensor]:
         """The same in float64."""
         outputs, table = (tensor.detach().double().requires_grad_() for tensor in (self.outputs, self.table))
-        return Problem(outputs, self.targets, table).solved(form)
+        return LossInputs(outputs, self.targets, table).loss_and_gradients(loss_function)
 
 
-class Entry(NamedTuple):
-    """One of those that are compared: a form, and what it begins with."""
+class Contestant(NamedTuple):
+    """A loss to compare, and its inputs."""
 
     name: str
-    form: Form
-    problem: Problem
+    loss_function: LossFunction
+    inputs: LossInputs
 
 
-def errors(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
-    """A line for each form: relative errors of its loss and (in norm) of its gradients against float64."""
-    for name, form, problem in entries:
-        truth = problem.exactly(plain_softmax if name.startswith("softmax") else paper)
-        apart = [
-            (mine.double() - true).norm() / true.norm() for mine, true in zip(problem.solved(form), truth, strict=True)
+def error_rows(contestants: Iterable[Contestant]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each loss: relative errors of its value and (in norm) its gradients against float64."""
+    for name, loss_function, inputs in contestants:
+        reference = plain_softmax_loss if name.startswith("softmax") else paper_loss
+        exact_values = inputs.float64_loss_and_gradients(reference)
+        errors = [
+            (value.double() - exact).norm() / exact.norm()
+            for value, exact in zip(inputs.loss_and_gradients(loss_function), exact_values, strict=True)
         ]
-        loss, of_outputs, of_table = (f"{float(error):.1e}" for error in apart)
-        yield {"form": name, "loss": loss, "gradient of outputs": of_outputs, "of the table": of_table}
+        loss_error, output_error, table_error = (f"{float(error):.1e}" for error in errors)
+        yield {"form": name, "loss": loss_error, "gradient of outputs": output_error, "of the table": table_error}
 
 
-# The mean cross-entropy of `(outputs, rows, own places)`, and perhaps of `bias=` of the rows
+# Returns the mean cross-entropy of `(outputs, rows, target indices)`, some also with `bias=` of the rows
 Kernel = Callable[..., Tensor]
-OTHERS = {
+OTHER_KERNELS = {
     "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
     "cut": ("cut_cross_entropy", "linear_cross_entropy"),
 }
-"""Kernels of other people for CUDA, Liger's and Apple's; the latter's takes a bias in its repository, but not on PyPI
-(25.1)."""
+"""Third-party CUDA kernels, Liger's and Apple's; the latter takes a bias in its repository, but not on PyPI (25.1)."""
 
-# So many more carry the bias where a kernel takes none: the number stays a multiple of what it moves at once
-FEATURES = 16
+# Features added to carry the bias if a kernel takes none: D stays a multiple of its vector width
+BIAS_FEATURES = 16
 
 
-def kernels_here(small: Problem) -> tuple[dict[str, Kernel], list[str]]:
-    """Those of other people that solve a small problem here; a line for each that does not."""
-    kernels, absent = {}, []
-    for name, (module, function) in OTHERS.items():
+def find_kernels(small: LossInputs) -> tuple[dict[str, Kernel], list[str]]:
+    """Returns the third-party kernels that work on `small`, and a message for each that does not."""
+    kernels, unavailable = {}, []
+    for name, (module, function) in OTHER_KERNELS.items():
         try:
             kernel = getattr(importlib.import_module(module), function)
-            for entry in _of_others(small, chosen(small.targets), {name: kernel}):
-                entry.problem.solved(entry.form)
+            for contestant in _kernel_contestants(small, choose_candidates(small.targets), {name: kernel}):
+                contestant.inputs.loss_and_gradients(contestant.loss_function)
             kernels[name] = kernel
-        except Exception as error:  # what is not installed, and what fails in any way of its own
-            absent.append(f"without {name}: {' '.join(str(error).split())[:200]}")
-    return kernels, absent
+        except Exception as error:  # not installed, or any failure of its own
+            unavailable.append(f"without {name}: {' '.join(str(error).split())[:200]}")
+    return kernels, unavailable
 
 
-def as_they_are(problem: Problem) -> list[Entry]:
-    """Every form, which begins with the table."""
-    return [Entry(name, form, problem) for name, form in FORMS.items()]
+def build_contestants(inputs: LossInputs) -> list[Contestant]:
+    """Every loss, from the table."""
+    return [Contestant(name, loss_function, inputs) for name, loss_function in LOSSES.items()]
 
 
-def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
-    """Every form with what it begins with: ours with candidates padded as the loader pads them, the others without."""
-    among = chosen(problem.targets)
-    padded = among.pad_to_multiple(CANDIDATE_MULTIPLE)
-    entries = [
-        Entry("ours", partial(ours, padded.to(problem.outputs.device)), looked_up(problem, padded)),
-        Entry("paper", paper, looked_up(problem, among)),
-        *(Entry(name, form, problem) for name, form in SOFTMAX.items()),
-        *_of_others(problem, among, kernels),
+def build_gpu_contestants(inputs: LossInputs, kernels: Mapping[str, Kernel]) -> list[Contestant]:
+    """Every loss with its inputs: ours with candidates padded as by the loader, the others with unpadded ones."""
+    candidates = choose_candidates(inputs.targets)
+    padded = candidates.pad_to_multiple(CANDIDATE_MULTIPLE)
+    contestants = [
+        Contestant("ours", partial(our_loss, padded.to(inputs.outputs.device)), with_candidate_rows(inputs, padded)),
+        Contestant("paper", paper_loss, with_candidate_rows(inputs, candidates)),
+        *(Contestant(name, loss_function, inputs) for name, loss_function in SOFTMAX_LOSSES.items()),
+        *_kernel_contestants(inputs, candidates, kernels),
     ]
-    return sorted(entries, key=lambda entry: entry.name.startswith("softmax"))
+    return sorted(contestants, key=lambda contestant: contestant.name.startswith("softmax"))
 
 
-def chosen(targets_N: Tensor) -> Candidates:
-    """The headless candidates of these targets, on the CPU, where the loader chooses them."""
+def choose_candidates(targets_N: Tensor) -> Candidates:
+    """The headless candidates of these targets, on the CPU, as in the loader."""
     targets_N = targets_N.cpu()
     return build_objective(ObjectiveConfig(), VOCABULARY).candidate_set(targets_N).candidates(targets_N)
 
 
-def looked_up(problem: Problem, among: Candidates) -> Problem:
-    """The same with the candidates' rows in place of the table."""
-    assert among.ids_U is not None
-    device = problem.outputs.device
-    rows_UD = problem.table.detach()[among.ids_U.to(device)].requires_grad_()
-    return Problem(problem.outputs, among.target_N.to(device), rows_UD)
+def with_candidate_rows(inputs: LossInputs, candidates: Candidates) -> LossInputs:
+    """Returns inputs with the candidates' rows in place of the table."""
+    assert candidates.ids_U is not None
+    device = inputs.outputs.device
+    rows_UD = inputs.table.detach()[candidates.ids_U.to(device)].requires_grad_()
+    return LossInputs(inputs.outputs, candidates.target_N.to(device), rows_UD)
 
 
-def ours(among: Candidates, outputs_ND: Tensor, own_N: Tensor, rows_UD: Tensor) -> Tensor:
-    """What a step computes."""
-    return candidate_loss(outputs_ND, rows_UD, among) / len(own_N)
+def our_loss(candidates: Candidates, outputs_ND: Tensor, target_N: Tensor, rows_UD: Tensor) -> Tensor:
+    """The loss of a training step."""
+    return candidate_loss(outputs_ND, rows_UD, candidates) / len(target_N)
 
 
-def _of_others(problem: Problem, among: Candidates, kernels: Mapping[str, Kernel]) -> list[Entry]:
-    rows, among = looked_up(problem, among), among.to(problem.outputs.device)
-    headless = [Entry(name, partial(headless_by, kernel, among), rows) for name, kernel in kernels.items()]
+def _kernel_contestants(inputs: LossInputs, candidates: Candidates, kernels: Mapping[str, Kernel]) -> list[Contestant]:
+    rows, candidates = with_candidate_rows(inputs, candidates), candidates.to(inputs.outputs.device)
+    headless = [
+        Contestant(name, partial(headless_kernel_loss, kernel, candidates), rows) for name, kernel in kernels.items()
+    ]
     return headless + [
-        Entry(f"softmax, {name}", partial(softmax_by, kernel), problem) for name, kernel in kernels.items()
+        Contestant(f"softmax, {name}", partial(softmax_kernel_loss, kernel), inputs) for name, kernel in kernels.items()
     ]
 
 
-def headless_by(kernel: Kernel, among: Candidates, outputs_ND: Tensor, own_N: Tensor, rows_UD: Tensor) -> Tensor:
-    """With the log of counts as bias, by another's kernel, which counts own biases too."""
-    assert among.bias_U is not None
-    bias_U = among.bias_U.to(outputs_ND.dtype)
+def headless_kernel_loss(
+    kernel: Kernel, candidates: Candidates, outputs_ND: Tensor, target_N: Tensor, rows_UD: Tensor
+) -> Tensor:
+    """The headless loss by a third-party kernel; the bias that it adds to the target's score is taken off again."""
+    assert candidates.bias_U is not None
+    bias_U = candidates.bias_U.to(outputs_ND.dtype)
     if "bias" in inspect.signature(kernel).parameters:
-        loss = kernel(outputs_ND, rows_UD, own_N, bias=bias_U)
+        loss = kernel(outputs_ND, rows_UD, target_N, bias=bias_U)
     else:
         ones_NF = outputs_ND.new_ones(len(outputs_ND), 1)
         outputs_ND, rows_UD = (
-            torch.cat([features, F.pad(more, (0, FEATURES - 1))], dim=1)
+            torch.cat([features, F.pad(more, (0, BIAS_FEATURES - 1))], dim=1)
             for features, more in ((outputs_ND, ones_NF), (rows_UD, bias_U[:, None]))
         )
-        loss = kernel(outputs_ND, rows_UD, own_N)
-    return loss + among.bias_U[own_N].mean().float()
+        loss = kernel(outputs_ND, rows_UD, target_N)
+    return loss + candidates.bias_U[target_N].mean().float()
 
 
-def softmax_by(kernel: Kernel, outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """The full softmax by another's kernel."""
+def softmax_kernel_loss(kernel: Kernel, outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """The full softmax by a third-party kernel."""
     return kernel(outputs_ND, table_VD, targets_N)
 
 
 TOO_LARGE = "too large"
-# On a GPU: passes before those that are timed, in which kernels are compiled and tuned; passes in a row
+# On a GPU: warm-up passes, in which kernels are compiled and tuned, and timed passes
 WARM_UP, PASSES = 3, 20
 
 
-class Taken(NamedTuple):
-    """What a pass took."""
+class PassCost(NamedTuple):
+    """Time and memory of a forward and backward pass."""
 
     seconds: float
-    mebibytes: float  # at most, above what was there before
-    host_seconds: float | None = None  # until the host had launched all of it; where that is more, the GPU waits
+    mebibytes: float  # peak, above the memory at the start
+    host_seconds: float | None = None  # to launch it on the host; where that is more, the GPU waits
 
     @staticmethod
-    def median_of(taken: Sequence[Taken | None]) -> Taken | None:
-        """None where one of them is missing."""
-        there = [one for one in taken if one is not None]
-        if len(there) < len(taken):
+    def median_of(costs: Sequence[PassCost | None]) -> PassCost | None:
+        """The field-wise median; None where a cost is missing."""
+        measured = [cost for cost in costs if cost is not None]
+        if len(measured) < len(costs):
             return None
-        return Taken(*(None if None in values else median(values) for values in zip(*there, strict=True)))  # type: ignore[arg-type, type-var]
+        return PassCost(*(None if None in values else median(values) for values in zip(*measured, strict=True)))  # type: ignore[arg-type, type-var]
 
 
-def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
-    """Times every form at every size, on the device of `targets`; then errors against float64. Prints all, and
-    writes it to `arguments.output` as soon as it is known."""
+def compare_losses(targets: Tensor, arguments: argparse.Namespace) -> None:
+    """Measures every loss at every size, on the device of `targets`, then errors against float64.
+
+    Prints the results, and saves them to `arguments.output` as it goes."""
     device, dtype = targets.device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    absent: list[str] = []
-    entries_of: Callable[[Problem], list[Entry]] = as_they_are
-    if device.type == "cuda":  # other people's are for GPUs
-        kernels, absent = kernels_here(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
-        entries_of = partial(prepared, kernels=kernels)
-    rate = device_rate(device, arguments.precision)
+    unavailable: list[str] = []
+    build: Callable[[LossInputs], list[Contestant]] = build_contestants
+    if device.type == "cuda":  # third-party kernels are for GPUs
+        kernels, unavailable = find_kernels(LossInputs.random(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
+        build = partial(build_gpu_contestants, kernels=kernels)
+    rate = measure_device_rate(device, arguments.precision)
     console = terminal(width=160)
-    console.print(f"{arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
+    console.print(f"{arguments.precision} on {describe_device(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
     source = arguments.data or "Zipf's law"
-    console.print("\n".join([f"vocabulary {VOCABULARY:,}, targets from {source}", *absent]))
-    found: list[dict[str, object]] = []
+    console.print("\n".join([f"vocabulary {VOCABULARY:,}, targets from {source}", *unavailable]))
+    saved: list[dict[str, object]] = []
 
-    def keep(lines: list[dict[str, object]]) -> None:
-        found.extend(lines)
+    def save(rows: list[dict[str, object]]) -> None:
+        saved.extend(rows)
         if arguments.output is not None:
-            arguments.output.write_text(to_json(found), encoding="utf-8")
+            arguments.output.write_text(to_json(saved), encoding="utf-8")
 
     for hidden in arguments.hidden:
         console.print(f"\nhidden {hidden}: ours forward + backward; time and memory of others as multiples of ours")
-        lines = []
+        ratio_rows = []
         for size in arguments.sizes:
-            problem = Problem.drawn(targets[:size], VOCABULARY, hidden, dtype)
-            found_here = records(problem, costs_of(entries_of(problem), arguments), rate)
-            lines.append(row(found_here))
-            keep(found_here)
-        console.print(to_rich(lines))
+            inputs = LossInputs.random(targets[:size], VOCABULARY, hidden, dtype)
+            rows = cost_rows(inputs, measure_costs(build(inputs), arguments), rate)
+            ratio_rows.append(ratio_row(rows))
+            save(rows)
+        console.print(to_rich(ratio_rows))
     size = min(ERROR_SIZE, *arguments.sizes)
-    problem = Problem.drawn(targets[:size], VOCABULARY, arguments.hidden[0], dtype)
+    inputs = LossInputs.random(targets[:size], VOCABULARY, arguments.hidden[0], dtype)
     console.print(f"\nrelative errors against float64, N = {size:,}, hidden {arguments.hidden[0]}")
-    wrong = list(errors(entries_of(problem)))
-    console.print(to_rich(wrong))
-    keep(wrong)
+    rows = list(error_rows(build(inputs)))
+    console.print(to_rich(rows))
+    save(rows)
 
 
-def costs_of(entries: list[Entry], arguments: argparse.Namespace) -> dict[str, Taken | None]:
-    """Medians of what each form took, in turn; None where a GPU's memory does not hold it."""
-    most = arguments.plain_up_to
-    entries = [one for one in entries if one.name != "softmax, plain" or len(one.problem.targets) <= most]
-    too_large: set[str] = set()
+def measure_costs(contestants: list[Contestant], arguments: argparse.Namespace) -> dict[str, PassCost | None]:
+    """Median cost of each loss, measured in turn; None if it ran out of GPU memory."""
+    if len(contestants[0].inputs.targets) > arguments.plain_up_to:
+        contestants = [contestant for contestant in contestants if contestant.name != "softmax, plain"]
+    out_of_memory: set[str] = set()
 
-    def take(entry: Entry) -> Taken | None:
-        if entry.name not in too_large:
+    def measure(contestant: Contestant) -> PassCost | None:
+        if contestant.name not in out_of_memory:
             try:
-                return observe(entry.form, entry.problem)
+                return measure_pass(contestant.loss_function, contestant.inputs)
             except torch.OutOfMemoryError:
-                too_large.add(entry.name)
+                out_of_memory.add(contestant.name)
                 torch.cuda.empty_cache()
         return None
 
-    rounds = interleaved([lambda _, one=one: take(one) for one in entries], arguments.rounds, warm_up=0)  # type: ignore[misc]
-    medians = [Taken.median_of(taken) for taken in zip(*rounds, strict=True)]
-    return dict(zip((entry.name for entry in entries), medians, strict=True))
+    functions = [lambda _, contestant=contestant: measure(contestant) for contestant in contestants]  # type: ignore[misc]
+    rounds = run_interleaved(functions, arguments.rounds, warm_up=0)
+    medians = [PassCost.median_of(costs) for costs in zip(*rounds, strict=True)]
+    return dict(zip((contestant.name for contestant in contestants), medians, strict=True))
 
 
-def records(problem: Problem, costs: dict[str, Taken | None], rate: float) -> list[dict[str, Any]]:
-    """A line for each form; ours has its share of the matrix rate by the three products of N x U x D that it needs."""
-    size, candidates, hidden = len(problem.targets), len(problem.targets.unique()), problem.outputs.shape[1]
-    lines: list[dict[str, Any]] = []
-    for name, found in costs.items():
-        seconds, mebibytes, host = found or (None, None, None)
-        line = {"N": size, "U": candidates, "hidden": hidden, "form": name}
-        lines.append(line | {"seconds": seconds, "MiB": mebibytes, "host seconds": host})
+def cost_rows(inputs: LossInputs, costs: dict[str, PassCost | None], rate: float) -> list[dict[str, Any]]:
+    """A row for each loss; ours has its share of the matmul rate, by the three N x U x D products that it needs."""
+    size, candidates, hidden = len(inputs.targets), len(inputs.targets.unique()), inputs.outputs.shape[1]
+    rows: list[dict[str, Any]] = []
+    for name, cost in costs.items():
+        seconds, mebibytes, host = cost or (None, None, None)
+        row = {"N": size, "U": candidates, "hidden": hidden, "form": name}
+        rows.append(row | {"seconds": seconds, "MiB": mebibytes, "host seconds": host})
         if seconds and name == "ours":
-            lines[-1]["of rate"] = 6 * size * candidates * hidden / seconds / rate
-    return lines
+            rows[-1]["of rate"] = 6 * size * candidates * hidden / seconds / rate
+    return rows
 
 
-def row(lines: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """The lines of one N as one: ours, and how many times as long and as much memory every other form takes."""
-    by_form = {line["form"]: line for line in lines}
-    ours = by_form.pop("ours")
-    line: dict[str, object] = {"N": ours["N"], "U": ours["U"]}
+def ratio_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """The rows of one N as one: our cost, and the others' time and memory as multiples of ours."""
+    row_by_form = {row["form"]: row for row in rows}
+    ours = row_by_form.pop("ours")
+    ratios: dict[str, object] = {"N": ours["N"], "U": ours["U"]}
     if ours["seconds"] is None:
-        return line | {"s": TOO_LARGE}
-    line |= {"s": f"{ours['seconds']:.3g}", "of rate": f"{ours['of rate']:.0%}", "MiB": f"{ours['MiB']:,.0f}"}
+        return ratios | {"s": TOO_LARGE}
+    ratios |= {"s": f"{ours['seconds']:.3g}", "of rate": f"{ours['of rate']:.0%}", "MiB": f"{ours['MiB']:,.0f}"}
     if ours["host seconds"] is not None:
-        line["host s"] = f"{ours['host seconds']:.3g}"
-    for name, theirs in by_form.items():
-        fits = theirs["seconds"] is not None
-        ratios = [f"{theirs[what] / ours[what]:.1f}x" for what in ("seconds", "MiB") if fits]
-        line[name] = " ".join(ratios) or TOO_LARGE
-    return line
+        ratios["host s"] = f"{ours['host seconds']:.3g}"
+    for name, other in row_by_form.items():
+        fits = other["seconds"] is not None
+        factors = [f"{other[column] / ours[column]:.1f}x" for column in ("seconds", "MiB") if fits]
+        ratios[name] = " ".join(factors) or TOO_LARGE
+    return ratios
 
 
-def observe(form: Form, problem: Problem) -> Taken:
-    """Of one forward and backward pass, wherever the problem lies."""
-    if problem.outputs.is_cuda:
-        return measure_on_gpu(form, problem)
-    return Taken(*in_child(lambda: measure(form, *problem)))
+def measure_pass(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
+    """Measures one forward and backward pass on the inputs' device."""
+    if inputs.outputs.is_cuda:
+        return measure_on_gpu(loss_function, inputs)
+    return PassCost(*run_in_child(lambda: measure_on_cpu(loss_function, *inputs)))
 
 
-def measure_on_gpu(form: Form, problem: Problem) -> Taken:
-    """The mean of many passes in a row, which nothing but the last waits for, by the device's own clock."""
+def measure_on_gpu(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
+    """The mean of many passes, timed by CUDA events, synchronized only at the end."""
     clock = DeviceClock()
     for _ in range(WARM_UP):
-        problem.solved(form)
+        inputs.loss_and_gradients(loss_function)
     clock.wait()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    problem.solved(form)
+    before_bytes = torch.cuda.memory_allocated()
+    inputs.loss_and_gradients(loss_function)
     torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    start, begin = time.perf_counter(), clock.now()
+    peak = (torch.cuda.max_memory_allocated() - before_bytes) / 2**20
+    host_start, start = time.perf_counter(), clock.now()
     for _ in range(PASSES):
-        problem.solved(form)
-    end, host = clock.now(), time.perf_counter() - start
+        inputs.loss_and_gradients(loss_function)
+    end, host = clock.now(), time.perf_counter() - host_start
     clock.wait()
-    return Taken(clock.seconds(begin, end) / PASSES, peak, host / PASSES)
+    return PassCost(clock.seconds(start, end) / PASSES, peak, host / PASSES)
 
 
-def device_rate(device: torch.device, precision: str) -> float:
-    """What `matrix_rate` finds; on a CPU in a child, as threads that have computed do not survive a fork."""
+def measure_device_rate(device: torch.device, precision: str) -> float:
+    """Measures the matmul rate; on a CPU in a child process, as threads do not survive later forks."""
     if device.type == "cuda":
-        return matrix_rate(device, precision)
-    return in_child(lambda: matrix_rate(device, precision))
+        return measure_matmul_rate(device, precision)
+    return run_in_child(lambda: measure_matmul_rate(device, precision))
 
 
-def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost:
-    """One pass on the CPU, in a process that does nothing else."""
+def measure_on_cpu(loss_function: LossFunction, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost:
+    """Measures one pass on the CPU, in this process, which should do nothing else."""
     small = outputs[:64].detach().requires_grad_()
-    torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
-    return cost(lambda: torch.autograd.grad(form(outputs, targets, table), [outputs, table]))
+    small_loss = loss_function(small, targets[:64], table[:, : small.shape[1]])
+    torch.autograd.grad(small_loss, [small])  # starts threads and loads libraries
+    return measure_cost(lambda: torch.autograd.grad(loss_function(outputs, targets, table), [outputs, table]))

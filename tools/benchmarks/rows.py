@@ -1,4 +1,4 @@
-"""Rows, micro-batches and the objective of benchmarks: real tokens where there is a dataset, else by Zipf's law."""
+"""Rows, micro-batches and the objective of the benchmarks: tokens of a dataset, or else Zipf-distributed ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import MicroBatch
 
 
-def changed(config: RunConfig, *overrides: str) -> RunConfig:
-    """`config` with other settings."""
+def with_overrides(config: RunConfig, *overrides: str) -> RunConfig:
+    """Returns `config` with the overrides `a.b=c` applied."""
     return config_from_dict(config.model_dump(mode="json"), config.name, overrides)
 
 
@@ -41,28 +41,28 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
         data = config.data.model_copy(update={"train": prefix})
         samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
         return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
-    ends = config.data.end_token  # rows are one document each
-    return list(zipf_tokens(config.model.vocab_size, (count, size, length + 1), config.seed, without=ends))
+    end_token = config.data.end_token  # a row is one document
+    return list(zipf_tokens(config.model.vocab_size, (count, size, length + 1), config.seed, excluded_id=end_token))
 
 
-def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
-    """`rows` with their candidates, which are not padded, as the only micro-batch of its step."""
-    batch = BatchReader(_Given(rows), config.data, _collator(config)).read(range(len(rows)))
-    candidates = rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    """The micro-batch of `rows` with unpadded candidates, as the only one of its step."""
+    batch = BatchReader(_InMemoryRows(rows), config.data, _collator(config)).read(range(len(rows)))
+    candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
-    others = None if settings is None else auxiliary_kind(settings).counted(batch)
-    return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if others is None else 1 / max(others, 1))
+    count = None if settings is None else auxiliary_kind(settings).counted(batch)
+    return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if count is None else 1 / max(count, 1))
 
 
 def step_batches(
-    config: RunConfig, rule: Objective, rows: Sequence[np.ndarray[Any, Any]], device: torch.device
+    config: RunConfig, objective: Objective, rows: Sequence[np.ndarray[Any, Any]], device: torch.device
 ) -> StepBatches:
-    """Micro-batches of rows as those of one step, as a run's loader prepares them on one rank."""
+    """The micro-batches of one step, prepared by the loader of a run on one rank; an array of `rows` for each."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
     settings = config.objective.auxiliary()
     loader = StepLoader(
-        _Given(np.concatenate(rows)),
-        rule,
+        _InMemoryRows(np.concatenate(rows)),
+        objective,
         config.data,
         config.batch,
         Group(),
@@ -76,34 +76,33 @@ def step_batches(
 
 
 def _collator(config: RunConfig) -> RowCollator:
-    """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
+    """Frames and masks as a run does, but selects and keeps tokens uniformly: step time is the same."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_rows(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    asked, late = config.masking.dropping, config.masking.first_masked_layer(config.model)
-    dropping = (
-        None if asked is None else TokenDropping(framing, asked.layers(config.model), asked.keep_share, Uniform())
-    )
-    subsets = TokenSubsets(config.masking.mask_token, late, dropping)
+    first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None
+    if (settings := config.masking.dropping) is not None:
+        dropping = TokenDropping(framing, settings.layers(config.model), settings.keep_share, Uniform())
+    subsets = TokenSubsets(config.masking.mask_token, first_masked_layer, dropping)
     collator = MaskingCollator(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
     return with_auxiliary(collator, config, seed=0)
 
 
 @dataclass(frozen=True)
-class _Given(RowSource):
-    """Rows at hand, by number."""
+class _InMemoryRows(RowSource):
+    """A row source over an array."""
 
-    given: np.ndarray[Any, Any]
+    array: np.ndarray[Any, Any]
 
     def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        rows: np.ndarray[Any, Any] = self.given[np.asarray(sample_indices)]
+        rows: np.ndarray[Any, Any] = self.array[np.asarray(sample_indices)]
         return rows
 
 
-def rule_of(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
-    """The config's; ids are counted in `rows`, int64 with -1 for padding, where it asks how often each is there."""
-    objective, size, counts_V = config.objective, config.model.vocab_size, None
-    if objective.token_counts_needed_by():
-        ids = np.concatenate([each.reshape(-1) for each in rows])
-        counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=size))
-    return build_objective(objective, size, counts_V)
+def build_run_objective(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
+    """The config's objective; token counts, if it needs them, are those of `rows` (int64, -1 is padding)."""
+    settings, vocab_size, counts_V = config.objective, config.model.vocab_size, None
+    if settings.token_counts_needed_by():
+        ids = np.concatenate([array.reshape(-1) for array in rows])
+        counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=vocab_size))
+    return build_objective(settings, vocab_size, counts_V)

@@ -1,4 +1,4 @@
-"""What all benchmarks measure with: turns, clocks, memory, and a device's rate."""
+"""Measurements shared by the benchmarks: interleaved rounds, clocks, peak memory, and a device's matmul rate."""
 
 from __future__ import annotations
 
@@ -12,80 +12,79 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-Cost = tuple[float, float]  # seconds, and MiB above what was there before
+Cost = tuple[float, float]  # seconds, and MiB of peak memory above that at the start
 
 
-def interleaved(variants: Iterable[Callable[[int], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
-    """What each variant returns in each counted round: A B A B ..., so that a noisy machine hits all alike."""
-    timed = list(variants)
-    return [[take(number) for take in timed] for number in range(warm_up + rounds)][warm_up:]
+def run_interleaved(variants: Iterable[Callable[[int], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
+    """Runs variants in turn (A B A B ...), so that noise affects all alike; returns their results by counted round."""
+    functions = list(variants)
+    return [[function(index) for function in functions] for index in range(warm_up + rounds)][warm_up:]
 
 
 class HostClock:
-    """Of a CPU, which is done with a thing when the next one begins. Moments are taken during a step; what lies between
-    them is known once `wait` was called."""
+    """Timestamps of a CPU, whose operations are synchronous. Call `wait` before `seconds`."""
 
     def now(self) -> Any:
         return time.perf_counter()
 
     def wait(self) -> None:
-        """Until all that was launched is done."""
+        """Waits for all operations launched so far."""
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        return float(end - begin)
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
 class DeviceClock(HostClock):
-    """A CUDA device notes when it comes to a moment, while the host goes on."""
+    """Timestamps are CUDA events, which the device records without blocking the host."""
 
     def now(self) -> torch.cuda.Event:
-        moment = torch.cuda.Event(enable_timing=True)
-        moment.record()
-        return moment
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
 
 
-def clock_of(device: torch.device) -> HostClock:
+def build_clock(device: torch.device) -> HostClock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
-def matrix_rate(device: torch.device, precision: str, size: int | None = None) -> float:
-    """Operations a second of a square product, the best of five: what the device can reach."""
+def measure_matmul_rate(device: torch.device, precision: str, size: int | None = None) -> float:
+    """FLOP/s of a square matrix product, the best of six."""
     size = size or (8192 if device.type == "cuda" else 2048)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    clock, best = clock_of(device), float("inf")
+    clock, best_seconds = build_clock(device), float("inf")
     for _ in range(6):
-        begin, _product, end = clock.now(), a @ a, clock.now()
+        start, _product, end = clock.now(), a @ a, clock.now()
         clock.wait()
-        best = min(best, clock.seconds(begin, end))
-    return 2 * size**3 / best
+        best_seconds = min(best_seconds, clock.seconds(start, end))
+    return 2 * size**3 / best_seconds
 
 
-def describe(device: torch.device) -> str:
-    """The device's name, or how many threads compute."""
+def describe_device(device: torch.device) -> str:
+    """The GPU's name, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{threads} CPU thread{'s' if threads > 1 else ''}"
 
 
-def in_child(work: Callable[[], Result]) -> Result:
-    """`work()` in a forked process: nothing that was freed before hides what it takes. MemoryError when it is killed.
+def run_in_child(work: Callable[[], Result]) -> Result:
+    """Returns `work()`, run in a forked process, whose memory use starts afresh. MemoryError when it is killed.
 
     Call it before this process has computed with torch: threads do not survive a fork.
     """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: theirs.send(work()))
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(work()))
     child.start()
-    theirs.close()  # so that the child's end ends what waits for it
+    sender.close()  # so that recv fails when the child dies
     try:
-        result: Result = ours.recv()
+        result: Result = receiver.recv()
         return result
     except EOFError:
         raise MemoryError("a measurement was killed, most likely for its memory; use smaller sizes") from None
@@ -93,19 +92,19 @@ def in_child(work: Callable[[], Result]) -> Result:
         child.join()
 
 
-def cost(work: Callable[[], object]) -> Cost:
-    """What `work()` takes beside what this process, which had better be a fresh child, holds already."""
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would hide what is taken now
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+def measure_cost(work: Callable[[], object]) -> Cost:
+    """Time of `work()` and its peak memory above that of this process, which should be a fresh child."""
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that was not returned would hide new allocations
+    before_kib = _process_status_kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     start = time.perf_counter()
-    kept = work()
+    result = work()
     seconds = time.perf_counter() - start
-    del kept
-    return seconds, (_status("VmHWM") - before) / 1024
+    del result
+    return seconds, (_process_status_kib("VmHWM") - before_kib) / 1024
 
 
-def _status(name: str) -> int:
-    """A line of /proc/self/status, in KiB."""
+def _process_status_kib(name: str) -> int:
+    """A value of /proc/self/status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))

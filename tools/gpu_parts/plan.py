@@ -117,7 +117,7 @@ class Text:
         """So many tokens by Zipf's law, in documents that end with 0, unless a text was given or they are there."""
         if self.given or self.index.exists():
             return
-        documents = zipf_tokens(PYTHIA_VOCABULARY, (tokens // _DOCUMENT, _DOCUMENT), seed=0, without=0)
+        documents = zipf_tokens(PYTHIA_VOCABULARY, (tokens // _DOCUMENT, _DOCUMENT), seed=0, excluded_id=0)
         documents[:, -1] = 0
         with IndexedDatasetWriter(self.prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
             for document in documents:
