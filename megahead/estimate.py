@@ -179,7 +179,9 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
-    layers = sum(shape.num_layers for shape in _encoders(config)) - sum(part.saved() for part in subset_layers(config))
+    layers = sum(shape.num_layers for shape in _encoders(config)) - sum(
+        part.layers_saved() for part in subset_layers(config)
+    )
     return compute * tokens * (layers * kept + working)
 
 
@@ -237,7 +239,7 @@ def training_flops(
     near = min(context, _seen_within(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
     seen = [near if config.is_local(layer) else context for layer in range(layers)]
     for part in subsets:  # fewer tokens, each of which sees fewer
-        matrices -= part.saved() * (attention + mlp)
+        matrices -= part.layers_saved() * (attention + mlp)
         for layer in part.layers:
             seen[layer] = part.share * (near if config.is_local(layer) else part.share * context)
         if part.first_layer_sees_all:  # keys and values of the others, too

@@ -79,7 +79,7 @@ def learning_rate_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -
     Warm-up is linear and ends with the peak at its last step, so no update is made at rate 0. From there
     the rate falls as `SCHEDULES` says. Beyond the last step the ratio does not change.
     """
-    warmup = schedule.warmup(total_steps)
+    warmup = schedule.num_warmup_steps(total_steps)
     if step < warmup:
         return (step + 1) / warmup
     return 1.0 - (1.0 - schedule.final_ratio) * SCHEDULES[schedule.name](schedule, step, total_steps - 1)
@@ -92,7 +92,7 @@ def cosine(schedule: ScheduleConfig, step: int, last: int) -> float:
 
 def triangular(schedule: ScheduleConfig, step: int, last: int) -> float:
     """A line from the peak to the last step."""
-    return _progress(max(schedule.warmup(last + 1) - 1, 0), step, last)
+    return _progress(max(schedule.num_warmup_steps(last + 1) - 1, 0), step, last)
 
 
 def constant(schedule: ScheduleConfig, step: int, last: int) -> float:
@@ -102,7 +102,7 @@ def constant(schedule: ScheduleConfig, step: int, last: int) -> float:
 
 def wsd(schedule: ScheduleConfig, step: int, last: int) -> float:
     """Stable at the peak, then a line over the last `decay_steps`."""
-    return _progress(last - schedule.decay(last + 1), step, last)
+    return _progress(last - schedule.num_decay_steps(last + 1), step, last)
 
 
 Fall = Callable[[ScheduleConfig, int, int], float]

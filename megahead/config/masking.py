@@ -1,4 +1,4 @@
-"""What is masked: rows of encoders, masked inputs of decoders."""
+"""Masking: masked-language modelling of encoders, masked inputs of decoders."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ STRATEGIES_BY_SETTING: Mapping[str, Sequence[str]] = {
     "masking.strategy": STRATEGIES,
     "masking.dropping.by": get_args(DroppingConfig.model_fields["by"].annotation),
 }
-"""Settings that say by what tokens are selected, or kept, and the strategies that they know."""
+"""Settings that choose a strategy for selecting tokens, with their built-in strategies."""
 
-_COURSES: Mapping[str, Callable[[float], float]] = {
+_RATE_COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
     "cosine": lambda progress: (1 - cos(pi * progress)) / 2,
 }
 
 
 SPECIAL_TOKEN_FIELDS = ("mask_token", "cls_token", "sep_token", "special_tokens")
-"""Fields by which an encoder's rows are framed, masked or not."""
+"""Fields with the special tokens of an encoder's rows, whether they are masked or not."""
 
-_OF_OTHER_MASKS = (
+_NOT_WITH_DIFFUSION = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "noise_share"),
     *SUBSET_FIELDS,
 )
-"""Fields that say what diffusion decides by itself."""
+"""Fields that are refused with diffusion, which determines them."""
 
-_DIFFUSED = ("uniform", "frequency", "informative", "weights")
-"""Strategies that diffusion can mask by: of single tokens, and the same over a run."""
+_DIFFUSION_STRATEGIES = ("uniform", "frequency", "informative", "weights")
+"""Strategies for diffusion: they mask single tokens, and do not change during a run."""
 
 
 class MaskingConfig(Settings):
@@ -130,120 +130,120 @@ class MaskingConfig(Settings):
 
     @field_validator("strategy")
     @classmethod
-    def _known_strategy(cls, value: str) -> str:
+    def _check_strategy(cls, value: str) -> str:
         rule = f"be one of {', '.join(STRATEGIES)}, or name a class"
-        known = value in STRATEGIES or ":" in value
-        require(known, "strategy", rule, got=repr(value), hint=did_you_mean(value, STRATEGIES))
+        valid = value in STRATEGIES or ":" in value
+        require(valid, "strategy", rule, got=repr(value), hint=did_you_mean(value, STRATEGIES))
         return require_class_path("strategy", value) if ":" in value else value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> MaskingConfig:
+    def _check_consistency(self) -> MaskingConfig:
         if not self.strategy_is_custom():
             refuse("strategy_settings", self.strategy_settings, "unless strategy names a class of your own")
         ids = {"mask_token": self.mask_token, "cls_token": self.cls_token, "sep_token": self.sep_token}
         for name, value in ids.items():
-            alone = list(ids.values()).count(value) == 1
-            require(alone, name, "differ from the row's other special tokens", got=value)
-        read_otherwise = self.mask_share + self.random_share
+            is_unique = list(ids.values()).count(value) == 1
+            require(is_unique, name, "differ from the row's other special tokens", got=value)
+        replaced_share = self.mask_share + self.random_share
         rule = f"leave the sum with mask_share ({self.mask_share}) at most 1"
-        require(read_otherwise <= 1, "random_share", rule, got=self.random_share)
+        require(replaced_share <= 1, "random_share", rule, got=self.random_share)
         rule = "be above 0, or random_share, for targets that are not all read as they are"
-        require(read_otherwise, "mask_share", rule, got=0)
+        require(replaced_share, "mask_share", rule, got=0)
         rule = "be left out where it is the rate that it begins with"
         require(self.final_rate != self.rate, "final_rate", rule, got=self.final_rate)
         if self.final_rate is None:
             refuse("rate_course", self.rate_course != "linear" and self.rate_course, "without final_rate")
         if self.diffusion:
-            self._refuse_beside_diffusion()
+            self._check_diffusion()
         return self
 
-    def _refuse_beside_diffusion(self) -> None:
+    def _check_diffusion(self) -> None:
         rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-        for field, value in self.changed(*_OF_OTHER_MASKS).items():
+        for field, value in self.changed(*_NOT_WITH_DIFFUSION).items():
             raise ConfigError(field, rule, got=value)
-        rule = f"be one of {', '.join(_DIFFUSED)} with diffusion"
-        require(self.strategy in _DIFFUSED, "strategy", rule, got=self.strategy)
+        rule = f"be one of {', '.join(_DIFFUSION_STRATEGIES)} with diffusion"
+        require(self.strategy in _DIFFUSION_STRATEGIES, "strategy", rule, got=self.strategy)
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
-        """ConfigError unless an encoder can read `data` so."""
+        """Raises ConfigError unless the encoder `model` can be trained on `data` with this masking."""
         largest = max(self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         rule = f"name ids below model.vocab_size ({model.vocab_size})"
         require(largest < model.vocab_size, "masking", rule, got=largest)
-        differ, length = data.end_token != self.mask_token, data.sequence_length
-        require(differ, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
+        differs, length = data.end_token != self.mask_token, data.sequence_length
+        require(differs, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
         require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")
         require(length >= 4, "data.sequence_length", "have room for text between [CLS] and [SEP]", got=length)
         rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
-        late = self.is_adaptive() and self.adapt_every < data.prefetch
-        require(not late, "masking.adapt_every", rule, got=self.adapt_every)
+        too_frequent = self.is_adaptive() and self.adapt_every < data.prefetch
+        require(not too_frequent, "masking.adapt_every", rule, got=self.adapt_every)
         if not self.diffusion and not model.is_causal:
-            self._leaves_targets(data)
-        spelled = self.strategy != "whole_word" or data.tokenizer is not None
-        require(spelled, "data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+            self._check_targets_per_row(data)
+        has_spellings = self.strategy != "whole_word" or data.tokenizer is not None
+        require(has_spellings, "data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
-    def _leaves_targets(self, data: DataConfig) -> None:
-        """ConfigError where a whole row has none."""
+    def _check_targets_per_row(self, data: DataConfig) -> None:
+        """Raises ConfigError if a whole row has no target."""
         length = data.sequence_length
         for field in ("rate", "final_rate") if self.count == "fixed" else ():
             share, rule = getattr(self, field), f"leave a row of data.sequence_length ({length}) a target"
-            there, hint = share is None or round(share * (length - 2)), f"set at least {1 / (length - 2):.2g}"
-            require(there, f"masking.{field}", rule, got=share, hint=hint)
+            has_target, hint = share is None or round(share * (length - 2)), f"set at least {1 / (length - 2):.2g}"
+            require(has_target, f"masking.{field}", rule, got=share, hint=hint)
         rule = "leave a held-out row, 15 % of whose text are targets, one"
-        there = data.validation is None or length >= 6
-        require(there, "data.sequence_length", rule, got=length, hint="set at least 6")
+        has_target = data.validation is None or length >= 6
+        require(has_target, "data.sequence_length", rule, got=length, hint="set at least 6")
 
     def max_unit_length(self, length: int) -> int:
-        """Most tokens that are masked together in rows of `length`: of more than a row has targets none would be."""
+        """Limit on the tokens of a unit masked together in rows of `length` tokens; a unit with more tokens than a row
+        has targets would never be masked."""
         rate = self.rate if self.final_rate is None else min(self.rate, self.final_rate)
-        fitting = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
-        return max(min(self.longest_span, fitting), 1)
+        targets = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
+        return max(min(self.longest_span, targets), 1)
 
     def first_masked_layer(self, model: ModelConfig) -> int:
-        """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
+        """The first layer that sees mask tokens; layers of the mask decoder are counted after the model's."""
         return model.num_layers if self.mask_decoder_layers else self.masks_from_layer
 
     def rate_at(self, progress: float) -> float:
-        """Share of the tokens that are targets when `progress` (0 to 1) of the masked steps is done; of diffusion, the
-        mean."""
+        """Share of tokens that are targets after `progress` (0 to 1) of the masked steps; under diffusion the mean."""
         if self.diffusion:
             return 0.5
         last = self.rate if self.final_rate is None else self.final_rate
-        return self.rate + (last - self.rate) * _COURSES[self.rate_course](min(max(progress, 0.0), 1.0))
+        return self.rate + (last - self.rate) * _RATE_COURSES[self.rate_course](min(max(progress, 0.0), 1.0))
 
     def unmaskable_ids(self, end_token: int) -> list[int]:
-        """Ids that are never selected for masking, and never replace another token."""
+        """Ids that are never masked, and never replace another token."""
         return [self.mask_token, self.cls_token, self.sep_token, end_token, *self.special_tokens]
 
     def strategy_is_custom(self) -> bool:
-        """Whether it is a class of the user's."""
+        """Whether the strategy is a user's class."""
         return ":" in self.strategy
 
     def skews_targets(self) -> bool:
-        """Whether some ids are selected more often than others: by weight, or since they are of long words or
-        collocations, which fit less often into what is left of a row's number. A strategy of one's own may."""
+        """Whether some ids are targets more often than others: by weight, or since long words and collocations fit less
+        often into a row's fixed number of targets. True for a user's strategy."""
         if self.strategy_is_custom():
             return True
-        together = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
-        return together or self.strategy in ("frequency", "informative", "hardest", "weights")
+        fits_units = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
+        return fits_units or self.strategy in ("frequency", "informative", "hardest", "weights")
 
     def uses_id_weights(self) -> bool:
-        """Whether a file says how important ids are."""
+        """Whether `data.id_weights` is needed."""
         return "weights" in self.strategies_by_setting().values()
 
     def strategies_by_setting(self) -> dict[str, str]:
-        """The strategies that say what is selected, or kept, by setting."""
-        kept = {"masking.dropping.by": self.dropping.by} if self.dropping else {}
-        return {"masking.strategy": self.strategy} | kept
+        """The strategies by which tokens are masked and dropped, by setting."""
+        dropping = {"masking.dropping.by": self.dropping.by} if self.dropping else {}
+        return {"masking.strategy": self.strategy} | dropping
 
     def is_adaptive(self) -> bool:
-        """Whether what is selected, or kept, follows what the model has learned."""
+        """Whether a strategy follows the model's errors."""
         return "hardest" in self.strategies_by_setting().values()
 
     def for_evaluation(self) -> MaskingConfig:
-        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
-        that is trained); mask tokens enter where the model knows them."""
-        kept = (*SPECIAL_TOKEN_FIELDS, "diffusion", "masks_from_layer", "mask_decoder_layers")
-        return MaskingConfig(**{name: getattr(self, name) for name in kept})
+        """The masking of held-out rows, equal for every run: 15 % of single tokens, 80 / 10 / 10 (diffusion if trained
+        with it), with mask tokens from the same layer as in training."""
+        fields = (*SPECIAL_TOKEN_FIELDS, "diffusion", "masks_from_layer", "mask_decoder_layers")
+        return MaskingConfig(**{name: getattr(self, name) for name in fields})
 
 
 class MaskedInputsConfig(Settings):
@@ -258,7 +258,8 @@ class MaskedInputsConfig(Settings):
     """Share of each row's tokens that is masked; end tokens never are."""
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
-        """ConfigError unless it is a decoder that reads so, and the mask token one that it has."""
+        """Raises ConfigError unless `model` is a decoder, its vocabulary has the mask token, and each row a masked
+        token."""
         hint = "it has `masking`"
         require(not model.is_encoder(), "masked_inputs", "be left out of an encoder", got="given", hint=hint)
         token, length = self.mask_token, data.sequence_length

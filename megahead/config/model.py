@@ -1,4 +1,4 @@
-"""The shape of a backbone: its settings, its families with their named sizes and defaults, scaled rotary embeddings."""
+"""The shape of a backbone: settings, families with their named sizes and defaults, scaled rotary embeddings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megahead.wording import did_you_mean
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], **shared: Any) -> dict[str, dict[str, Any]]:
-    """Settings by name: layers, width, heads, and width of the MLP where it is no default, with those of all."""
-    names = ("num_layers", "hidden_size", "num_heads", "intermediate_size")
-    return {name: shared | dict(zip(names, shape, strict=False)) for name, shape in shapes.items()}
+    """{size: settings} from (num_layers, hidden_size, num_heads[, intermediate_size]) and `shared` settings."""
+    fields = ("num_layers", "hidden_size", "num_heads", "intermediate_size")
+    return {name: shared | dict(zip(fields, shape, strict=False)) for name, shape in shapes.items()}
 
 
 _LLAMA3 = {"family": "llama", "num_key_heads": 8, "rotary_base": 500_000.0, "max_positions": 8192}
@@ -56,14 +56,14 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
 }
 
 ENCODERS = ("bert", "modernbert")
-"""Families whose tokens see both sides, unless `is_causal`."""
+"""Families with bidirectional attention, unless `is_causal`."""
 
-_SEQUENTIAL: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
+_SEQUENTIAL_BLOCKS: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
 _NO_BIASES: dict[str, Any] = {"attention_bias": "none", "mlp_bias": False}
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
-    "llama": {**_SEQUENTIAL, **_NO_BIASES, "activation": "silu", "init": "megatron"},
+    "llama": {**_SEQUENTIAL_BLOCKS, **_NO_BIASES, "activation": "silu", "init": "megatron"},
     "bert": {
         "is_causal": False,
         "max_positions": 512,
@@ -79,7 +79,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "modernbert": {
         "is_causal": False,
         "max_positions": 8192,
-        **_SEQUENTIAL,
+        **_SEQUENTIAL_BLOCKS,
         **_NO_BIASES,
         "rotary_base": 160_000.0,
         "global_every": 3,
@@ -88,19 +88,19 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "init": "megatron",
     },
 }
-"""Defaults of a family that differ from Pythia's."""
+"""{family: defaults that differ from GPT-NeoX's}"""
 
-_ONE_KIND_OF_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False, "rotary_scaling": None}
+_STANDARD_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False, "rotary_scaling": None}
 _ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
-_OF_MODERNBERT_ALONE = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
+_NO_LOCAL_LAYERS = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
 
 FAMILY_FIXED: dict[str, dict[str, Any]] = {
-    "gpt_neox": {"is_causal": True, "token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
-    "llama": {"is_causal": True, "token_types": 0, **_SEQUENTIAL, **_OF_MODERNBERT_ALONE},
-    "bert": {**_SEQUENTIAL, "rotary_pct": 0.0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
-    "modernbert": {"token_types": 0, **_SEQUENTIAL, **_NO_BIASES, **_ONE_KIND_OF_HEADS},
+    "gpt_neox": {"is_causal": True, "token_types": 0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
+    "llama": {"is_causal": True, "token_types": 0, **_SEQUENTIAL_BLOCKS, **_NO_LOCAL_LAYERS},
+    "bert": {**_SEQUENTIAL_BLOCKS, "rotary_pct": 0.0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
+    "modernbert": {"token_types": 0, **_SEQUENTIAL_BLOCKS, **_NO_BIASES, **_STANDARD_HEADS},
 }
-"""Settings that belong to other families, and the values that they must keep in this one."""
+"""{family: required values of settings that only other families support}"""
 
 
 class RotaryScalingConfig(Settings):
@@ -122,9 +122,9 @@ class RotaryScalingConfig(Settings):
     """llama3: longest rows of the first training, in tokens."""
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> RotaryScalingConfig:
-        of_llama = ("low_frequency_factor", "high_frequency_factor", "original_positions")
-        for field, value in self.changed(*of_llama).items() if self.kind == "linear" else ():
+    def _check_consistency(self) -> RotaryScalingConfig:
+        llama3_fields = ("low_frequency_factor", "high_frequency_factor", "original_positions")
+        for field, value in self.changed(*llama3_fields).items() if self.kind == "linear" else ():
             raise ConfigError(field, "be left out of `linear` scaling", got=value)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         require(high > low, "high_frequency_factor", f"be above low_frequency_factor ({low:g})", got=f"{high:g}")
@@ -234,56 +234,58 @@ class ModelConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_size(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        size = given.get("size")
+    def _fill_from_size(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        size = settings.get("size")
         if size is not None and not (isinstance(size, str) and size in NAMED_SIZES):
             hint = did_you_mean(str(size), NAMED_SIZES) or "or leave it out and give the shape"
             raise ConfigError("size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint=hint)
-        filled = {**({} if size is None else NAMED_SIZES[size]), **given}
-        family = filled.get("family")
-        return {**(FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}
+        settings = {**({} if size is None else NAMED_SIZES[size]), **settings}
+        family = settings.get("family")
+        return {**(FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **settings}
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
-        hidden, heads, keys, rotated = self.hidden_size, self.num_heads, self.key_heads(), self.rotary_dims()
+    def _check_heads(self) -> ModelConfig:
+        hidden, heads, key_heads, rotary_dims = self.hidden_size, self.num_heads, self.key_heads(), self.rotary_dims()
         require(hidden % heads == 0, "hidden_size", f"be a multiple of num_heads ({heads})", got=hidden)
-        require(heads % keys == 0, "num_key_heads", f"divide num_heads ({heads})", got=keys)
+        require(heads % key_heads == 0, "num_key_heads", f"divide num_heads ({heads})", got=key_heads)
         rule = f"rotate an even number of each head's {self.head_size()} dimensions"
-        require(rotated % 2 == 0, "rotary_pct", rule, got=f"{self.rotary_pct} ({rotated} dimensions)")
+        require(rotary_dims % 2 == 0, "rotary_pct", rule, got=f"{self.rotary_pct} ({rotary_dims} dimensions)")
         return self
 
     @model_validator(mode="after")
-    def _is_of_its_family(self) -> ModelConfig:
-        for field, value in FAMILY_FIXED[self.family].items():
-            given = getattr(self, field)
-            require(given == value, field, f"be left out of a {self.family}", got=given)
+    def _check_family(self) -> ModelConfig:
+        for field, required in FAMILY_FIXED[self.family].items():
+            value = getattr(self, field)
+            require(value == required, field, f"be left out of a {self.family}", got=value)
         if self.family != "llama":
             rule = f"be gelu or gelu_tanh in a {self.family}"
             require(self.activation != "silu", "activation", rule, got="silu")
         return self
 
     @model_validator(mode="after")
-    def _is_a_known_kind_of_llama(self) -> ModelConfig:
-        """Others would train, but nobody else could read them."""
+    def _check_llama_variant(self) -> ModelConfig:
+        """Refuses combinations of biases and norms that no class of transformers has."""
         if self.family == "llama":
-            qwen2, rule = self.attention_bias == "qkv", "be false with attention_bias: qkv, as in Qwen 2"
-            has = "attention_bias: qkv" if qwen2 else "mlp_bias: true"
-            known = not (self.qk_norm and (qwen2 or self.mlp_bias))
-            require(known, "qk_norm", f"be false with {has}, which no published model has together", got="true")
-            require(not (self.mlp_bias and qwen2), "mlp_bias", rule, got="true")
+            is_qwen2 = self.attention_bias == "qkv"
+            conflict = "attention_bias: qkv" if is_qwen2 else "mlp_bias: true"
+            supported = not (self.qk_norm and (is_qwen2 or self.mlp_bias))
+            rule = f"be false with {conflict}, which no published model has together"
+            require(supported, "qk_norm", rule, got="true")
+            rule = "be false with attention_bias: qkv, as in Qwen 2"
+            require(not (self.mlp_bias and is_qwen2), "mlp_bias", rule, got="true")
         return self
 
     def non_default_settings(self) -> dict[str, Any]:
-        """The settings by which a config says this shape: its family, and all that are not defaults of that."""
+        """The family, and all settings that differ from its defaults, for a config file."""
         fields = type(self).model_fields
         defaults = {name: field.default for name, field in fields.items()} | FAMILY_DEFAULTS[self.family]
-        given = self.model_dump(mode="json", exclude={"size"})
-        return {name: value for name, value in given.items() if name == "family" or value != defaults[name]}
+        values = self.model_dump(mode="json", exclude={"size"})
+        return {name: value for name, value in values.items() if name == "family" or value != defaults[name]}
 
     def is_encoder(self) -> bool:
-        """Whether it is of a family that reads framed rows and is exported as an encoder."""
+        """Whether the family reads rows with [CLS] and [SEP], and is exported as an encoder."""
         return self.family in ENCODERS
 
     def head_size(self) -> int:
@@ -291,35 +293,35 @@ class ModelConfig(Settings):
         return self.head_dim or self.hidden_size // self.num_heads
 
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_key_heads or self.num_heads
 
     def has_gated_mlp(self) -> bool:
-        """Whether the MLP has a third matrix, of the gate."""
+        """Whether the MLP has a gate, a third matrix."""
         return self.family in ("llama", "modernbert")
 
     def has_norm_bias(self) -> bool:
-        """Whether norms have a bias beside their weight."""
+        """Whether norms have a bias."""
         return self.family in ("gpt_neox", "bert")
 
     def has_rms_norm(self) -> bool:
-        """Whether norms are RMS norms, which take no mean off."""
+        """Whether norms are RMS norms, which do not subtract the mean."""
         return self.family == "llama"
 
     def has_learned_positions(self) -> bool:
-        """Whether there is a vector for each position."""
+        """Whether there is a position embedding."""
         return self.family == "bert"
 
     def is_local(self, layer: int) -> bool:
-        """Whether tokens of this layer see what is near them alone."""
+        """Whether the layer has local attention."""
         return layer % self.global_every != 0
 
     def local_layers(self) -> int:
-        """How many layers are local."""
+        """Number of layers with local attention."""
         return sum(self.is_local(layer) for layer in range(self.num_layers))
 
     def rotary_dims(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(self.head_size() * self.rotary_pct)
 
     def mlp_size(self) -> int:

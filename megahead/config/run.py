@@ -1,4 +1,4 @@
-"""The whole run: what `configs/NAME.yaml` holds, and which settings fit together beyond what each section checks."""
+"""The config of a run, `configs/NAME.yaml`, and checks between its sections."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class RunConfig(Settings):
     tasks: TasksConfig | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self, info: ValidationInfo) -> RunConfig:
+    def _check_consistency(self, info: ValidationInfo) -> RunConfig:
         if not (info.context or {}).get("saved"):
             check_consistency(self)
             refuse_unused(self)
         return self
 
     def no_head_reason(self) -> str | None:
-        """What keeps exports from having a head: something that no class of transformers does; None where they can."""
+        """Why no class of transformers can have the head of an export; None if one can."""
         auxiliary = self.objective.auxiliary()
         if auxiliary is not None and auxiliary.no_head_reason is not None:
             return auxiliary.no_head_reason
@@ -79,43 +79,45 @@ class RunConfig(Settings):
             return f"scores by `{self.objective.score}`"
         if self.masking and self.masking.mask_decoder_layers:
             return "reads mask tokens in a decoder of its own"
-        late = self.masking.masks_from_layer if self.masking else 0
-        return f"reads mask tokens from layer {late} on" if late else None
+        first_masked_layer = self.masking.masks_from_layer if self.masking else 0
+        return f"reads mask tokens from layer {first_masked_layer} on" if first_masked_layer else None
 
     def model_in_training(self) -> ModelConfig:
-        """The model with the layers that are there in training alone."""
-        more = self.masking.mask_decoder_layers if self.masking else 0
-        return self.model.model_copy(update={"num_layers": self.model.num_layers + more}) if more else self.model
+        """The model with a mask decoder's layers, which exports leave out."""
+        if not (self.masking and self.masking.mask_decoder_layers):
+            return self.model
+        num_layers = self.model.num_layers + self.masking.mask_decoder_layers
+        return self.model.model_copy(update={"num_layers": num_layers})
 
     def generator_config(self) -> ModelConfig | None:
-        """The shape of what fills in masked tokens beside the model; None where the model itself does."""
+        """The shape of the generator that learns the masked tokens; None if the model itself does."""
         auxiliary = self.objective.auxiliary()
         return None if auxiliary is None else auxiliary.generator_config(self.model)
 
-    def usable_ranks(self, there: int) -> int:
-        """How many of the launcher's ranks train: under `parallel.elastic` the most that batch and tensor ranks allow.
+    def usable_ranks(self, available: int) -> int:
+        """The number of ranks that train: under `parallel.elastic` the most that batch and tensor ranks allow.
 
         ConfigError if they are too few for one copy of the weights.
         """
+        tensor = self.parallel.tensor
         if not self.parallel.elastic:
-            return there
-        if there < self.parallel.tensor:
-            raise ConfigError("parallel.tensor", f"be at most the number of ranks ({there})", got=self.parallel.tensor)
-        return self.parallel.tensor * self.batch.max_data_ranks(there // self.parallel.tensor)
+            return available
+        if available < tensor:
+            raise ConfigError("parallel.tensor", f"be at most the number of ranks ({available})", got=tensor)
+        return tensor * self.batch.max_data_ranks(available // tensor)
 
     def sample_length(self) -> int:
-        """The `sequence_length` of the run's `Samples`, which read one token more than it. A masked row has
+        """The `sequence_length` of the run's `Samples`, which have one token more. A masked row has
         data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one of them."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
     def steps_before_masking(self) -> int:
-        """How many of a run's steps come before the first one that masks."""
+        """Number of causal steps before the first masked one."""
         schedule = self.objective.schedule
         return schedule.causal_steps(self.training.steps) if schedule else 0
 
     def targets_per_row(self) -> int:
-        """Targets of a whole row, on average over the steps that learn as this config says: of an encoder that is
-        causal at first, those that mask."""
+        """Targets of a full row, on average over the run; without the causal phase of an encoder."""
         if self.masking is None:
             return self.data.sequence_length
         if self.model.is_causal:
@@ -123,30 +125,30 @@ class RunConfig(Settings):
         return max(1, round(self.masking.rate_at(0.5) * (self.data.sequence_length - 2)))
 
     def folder(self) -> RunFolder:
-        """Where the run writes."""
+        """The folder that the run writes to."""
         return RunFolder(Path(self.output_dir or f"runs/{self.name}"))
 
     def flat(self) -> dict[str, Any]:
-        """Every setting under its full name, `section.field`."""
-        return dict(_leaves(self.model_dump(mode="json")))
+        """All settings by full name, `section.field`."""
+        return dict(_flatten(self.model_dump(mode="json")))
 
     def tokens_per_step(self) -> int:
         """Input tokens of one optimizer step over all ranks."""
         return self.batch.global_size * self.data.sequence_length
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
-# Settings that nothing of a run reads: refused in what a user gives, left out of what checkpoints of a phase hold.
+# Settings without effect in a run: refused in a user's config, reset to defaults in the checkpoints of a phase.
 
 
-_READ_BY: Mapping[str, tuple[str, ...]] = {
+_STRATEGIES_BY_FIELD: Mapping[str, tuple[str, ...]] = {
     "span_stop": ("span",),
     "longest_span": ("span", "pmi", "whole_word"),
     "frequency_power": ("frequency",),
@@ -158,46 +160,46 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def refuse_unused(config: RunConfig) -> None:
-    """ConfigError for the first of them."""
-    for section, field, why in _unused(config):
+    """Raises ConfigError for the first unused setting."""
+    for section, field, why in _unused_settings(config):
         got = getattr(getattr(config, section), field)
         raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
 
 
 def reset_unused(config: RunConfig) -> RunConfig:
-    """With their defaults in their places."""
-    for section, field, _ in list(_unused(config)):
-        given: Settings = getattr(config, section)
-        kept = given.model_copy(update={field: type(given).model_fields[field].default})
-        config = config.model_copy(update={section: kept})
+    """The config with unused settings at their defaults."""
+    for section, field, _ in list(_unused_settings(config)):
+        settings: Settings = getattr(config, section)
+        default = type(settings).model_fields[field].default
+        config = config.model_copy(update={section: settings.model_copy(update={field: default})})
     return config
 
 
-def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """(section, field, why nothing reads it)."""
+def _unused_settings(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """(section, field, why it has no effect)"""
     masking, causal = config.masking, config.model.is_causal
     strategies = set[str]() if masking is None else set(masking.strategies_by_setting().values())
     for field in () if masking is None else masking.changed():
-        readers = _READ_BY.get(field, ())
+        users = _STRATEGIES_BY_FIELD.get(field, ())
         if causal and field not in SPECIAL_TOKEN_FIELDS:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
-        elif readers and not strategies.intersection(readers):
-            settings = [setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(readers)]
-            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(readers)}"
+        elif users and not strategies.intersection(users):
+            settings = [setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(users)]
+            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(users)}"
     if config.data.id_weights is not None and (masking is None or causal or not masking.uses_id_weights()):
         yield "data", "id_weights", f"without {' or '.join(STRATEGIES_BY_SETTING)}: weights"
 
 
-# Encoders that learn next tokens, always or at first: what only masked tokens have is refused beside it.
+# Encoders that are causal, throughout or at first: settings that need masked tokens are refused.
 
 
 def _check_causal(config: RunConfig) -> None:
-    """A model may be causal for a share of the run, where all else goes with that."""
+    """Raises ConfigError for settings that exclude a causal encoder or `causal_share`."""
     model, masking, setting = config.model, config.masking, "objective.schedule.causal_share"
     share = config.objective.schedule.causal_share if config.objective.schedule else None
     if model.is_causal:
-        whose = "with model.is_causal: true" if model.is_encoder() else f"of a {model.family}"
-        refuse(setting, share, f"{whose}, where all steps are causal")
+        reason = "with model.is_causal: true" if model.is_encoder() else f"of a {model.family}"
+        refuse(setting, share, f"{reason}, where all steps are causal")
     elif share is None:
         return
     if masking is not None:
@@ -214,22 +216,22 @@ def _check_causal(config: RunConfig) -> None:
         refuse("training.keep_best", config.training.keep_best, why)
 
 
-def _check_corrected(config: RunConfig) -> None:
-    """Where masks prefer some ids, the chance of being a candidate, by which a corrected bias divides and which is
-    computed from the counts of the text, would be wrong."""
+def _check_corrected_bias(config: RunConfig) -> None:
+    """Refuses `bias: corrected` if masking prefers some ids: inclusion probabilities, computed from the counts of the
+    text, would be wrong."""
     objective, masking = config.objective, config.masking
     if objective.bias != "corrected" or masking is None or config.model.is_causal:
         return
     auxiliary = objective.auxiliary()
     by_auxiliary = auxiliary is not None and auxiliary.skews_targets
-    other = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
-    rule = f"be another with {other}, by which ids are targets more or less often than in the text"
-    weighs = by_auxiliary or masking.skews_targets()
-    require(not weighs, "objective.bias", rule, got="corrected", hint="take paper or once")
+    cause = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
+    rule = f"be another with {cause}, by which ids are targets more or less often than in the text"
+    is_skewed = by_auxiliary or masking.skews_targets()
+    require(not is_skewed, "objective.bias", rule, got="corrected", hint="take paper or once")
 
 
 def check_consistency(config: RunConfig) -> None:
-    """ConfigError for the first settings that do not."""
+    """Raises ConfigError for the first conflict between sections."""
     _check_rows(config)
     _check_masking(config)
     if config.masked_inputs:
@@ -237,7 +239,7 @@ def check_consistency(config: RunConfig) -> None:
     _check_causal(config)
     if auxiliary := config.objective.auxiliary():
         auxiliary.check(config)
-    _check_corrected(config)
+    _check_corrected_bias(config)
     _check_masking_schedule(config)
     if config.masking is not None and config.masking.uses_id_weights():
         rule = f"be given with {' or '.join(STRATEGIES_BY_SETTING)}: weights"
@@ -245,8 +247,8 @@ def check_consistency(config: RunConfig) -> None:
     check_embedding(config)
     _check_elastic(config)
     hint = "a run trains on a disk, and is copied to training.remote_checkpoints"
-    local = config.output_dir is None or not is_remote(config.output_dir)
-    require(local, "output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
+    is_local = config.output_dir is None or not is_remote(config.output_dir)
+    require(is_local, "output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
     _check_schedule(config)
     _check_tasks(config)
     _check_resume(config)
@@ -287,7 +289,7 @@ def _check_schedule(config: RunConfig) -> None:
     steps, schedule = config.training.steps, config.schedule
     if config.objective.schedule:
         config.objective.schedule.check(steps)
-    warmup, decay = schedule.warmup(steps), schedule.decay(steps)
+    warmup, decay = schedule.num_warmup_steps(steps), schedule.num_decay_steps(steps)
     rule, got = f"leave its warm-up and decay within training.steps ({steps})", f"{warmup} + {decay}"
     hint = "" if warmup < steps else "a share, such as 0.01, follows training.steps"
     require(warmup + decay <= steps, "schedule.warmup_steps", rule, got=got, hint=hint)
@@ -296,8 +298,8 @@ def _check_schedule(config: RunConfig) -> None:
 def _check_masking_schedule(config: RunConfig) -> None:
     masking, objective = config.masking, config.objective
     if masking is not None and (objective.negatives or objective.bias == "once"):
-        counted = "negatives" if objective.negatives else "bias: once"
-        why = f"with objective.{counted}, whose training-free head knows one number of targets"
+        setting = "negatives" if objective.negatives else "bias: once"
+        why = f"with objective.{setting}, whose training-free head knows one number of targets"
         refuse("masking.final_rate", masking.final_rate, why)
 
 

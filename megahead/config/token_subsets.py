@@ -1,7 +1,7 @@
-"""Layers of an encoder that compute a part of each row: settings, checks, cost and words.
+"""Layers of an encoder that compute only some tokens of each row: settings, checks, cost and banner.
 
-Three features have such layers: mask tokens that enter late, mask tokens in a decoder behind the model (MAE-LM), and
-token dropping.
+Three features have such layers: mask tokens from a later layer on, mask tokens in a decoder after the model (MAE-LM),
+and token dropping.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megahead.config.run import RunConfig
 
 SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
-"""Fields of `masking` that ask for such layers."""
+"""Fields of `masking` with such layers."""
 
 
 class DroppingConfig(Settings):
@@ -42,27 +42,29 @@ class DroppingConfig(Settings):
     information on neighbours, or data.id_weights. Ties are broken at random."""
 
     def layers(self, model: ModelConfig) -> range:
-        """The layers that leave tokens out."""
+        """The layers that drop tokens."""
         return range(self.from_layer, model.num_layers - 1 if self.to_layer is None else self.to_layer)
 
     def check(self, model: ModelConfig, masking: MaskingConfig) -> None:
-        """ConfigError unless `model` can drop tokens so."""
-        where, first, layers, late = "masking.dropping", self.from_layer, self.layers(model), masking.masks_from_layer
+        """Raises ConfigError if `model` cannot drop tokens in these layers, or mask tokens would be dropped."""
+        section, layers, first_masked = "masking.dropping", self.layers(model), masking.masks_from_layer
         rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
-        require(layers.stop < model.num_layers, f"{where}.to_layer", rule, got=layers.stop)
-        require(layers, f"{where}.from_layer", f"be below to_layer ({layers.stop})", got=first)
-        rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
-        require(first >= late, f"{where}.from_layer", rule, got=first)
-        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
-        rule = f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
-        require(self.keep_share >= targets, f"{where}.keep_share", rule, got=self.keep_share)
+        require(layers.stop < model.num_layers, f"{section}.to_layer", rule, got=layers.stop)
+        require(layers, f"{section}.from_layer", f"be below to_layer ({layers.stop})", got=self.from_layer)
+        rule = (
+            f"be at least masking.masks_from_layer ({first_masked}), before which there are no mask tokens to be kept"
+        )
+        require(self.from_layer >= first_masked, f"{section}.from_layer", rule, got=self.from_layer)
+        max_rate = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
+        rule = f"be at least the largest share of targets ({max_rate:g}), since all may be mask tokens, which are kept"
+        require(self.keep_share >= max_rate, f"{section}.keep_share", rule, got=self.keep_share)
 
 
 def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
-    """ConfigError unless the model has such layers, and all else fits."""
-    model, init, late = config.model, config.init, masking.masks_from_layer
+    """Raises ConfigError unless the model has the layers of these features, and other settings allow them."""
+    model, init, first_masked = config.model, config.init, masking.masks_from_layer
     rule = f"be below model.num_layers ({model.num_layers})"
-    require(late < model.num_layers, "masking.masks_from_layer", rule, got=late)
+    require(first_masked < model.num_layers, "masking.masks_from_layer", rule, got=first_masked)
     for field, value in masking.changed(*SUBSET_FIELDS).items():
         if config.parallel.sequence:
             refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
@@ -72,7 +74,7 @@ def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
         rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
         require(model.family == "bert", "masking.mask_decoder_layers", rule, got=masking.mask_decoder_layers)
         why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
-        refuse("masking.masks_from_layer", late, why)
+        refuse("masking.masks_from_layer", first_masked, why)
         why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
         refuse("masking.dropping", masking.dropping and "given", why)
         refuse("init.from_hf", init and init.from_hf, "with masking.mask_decoder_layers, which such a folder lacks")
@@ -81,38 +83,38 @@ def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
 
 
 class SubsetLayers(NamedTuple):
-    """Some consecutive layers, not the last one."""
+    """Consecutive layers, without the last one, that compute some tokens of each row."""
 
     layers: range
 
     share: float
-    """Of a row's tokens that they compute."""
+    """Share of a row's tokens that they compute."""
 
     first_layer_sees_all: bool = False
     """Whether the first of them computes keys and values of all tokens."""
 
-    def saved(self) -> float:
-        """How many layers less it is: products of each token with weights, but for keys and values of the first."""
+    def layers_saved(self) -> float:
+        """The saved cost in layers, by products of tokens with weights (ignoring `first_layer_sees_all`)."""
         return len(self.layers) * (1 - self.share)
 
 
 def subset_layers(config: RunConfig) -> list[SubsetLayers]:
-    """Those of a run, in their order; shares on average over it."""
+    """The layers of a run that compute some tokens, in order; shares are means over the run."""
     masking = config.masking
     if masking is None:
         return []
-    found = []
-    if late := masking.first_masked_layer(config.model):
-        masked = masking.mask_share * config.targets_per_row() / config.data.sequence_length
-        found.append(SubsetLayers(range(late), 1 - masked))
+    subsets = []
+    if first_masked := masking.first_masked_layer(config.model):
+        masked_share = masking.mask_share * config.targets_per_row() / config.data.sequence_length
+        subsets.append(SubsetLayers(range(first_masked), 1 - masked_share))
     if masking.dropping:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
-        found.append(SubsetLayers(layers, share, first_layer_sees_all=True))
-    return found
+        subsets.append(SubsetLayers(layers, share, first_layer_sees_all=True))
+    return subsets
 
 
 def describe_token_subsets(model: ModelConfig, masking: MaskingConfig) -> list[str]:
-    """For the banner."""
+    """The banner's lines on these layers."""
     parts = [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
     if masking.mask_decoder_layers:
         parts.append(f"mask tokens in a decoder of {pluralize(masking.mask_decoder_layers, 'layer')}")

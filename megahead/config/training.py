@@ -1,4 +1,4 @@
-"""How weights are updated, for how long, from which first weights, on which ranks; faults, resuming, tasks."""
+"""Settings of the optimizer, schedule, engine, training, resuming, faults, initial weights, tasks and parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megahead.config.base import Settings, require
 from megahead.config.model import ModelConfig
 from megahead.remote_files import is_remote
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TableConfig(Settings):
@@ -29,7 +29,7 @@ class TableConfig(Settings):
 class MuonConfig(Settings):
     """Settings of Muon, which does not use `betas` and `eps`."""
 
-    momentum: Fraction = 0.95
+    momentum: UnitInterval = 0.95
     """Decay of the running mean of gradients (Nesterov)."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
@@ -47,7 +47,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
 
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[UnitInterval, UnitInterval] = (0.9, 0.95)
     """Decay of first and second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
@@ -63,7 +63,7 @@ class OptimizerConfig(Settings):
     table: TableConfig = TableConfig()
 
     @model_validator(mode="after")
-    def _muon_is_used(self) -> OptimizerConfig:
+    def _check_muon(self) -> OptimizerConfig:
         used = self.name == "muon" or self.muon == MuonConfig()
         require(used, "muon", f"be left out with name: {self.name}", got="given", hint="set name: muon")
         return self
@@ -86,27 +86,28 @@ class ScheduleConfig(Settings):
 
     @field_validator("warmup_steps", "decay_steps")
     @classmethod
-    def _steps_or_a_share(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _check_steps_or_share(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is None or 0 < value < 1:
             return value
         rule = "be a whole number, or a share below 1 of training.steps"
         require(float(value).is_integer(), str(info.field_name), rule, got=value)
         return int(value)
 
-    def warmup(self, total_steps: int) -> int:
-        """Steps of warm-up in a run of so many."""
-        return _steps_of(self.warmup_steps, total_steps)
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of `total_steps`."""
+        return _resolve_steps(self.warmup_steps, total_steps)
 
-    def decay(self, total_steps: int) -> int:
-        """Steps of the final decay in a run of so many; 0 for schedules that have none."""
-        return _steps_of(self.decay_steps or 0, total_steps)
+    def num_decay_steps(self, total_steps: int) -> int:
+        """Steps of the final decay in a run of `total_steps`; 0 for other schedules than wsd."""
+        return _resolve_steps(self.decay_steps or 0, total_steps)
 
     def resolved_steps(self, total_steps: int) -> dict[str, int]:
-        """What may be written as a share, by full names: equal for schedules that are the same in such a run."""
-        return {"schedule.warmup_steps": self.warmup(total_steps), "schedule.decay_steps": self.decay(total_steps)}
+        """{full name: steps} of the settings that may be shares, for comparing schedules."""
+        warmup, decay = self.num_warmup_steps(total_steps), self.num_decay_steps(total_steps)
+        return {"schedule.warmup_steps": warmup, "schedule.decay_steps": decay}
 
     @model_validator(mode="after")
-    def _decay_belongs_to_wsd(self) -> ScheduleConfig:
+    def _check_decay(self) -> ScheduleConfig:
         steps, rule = self.decay_steps, f"be left out for the {self.name} schedule"
         if self.name == "wsd":
             hint = "try a tenth of all steps"
@@ -116,12 +117,12 @@ class ScheduleConfig(Settings):
         return self
 
 
-def _steps_of(given: float, total: int) -> int:
-    return round(given * total) if isinstance(given, float) else given
+def _resolve_steps(steps_or_share: float, total_steps: int) -> int:
+    return round(steps_or_share * total_steps) if isinstance(steps_or_share, float) else steps_or_share
 
 
 DEFAULT_DEEPSPEED = {"zero_optimization": {"stage": 0}}
-"""DeepSpeed's settings if none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
+"""As `configs/deepspeed/zero0.json`: every rank has all weights."""
 
 
 class EngineConfig(Settings):
@@ -219,22 +220,22 @@ class TrainingConfig(Settings):
     empty resumes from it; none by default (docs/nodes.md)."""
 
     @model_validator(mode="after")
-    def _remote_is_an_address(self) -> TrainingConfig:
+    def _check_remote_checkpoints(self) -> TrainingConfig:
         url = self.remote_checkpoints
         rule = "be an address such as s3://BUCKET/FOLDER"
         require(url is None or is_remote(url), "remote_checkpoints", rule, got=repr(url))
         return self
 
     @model_validator(mode="after")
-    def _replicas_are_newer_than_checkpoints(self) -> TrainingConfig:
-        newer = self.replicate_every is None or self.replicate_every < self.checkpoint_every
+    def _check_replicate_every(self) -> TrainingConfig:
+        is_newer = self.replicate_every is None or self.replicate_every < self.checkpoint_every
         rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
         hint = "a replica in memory is of use where it is newer than the checkpoint on disk"
-        require(newer, "replicate_every", rule, got=self.replicate_every, hint=hint)
+        require(is_newer, "replicate_every", rule, got=self.replicate_every, hint=hint)
         return self
 
 
-Policy = Literal["skip", "rollback", "stop"]
+FaultAction = Literal["skip", "rollback", "stop"]
 
 
 class ResumeConfig(Settings):
@@ -249,7 +250,7 @@ class FaultsConfig(Settings):
     """What happens when a step goes wrong: `skip` keeps the weights and continues with the next samples, `rollback`
     first returns to the last checkpoint, `stop` ends the run."""
 
-    bad_step: Policy = "skip"
+    bad_step: FaultAction = "skip"
     """When a loss or the gradient norm is not finite on any rank. (Overflows that only lower fp16's loss scale are
     always skipped.)"""
 
@@ -294,14 +295,14 @@ class InitConfig(Settings):
     vocabulary."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> InitConfig:
-        one = (self.from_checkpoint is None) != (self.from_hf is None)
+    def _check_one_source(self) -> InitConfig:
+        has_one = (self.from_checkpoint is None) != (self.from_hf is None)
         got = "missing" if self.from_hf is None else "given beside it"
-        require(one, "from_checkpoint", "be given, or else from_hf", got=got)
+        require(has_one, "from_checkpoint", "be given, or else from_hf", got=got)
         return self
 
     def copies_embedding(self) -> bool:
-        """Whether a head starts as a copy of the embedding, and not as it was."""
+        """Whether the head is initialized with a copy of the embedding."""
         return self.mode in ("finetune", "probe")
 
 
@@ -344,27 +345,28 @@ class ParallelConfig(Settings):
     (docs/nodes.md)."""
 
     def check(self, model: ModelConfig, sequence_length: int) -> None:
-        """Raises ConfigError when `model`, or its rows, cannot be split evenly."""
+        """Raises ConfigError unless `model` and its rows can be split evenly over tensor ranks."""
         widths = {
             "num_heads": model.num_heads,
             "intermediate_size": model.mlp_size(),
             "padded vocabulary": model.padded_vocab_size(),
         }
         for name, width in widths.items():
-            fits = width % self.tensor == 0
-            require(fits, "parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
-        keys = model.key_heads()
-        fits, rule = keys % self.tensor == 0 or self.tensor % keys == 0, f"divide the model's num_key_heads ({keys})"
-        require(fits, "parallel.tensor", f"{rule}, or be a multiple of it", got=self.tensor)
-        fits = not self.sequence or sequence_length % self.tensor == 0
+            require(
+                width % self.tensor == 0, "parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor
+            )
+        key_heads = model.key_heads()
+        divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
+        rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"
+        require(divisible, "parallel.tensor", rule, got=self.tensor)
+        divisible = not self.sequence or sequence_length % self.tensor == 0
         rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"
-        require(fits, "data.sequence_length", rule, got=sequence_length)
+        require(divisible, "data.sequence_length", rule, got=sequence_length)
 
     def data_ranks(self, world_size: int) -> int:
-        """Data-parallel ranks among `world_size` ranks."""
+        """Number of data-parallel ranks among `world_size` ranks."""
         ranks, remainder = divmod(world_size, self.tensor)
-        fits = ranks > 0 and not remainder
         rule = f"divide the number of ranks ({world_size})"
         hint = f"try {max(ranks, 1) * self.tensor} ranks, or parallel.tensor={gcd(self.tensor, world_size)}"
-        require(fits, "parallel.tensor", rule, got=self.tensor, hint=hint)
+        require(ranks > 0 and not remainder, "parallel.tensor", rule, got=self.tensor, hint=hint)
         return ranks

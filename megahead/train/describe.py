@@ -21,7 +21,8 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()
-    warm_up = f"{pluralize(schedule.warmup(steps), 'step')} of warm-up" if schedule.warmup(steps) else "no warm-up"
+    warmup_steps = schedule.num_warmup_steps(steps)
+    warm_up = f"{pluralize(warmup_steps, 'step')} of warm-up" if warmup_steps else "no warm-up"
     precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [

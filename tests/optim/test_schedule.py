@@ -87,7 +87,7 @@ def test_any_shape_stays_within_its_bounds(name, data):
 def test_a_share_of_warmup_is_that_many_steps_of_any_run(name: str, share: float, total: int, steps: int) -> None:
     decay = 1 if name == "wsd" else None
     shared, counted = (ScheduleConfig(name=name, warmup_steps=given, decay_steps=decay) for given in (share, steps))
-    assert shared.warmup(total) == steps
+    assert shared.num_warmup_steps(total) == steps
     assert curve(shared, total) == curve(counted, total)
 
 
