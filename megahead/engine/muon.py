@@ -1,9 +1,9 @@
 """Muon under ZeRO and tensor parallelism: gathers the fragments of each matrix before it is orthogonalized.
 
-Momentum and weights stay partitioned, because their updates are elementwise. The momentum is gathered in bf16. Muon
-rounds it to bf16 anyway, so the updates equal those of unpartitioned matrices bit for bit.
+Momentum and weights stay partitioned, because their updates are elementwise. The momentum is gathered in bf16, to which
+Muon rounds it anyway, so that updates are bitwise equal to those of unpartitioned matrices.
 
-R data ranks, n elements of a partition.
+Shapes: R data ranks, n elements of a partition.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Fragment:
     """The part of a matrix in one data rank's partition; both slices are empty if the rank has no part."""
 
     in_partition: slice
-    """Its elements in the rank's flat partition."""
+    """The slice of the rank's flat partition."""
 
     in_matrix: slice
-    """Its elements in the flattened matrix."""
+    """The slice of the flattened matrix."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PartitionedMatrix:
 
     shape: torch.Size
     shard_dim: int | None
-    """The dim along which tensor ranks shard it; None: every tensor rank has all of it."""
+    """The dim along which tensor ranks shard it; None: it is replicated over them."""
 
     fragments: Sequence[Fragment]
     """One for each data rank."""
@@ -59,27 +59,27 @@ class GatheredUpdates:
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
         for matrix in self._matrices[flat]:
-            own = matrix.fragments[self._data_group.rank]
-            if own.in_partition.start < own.in_partition.stop:
+            local = matrix.fragments[self._data_group.rank]
+            if local.in_partition.start < local.in_partition.stop:
                 pairs = zip(gathered_Rn, matrix.fragments, strict=True)
-                whole = torch.cat([partition[fragment.in_partition] for partition, fragment in pairs])
-                update = self._orthogonal(whole.view(matrix.shape), matrix.shard_dim, joint_head)
-                update_n[own.in_partition] = update[own.in_matrix]
+                full = torch.cat([partition[fragment.in_partition] for partition, fragment in pairs])
+                update = self._orthogonalize(full.view(matrix.shape), matrix.shard_dim, joint_head)
+                update_n[local.in_partition] = update[local.in_matrix]
         return update_n.to(momentum.device).view_as(momentum)
 
-    def _orthogonal(self, matrix: Tensor, shard_dim: int | None, joint_head: int | None) -> Tensor:
+    def _orthogonalize(self, matrix: Tensor, shard_dim: int | None, joint_head: int | None) -> Tensor:
         """The flat update. Tensor ranks have the same fragments of their shards, and call this in the same order."""
         if shard_dim is None:
             return scaled_orthogonal(matrix, joint_head).flatten()
-        whole = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim), joint_head)
-        return self._tensor_group.shard(whole, shard_dim).flatten()
+        full = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim), joint_head)
+        return self._tensor_group.shard(full, shard_dim).flatten()
 
 
 def gather_for_muon(deepspeed: Any, muon: Muon, stage: int, mesh: Mesh, dims: Mapping[Tensor, int]) -> None:
     """Sets the `whole_update` of `muon`, the optimizer of an initialized `DeepSpeedEngine`. `dims`: the dim along which
     tensor ranks shard a parameter."""
-    layout = {0: _unpartitioned, 1: _partitioned_flat, 2: _partitioned_flat, 3: _partitioned_each}[stage]
-    matrices = dict(layout(deepspeed.optimizer, mesh.data_group, dims))
+    list_matrices = {0: _unpartitioned, 1: _partitioned_flat, 2: _partitioned_flat, 3: _partitioned_each}[stage]
+    matrices = dict(list_matrices(deepspeed.optimizer, mesh.data_group, dims))
     data_group = mesh.data_group if stage else Group()
     muon.whole_update = GatheredUpdates(matrices, data_group, mesh.tensor_group, deepspeed.device)
 
@@ -88,11 +88,11 @@ PartitionedMatrices = Iterator[tuple[Tensor, Sequence[PartitionedMatrix]]]
 
 
 def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
-    """Stage 0: every data rank holds every parameter."""
+    """Stage 0: every data rank has every parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["orthogonal"] else ():
-            every = slice(0, parameter.numel())
-            yield parameter, [PartitionedMatrix(parameter.shape, dims.get(parameter), [Fragment(every, every)])]
+            full = slice(0, parameter.numel())
+            yield parameter, [PartitionedMatrix(parameter.shape, dims.get(parameter), [Fragment(full, full)])]
 
 
 def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
@@ -101,9 +101,9 @@ def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, i
         if group["orthogonal"]:
             (flat,) = group["params"]
             matrices = []
-            for parameter, start in _offsets(optimizer, index):
+            for parameter, offset in _offsets(optimizer, index):
                 size, ranks = flat.numel(), range(data_group.size)
-                fragments = [_overlap(start, parameter.numel(), rank * size, size) for rank in ranks]
+                fragments = [_overlap(offset, parameter.numel(), rank * size, size) for rank in ranks]
                 matrices.append(PartitionedMatrix(parameter.shape, dims.get(parameter), fragments))
             yield flat, matrices
 
@@ -111,20 +111,20 @@ def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, i
 def _offsets(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
     """The parameters of a group with their offsets in the flat tensor."""
     if hasattr(optimizer, "round_robin_bit16_groups"):
-        starts = optimizer.round_robin_bit16_offsets[index]
-        yield from zip(optimizer.round_robin_bit16_groups[index], starts, strict=True)
+        offsets = optimizer.round_robin_bit16_offsets[index]
+        yield from zip(optimizer.round_robin_bit16_groups[index], offsets, strict=True)
         return
-    start = 0
+    offset = 0
     for parameter in optimizer.bf16_groups[index]:
-        yield parameter, start
-        start += parameter.numel()
+        yield parameter, offset
+        offset += parameter.numel()
 
 
-def _overlap(start: int, count: int, first: int, size: int) -> Fragment:
-    """The part of `count` elements from `start` on that lies in a partition of `size` elements from `first` on."""
-    begin = min(max(start, first), first + size)
-    end = max(min(start + count, first + size), begin)
-    return Fragment(slice(begin - first, end - first), slice(begin - start, end - start))
+def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int) -> Fragment:
+    """The fragment of a matrix of `numel` elements from `offset` on in a partition from `partition_offset` on."""
+    start = min(max(offset, partition_offset), partition_offset + partition_size)
+    stop = max(min(offset + numel, partition_offset + partition_size), start)
+    return Fragment(slice(start - partition_offset, stop - partition_offset), slice(start - offset, stop - offset))
 
 
 def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
@@ -134,13 +134,13 @@ def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, i
             matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
                 length = parameter.ds_tensor.numel()
-                fragments = [_fragment_of(offset, length, r, parameter.ds_numel) for r in range(data_group.size)]
+                fragments = [_fragment(offset, length, r, parameter.ds_numel) for r in range(data_group.size)]
                 matrices.append(PartitionedMatrix(parameter.ds_shape, dims.get(parameter), fragments))
                 offset += length
             yield flat, matrices
 
 
-def _fragment_of(offset: int, length: int, rank: int, numel: int) -> Fragment:
-    """The fragment of `length` elements that begins at `offset` of each rank's partition."""
-    begin, end = min(rank * length, numel), min((rank + 1) * length, numel)
-    return Fragment(slice(offset, offset + end - begin), slice(begin, end))
+def _fragment(offset: int, length: int, rank: int, numel: int) -> Fragment:
+    """The fragment of rank `rank`: `length` elements (fewer at the end of the matrix) at `offset` of its partition."""
+    start, stop = min(rank * length, numel), min((rank + 1) * length, numel)
+    return Fragment(slice(offset, offset + stop - start), slice(start, stop))

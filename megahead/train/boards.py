@@ -1,4 +1,4 @@
-"""Where a run's curves go beside its log: TensorBoard always, W&B, Trackio and MLflow where the config names them."""
+"""Writes a run's curves to TensorBoard, and to W&B, Trackio or MLflow if the config names them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megahead.errors import ConfigError, message_of
 
 
 class Board(Protocol):
-    """Takes curves. A resumed run goes on in the same place, which its folder identifies."""
+    """A destination for curves. A resumed run continues its earlier curves, which are identified by its folder."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Values by their full names."""
+        """Adds values by their full names."""
 
-    def go_back(self, step: int) -> None:
-        """What was added of later steps no longer counts, by this session or an earlier one."""
+    def discard_after(self, step: int) -> None:
+        """Discards values of later steps, of this session and earlier ones, if the board can."""
 
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Writes buffered values."""
 
 
 class TensorBoard:
-    """Files in the run's folder, which no longer show steps that a run went back from."""
+    """Files in the run's folder; steps that were rolled back are not shown."""
 
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,38 +37,38 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def go_back(self, step: int) -> None:
+    def discard_after(self, step: int) -> None:
         self._writer.close()
-        self._writer.purge_step = step + 1  # of the file that the next value begins
+        self._writer.purge_step = step + 1  # written to the file that the next value creates
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Tracker:
-    """A service that keeps what it was sent, so that steps which were taken twice are there twice. Once it fails, as
-    one on a network may, it gets nothing more of this session: a run goes on without curves."""
+    """A service that cannot discard values: a repeated step has two. After its first failure, of the network for
+    example, it receives nothing more in this session, and training continues."""
 
     def __init__(self, name: str, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
-        self._name, self._log, self._finish, self._fails = name, log, finish, False
+        self._name, self._log, self._finish, self._failed = name, log, finish, False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        if not self._fails:
-            self._attempt(lambda: self._log(dict(values), step))
+        if not self._failed:
+            self._try(lambda: self._log(dict(values), step))
 
-    def go_back(self, step: int) -> None: ...
+    def discard_after(self, step: int) -> None: ...
 
     def close(self) -> None:
-        self._attempt(self._finish)
+        self._try(self._finish)
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # of any type: packages have their own
-            if not self._fails:
+            if not self._failed:
                 reason = " ".join(message_of(error).split())
                 print(f"{'warning':<12}{self._name} gets no more curves of this session ({reason})", flush=True)
-            self._fails = True
+            self._failed = True
 
 
 def _wandb(wandb: Any, config: RunConfig) -> Board:
@@ -80,12 +80,12 @@ def _wandb(wandb: Any, config: RunConfig) -> Board:
         dir=str(config.folder()),
         config=config.model_dump(mode="json"),
     )
-    run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
+    run.define_metric("*", step_metric="step")  # W&B's own step cannot decrease, as after a rollback
     return Tracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
 
 
 def _trackio(trackio: Any, config: RunConfig) -> Board:
-    name = f"{config.name}-{_identity(config)[:6]}"  # by which it is found again
+    name = f"{config.name}-{_identity(config)[:6]}"  # resuming finds the run by its name
     settings = config.model_dump(mode="json")
     run = trackio.init(project=config.training.trackio, name=name, resume="allow", config=settings, embed=False)
     return Tracker("trackio", lambda values, step: run.log(values, step=step), trackio.finish)
@@ -94,34 +94,34 @@ def _trackio(trackio: Any, config: RunConfig) -> Board:
 def _mlflow(mlflow: Any, config: RunConfig) -> Board:
     mlflow.set_experiment(config.training.mlflow)
     identity = _identity(config)
-    found = mlflow.search_runs(filter_string=f"tags.megahead = '{identity}'", output_format="list")
-    mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=config.name, tags={"megahead": identity})
+    runs = mlflow.search_runs(filter_string=f"tags.megahead = '{identity}'", output_format="list")
+    mlflow.start_run(run_id=runs[0].info.run_id if runs else None, run_name=config.name, tags={"megahead": identity})
     mlflow.log_dict(config.model_dump(mode="json"), "config.json")
     return Tracker("mlflow", lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
 
 
 TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
-"""By the name of the setting in `training` and of the package."""
+"""Keys are the names of the setting in `training` and of the package."""
 
 
-def _named(config: RunConfig) -> list[str]:
+def _configured_trackers(config: RunConfig) -> list[str]:
     return [name for name in TRACKERS if getattr(config.training, name) is not None]
 
 
 def require_trackers(config: RunConfig) -> None:
     """ConfigError if the run asks for a tracker that is not installed."""
-    for name in _named(config):
+    for name in _configured_trackers(config):
         if find_spec(name) is None:
             hint = f"pip install -e '.[{name}]'"
             raise ConfigError(f"training.{name}", f"be left out where {name} is not installed", got="given", hint=hint)
 
 
 def open_boards(config: RunConfig) -> list[Board]:
-    """TensorBoard, and those that the config asks for. ConfigError for one that cannot be opened."""
-    return [TensorBoard(config), *(_opened(name, config) for name in _named(config))]
+    """Opens TensorBoard, and the trackers that the config names. ConfigError for one that cannot be opened."""
+    return [TensorBoard(config), *(_open_tracker(name, config) for name in _configured_trackers(config))]
 
 
-def _opened(name: str, config: RunConfig) -> Board:
+def _open_tracker(name: str, config: RunConfig) -> Board:
     try:
         return TRACKERS[name](import_module(name), config)
     except Exception as error:  # of any type: packages have their own

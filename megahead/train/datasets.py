@@ -1,4 +1,4 @@
-"""The datasets of a run, opened and checked before anything else, and held against those it began with."""
+"""Opens and checks the datasets of a run, and compares a resumed run's settings and data with its checkpoint's."""
 
 from __future__ import annotations
 
@@ -45,59 +45,59 @@ class RunDatasets:
     validation: IndexedDataset | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
-        """Lines of the banner: epochs, shares of a blend, and datasets whose documents can attend to each other."""
+        """Lines of the banner: epochs, shares of a blend, and warnings about document boundaries and tokenizers."""
         end = config.data.end_token
-        apart = [
+        warnings = [
             ("documents", f"{dataset.prefix}: not kept apart, no row that was checked has an end token ({end})")
             for dataset in self.train
             if lacks_document_boundaries(config.data, dataset)
         ]
-        unknown = [str(each.prefix) for each in self.train if each.tokenizer_identity() is None]
+        unknown = [str(dataset.prefix) for dataset in self.train if dataset.tokenizer_identity() is None]
         if unknown and config.data.tokenizer is not None:
-            apart.append(("tokenizer", f"not compared with {', '.join(unknown)}: not known there which one cut it"))
-        return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
+            warnings.append(("tokenizer", f"not compared with {', '.join(unknown)}: not known there which one cut it"))
+        return describe_samples(self.samples, config.training.steps * config.batch.global_size) + warnings
 
 
 def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDatasets:
-    """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if necessary, then on the others.
-    What is remote is fetched before, once on each machine.
+    """Fetches remote datasets, once on each machine; then opens all on rank 0 of `world_group`, which packs rows if
+    necessary, and then on the other ranks.
 
-    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token, or the
-    tokenizer, a file of ids or one of a task cannot be the run's.
-    Collective; packing must end within the group's timeout.
+    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token, or if
+    the run cannot use its tokenizer, a file of ids or of a task. Collective; packing must end within the group's
+    timeout.
     """
-    opened: list[RunDatasets] = []
+    datasets: list[RunDatasets] = []
     group = world_group or Group()
 
-    def open_here(first: bool) -> None:
-        if first and group.rank == 0:
+    def open_on(first_rank: bool) -> None:
+        if first_rank and group.rank == 0:
             check_run_files(config)
-        if first == (group.rank == 0):
-            opened.append(_opened(config))
+        if first_rank == (group.rank == 0):
+            datasets.append(_open_all(config))
 
     run_long_on_all_ranks(group, _fetch_remote(config.data))
-    for first in (True, False):
+    for first_rank in (True, False):
         try:
-            run_on_all_ranks(group, partial(open_here, first))
+            run_on_all_ranks(group, partial(open_on, first_rank))
         except CheckpointError as error:
             raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
-    return opened[0]
+    return datasets[0]
 
 
 def _fetch_remote(data: DataConfig) -> Iterator[None]:
-    """Fetches datasets that are named by a URL, so that opening them is quick; yields often."""
+    """Fetches the datasets with a URL as prefix; yields often."""
     for prefix in [*(part.prefix for part in data.parts()), data.validation]:
         if prefix is not None:
             for _ in fetch_dataset(prefix):
                 yield
 
 
-def _opened(config: RunConfig) -> RunDatasets:
+def _open_all(config: RunConfig) -> RunDatasets:
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     prefix = config.data.validation
     validation = None if prefix is None else _open(config, prefix, "data.validation")
     _require_one_tokenizer(config.data, train, validation)
-    for dataset in train:  # where documents are told apart by them alone; packed rows know where documents begin
+    for dataset in train:  # packed rows have document boundaries without them
         require_end_tokens(config.data, dataset, boundaries_known=config.data.pack == "best_fit")
     if validation is not None:
         require_end_tokens(config.data, validation)
@@ -110,17 +110,17 @@ def _opened(config: RunConfig) -> RunDatasets:
 def _require_one_tokenizer(
     data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None
 ) -> None:
-    """DataError where a dataset is known to be cut by another tokenizer than others, or than `data.tokenizer`."""
-    named = {f"`data.train` ({each.prefix})": each for each in train}
-    named |= {} if validation is None else {f"`data.validation` ({validation.prefix})": validation}
-    cut_by = {what: each.tokenizer_identity() for what, each in named.items()}
-    if data.tokenizer is not None and any(cut_by.values()):
-        cut_by["`data.tokenizer`"] = Tokenizer(local_file(data.tokenizer)).identity()
-    require_same_tokenizer(cut_by)
+    """DataError if datasets, or `data.tokenizer`, are known to have different tokenizers."""
+    identities = {f"`data.train` ({dataset.prefix})": dataset.tokenizer_identity() for dataset in train}
+    if validation is not None:
+        identities[f"`data.validation` ({validation.prefix})"] = validation.tokenizer_identity()
+    if data.tokenizer is not None and any(identities.values()):
+        identities["`data.tokenizer`"] = Tokenizer(local_file(data.tokenizer)).identity()
+    require_same_tokenizer(identities)
 
 
 def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
-    """Reads what masks are weighted by, which a run that is causal at first would read only when it begins to mask."""
+    """Reads the weights of masking strategies, to report errors also if the run masks only in a later phase."""
     for setting, strategy in (config.masking.strategies_by_setting() if config.masking else {}).items():
         if strategy in ("frequency", "informative", "hardest", "weights"):
             TrainingText(config, train, setting).token_counts()
@@ -129,7 +129,7 @@ def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
-    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's, or its end token another."""
+    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's, or its end token differs."""
     dataset = IndexedDataset(prefix)
     if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -137,14 +137,14 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             f"be at least that of {field} ({dataset.info.vocab_size:,})",
             got=f"{config.model.vocab_size:,}",
         )
-    end, given = dataset.info and dataset.info.end_token, config.data.end_token
+    end, end_token = dataset.info and dataset.info.end_token, config.data.end_token
     rule = f"be the id that closes documents of {field} ({end})"
-    require(end in (None, given), "data.end_token", rule, got=given, hint="leave it out, or cut the text again")
+    require(end in (None, end_token), "data.end_token", rule, got=end_token, hint="leave it out, or cut the text again")
     dataset.expect_ids_below(config.model.vocab_size)
     return dataset
 
 
-# What must not change when a run is resumed: settings that change its result, and the data that they name.
+# Settings that change the result of a run, and the data that they name, must not change when it is resumed.
 
 
 MAY_CHANGE = (
@@ -170,9 +170,8 @@ MAY_CHANGE = (
     "init.from_hf",
     "objective.group_samples",
 )
-"""Settings and sections that may change between two sessions (launches) of a run: how long it trains, where, on what
-hardware, and what it writes. (`objective.group_samples` may be written differently: the number that the run began with
-is kept, see start.py.)"""
+"""Settings and sections that may change between two sessions (launches) of a run: its length, paths, hardware and
+output. (`objective.group_samples` may change, but the value of the first session is used, see start.py.)"""
 
 
 TOKENIZER = "data.tokenizer"
@@ -180,7 +179,7 @@ _HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
-    """Fingerprints of the content of `data.train` (one per dataset), and of the files that `data` names beside it."""
+    """Fingerprints of the content of `data.train` (one per dataset), and of the other files in `data`."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
@@ -193,55 +192,54 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
     }
 
 
-def config_of(checkpoint: Checkpoint) -> RunConfig:
-    """That of the phase which saved it."""
+def saved_config(checkpoint: Checkpoint) -> RunConfig:
+    """The config of the phase that saved `checkpoint`."""
     return config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
 
 
 def is_from_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
-    """Whether `checkpoint` was learned by another objective, or in another direction, than `config` goes on with."""
-    return not same_objective(config_of(checkpoint), config)
+    """Whether `checkpoint` was trained with another objective or attention direction than `config`."""
+    return not same_objective(saved_config(checkpoint), config)
 
 
 def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
-    `config`: of the whole run; the checkpoint has that of the phase that saved it. `fingerprints`: what
-    `data_fingerprints` gives now; the checkpoint's state has what it gave then.
+    `config`: of the whole run (the checkpoint has that of its phase); `fingerprints`: the current `data_fingerprints`.
     """
-    saved = config_of(checkpoint)
+    saved = saved_config(checkpoint)
     phase = matching_phase(config, saved)
     steps = saved.training.steps
-    then = (
-        saved.flat() | saved.schedule.resolved_steps(steps) | checkpoint.state_value("texts", dict, absent=fingerprints)
-    )
-    now = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
-    if then[TOKENIZER] and config.data.tokenizer and has_fingerprint(config.data.tokenizer, then[TOKENIZER]):
-        then[TOKENIZER] = now[TOKENIZER]
+    saved_values = saved.flat() | saved.schedule.resolved_steps(steps)
+    saved_values |= checkpoint.state_value("texts", dict, absent=fingerprints)
+    values = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
+    saved_tokenizer, tokenizer = saved_values[TOKENIZER], config.data.tokenizer
+    if saved_tokenizer and tokenizer and has_fingerprint(tokenizer, saved_tokenizer):
+        saved_values[TOKENIZER] = values[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [
-        _HASH.sub(r"\1", f"{name} (was {then.get(name)}, is {now.get(name)})")
-        for name in {**then, **now}
-        if then.get(name) != now.get(name) and not is_within(name, allowed)
+        _HASH.sub(r"\1", f"{name} (was {saved_values.get(name)}, is {values.get(name)})")
+        for name in {**saved_values, **values}
+        if saved_values.get(name) != values.get(name) and not is_within(name, allowed)
     ]
     if differing:
         raise CheckpointError(
             f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; give a new "
             "run another `name` and `output_dir`, change these back, or name them in resume.allow."
         )
-    _refuse_other_phases(checkpoint, phase, config.training.steps)
+    _require_same_phase(checkpoint, phase, config.training.steps)
 
 
-def _refuse_other_phases(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
-    """CheckpointError where the phase that saved it begins elsewhere than it did, or ends earlier than the checkpoint;
-    a run of one phase may be made shorter."""
-    begin, end = phase.steps.start, phase.steps.stop
-    began = checkpoint.state_value("phase_began", int, absent=min(begin, checkpoint.step))
-    if began != begin or end < min(checkpoint.step, steps):
+def _require_same_phase(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
+    """CheckpointError if the first step of `phase` differs from that in `checkpoint`, or it ends before `checkpoint`
+    (except at the end of a run that was made shorter)."""
+    start, stop = phase.steps.start, phase.steps.stop
+    saved_start = checkpoint.state_value("phase_began", int, absent=min(start, checkpoint.step))
+    if saved_start != start or stop < min(checkpoint.step, steps):
         raise CheckpointError(
-            f"`objective.schedule` must have the phase that saved {checkpoint.folder} from step {began:,} to at least "
-            f"step {checkpoint.step:,}, but has it from step {begin:,} to step {end:,} instead; set training.steps or "
-            "the share back."
+            f"`objective.schedule` must have the phase that saved {checkpoint.folder} from step {saved_start:,} to at "
+            f"least step {checkpoint.step:,}, but has it from step {start:,} to step {stop:,} instead; set "
+            "training.steps or the share back."
         )
 
 
@@ -250,5 +248,5 @@ def _sha256(path: str) -> str:
 
 
 def is_within(name: str, sections: tuple[str, ...]) -> bool:
-    """Whether a setting is one of `sections`, or in one."""
+    """Whether the setting `name` is in one of `sections`, or is one of them."""
     return any(f"{name}.".startswith(f"{section}.") for section in sections)

@@ -1,4 +1,4 @@
-"""What a run will do, in a few lines: the banner that it prints first, and all that a dry run prints."""
+"""Describes a run in a few lines: for the banner, and for a dry run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megahead.wording import GIB, format_gib, pluralize
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
     """(name, value) lines of the run.
 
-    `group_samples`: samples in a candidate group (whose targets are candidates for each other) of a run that is
-    resumed; by default what the config asks for.
+    `group_samples`: samples in a candidate group (whose targets are candidates for each other) of a resumed run; by
+    default the config's.
     """
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
@@ -24,7 +24,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     warmup_steps = schedule.num_warmup_steps(steps)
     warm_up = f"{pluralize(warmup_steps, 'step')} of warm-up" if warmup_steps else "no warm-up"
     precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
-    ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
+    decay = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
         ("model", _shape(config.model)),
@@ -38,8 +38,8 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
             f"{plan.accumulation_steps} accumulation x {pluralize(plan.data_ranks, 'data rank')}",
         ),
         ("length", f"{pluralize(steps, 'step')}, {pluralize(steps * config.tokens_per_step(), 'token')}"),
-        ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
-        *_own_rates(config),
+        ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{decay}"),
+        *_learning_rates(config),
         *describe_embedding(config, plan.ranks),
         ("mesh", f"{config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
@@ -48,57 +48,58 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 
 def describe_assumed_device(plan: RunPlan) -> tuple[str, str]:
-    """The device that a dry run takes the run's to be; it imports no torch, hence does not look for one."""
+    """The device that a dry run assumes, since it does not import torch to detect one."""
     if plan.config.engine.device == "cpu":
         return "on", f"{plan.ranks} x cpu"
     return "on", f"{plan.ranks} x cuda, assumed (engine.device: cpu plans for processors)"
 
 
-HOST_MILLISECONDS_A_LAYER = {False: 4.2, True: 2.8}
-"""What launching one micro-batch's kernels costs the host of a GPU, by `engine.compile`: computed from the number of
-operators and the time that a server's processor takes for one."""
+LAUNCH_MILLISECONDS_PER_LAYER = {False: 4.2, True: 2.8}
+"""The host's time to launch a GPU's kernels for one micro-batch, by `engine.compile`: computed from the number of
+operators and a server processor's time per operator."""
 
-USUAL_UTILIZATION = 0.5
-"""Share of its peak that a device reaches once it need not wait for the host."""
+TYPICAL_UTILIZATION = 0.5
+"""The share of its peak that a device reaches if it does not wait for the host."""
 
 
 def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[str, str]]:
-    """The line where a micro-batch is so small that launching it takes longer than computing it, on a device of which
-    the peak in operations a second is known."""
+    """The note about micro-batches that take longer to launch than to compute; none if the device's peak FLOPS are
+    unknown."""
     if device_peak is None:
         return []
     config = plan.config
     tokens = config.batch.micro_size * config.data.sequence_length
-    operations = run_flops(config, candidate_rows(config)).total * tokens / config.parallel.tensor
-    computing = 1000 * operations / (USUAL_UTILIZATION * device_peak)
-    launching = HOST_MILLISECONDS_A_LAYER[bool(config.engine.compile)] * config.model.num_layers
-    if computing >= launching:
+    flops = run_flops(config, candidate_rows(config)).total * tokens / config.parallel.tensor
+    compute_ms = 1000 * flops / (TYPICAL_UTILIZATION * device_peak)
+    launch_ms = LAUNCH_MILLISECONDS_PER_LAYER[bool(config.engine.compile)] * config.model.num_layers
+    if compute_ms >= launch_ms:
         return []
     fix = "a larger batch.micro_size"
     if config.objective.name == "headless":
         fix += f" with objective.group_samples={plan.group_samples()} keeps the candidates and"
-    told = f"a micro-batch takes the device about {computing:.1f} ms, launching it the host about {launching:.0f}"
-    return [("note", f"{told}: {fix} fills the device")]
+    problem = f"a micro-batch takes the device about {compute_ms:.1f} ms, launching it the host about {launch_ms:.0f}"
+    return [("note", f"{problem}: {fix} fills the device")]
 
 
 def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
-    """Which objective has which steps, where there is more than one."""
+    """The line with each phase's objective and steps, if there is more than one phase."""
     phases = phases_of(config)
-    named = zip(phase_names(phases), phases, strict=True)
-    told = [f"{name} for {pluralize(len(phase.steps), 'step')}" for name, phase in named]
-    return [("phases", ", then ".join(told))] if len(phases) > 1 else []
+    pairs = zip(phase_names(phases), phases, strict=True)
+    parts = [f"{name} for {pluralize(len(phase.steps), 'step')}" for name, phase in pairs]
+    return [("phases", ", then ".join(parts))] if len(phases) > 1 else []
 
 
-def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
-    """What moves otherwise than the rest."""
+def _learning_rates(config: RunConfig) -> list[tuple[str, str]]:
+    """The line about parameters with their own optimizer or learning rate."""
     optimizer = config.optimizer
-    table, lines = dense_embedding_lr_ratio(config), []
+    embedding_ratio, parts = dense_embedding_lr_ratio(config), []
     if optimizer.name == "muon":
         ratio = optimizer.muon.learning_rate_ratio
-        lines.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
-    if table != 1:
-        lines.append(f"{table:g} times the learning rate for embedding{' and head' if _has_head(config) else ''}")
-    return [("optimizer", "; ".join(lines))] if lines else []
+        parts.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
+    if embedding_ratio != 1:
+        head = " and head" if _has_head(config) else ""
+        parts.append(f"{embedding_ratio:g} times the learning rate for embedding{head}")
+    return [("optimizer", "; ".join(parts))] if parts else []
 
 
 def _has_head(config: RunConfig) -> bool:
@@ -116,9 +117,9 @@ def _memory(memory: RankMemory) -> str:
     states = memory.weights + memory.gradients + memory.optimizer
     parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
     parts |= {"table": memory.table} if memory.table else {}
-    by_part = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
-    return f"about {format_gib(memory.total)} a rank ({by_part}{offloaded})"
+    return f"about {format_gib(memory.total)} a rank ({sizes}{offloaded})"
 
 
 def _parameters(config: RunConfig) -> str:
@@ -143,7 +144,7 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts += [pluralize(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
-    parts += _masks(config.model, config.masking) if config.masking else []
+    parts += _masking(config.model, config.masking) if config.masking else []
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
     parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
@@ -154,7 +155,7 @@ def _objective(config: RunConfig, rows: int) -> str:
     return ", ".join(parts)
 
 
-def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
+def _masking(model: ModelConfig, masking: MaskingConfig) -> list[str]:
     if model.is_causal:
         return ["next tokens by causal attention"]
     parts = ["masked diffusion" if masking.diffusion else f"{masking.rate:.0%} of the tokens masked"]

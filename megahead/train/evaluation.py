@@ -1,4 +1,4 @@
-"""Evaluation during training: held-out text, and tasks."""
+"""Evaluation during training: on held-out text, and on tasks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from megahead.train.progress import TrainingState
 
 
 class Evaluation:
-    """Scores the validation dataset; in a headless run with the training-free head.
+    """Evaluates the validation dataset; in a headless run with the training-free head.
 
-    For the paper's objective its bias is log q, where q is the distribution of the targets so far, smoothed with the
-    dataset's counts. If training masks rare tokens more often than held-out rows do, q is the dataset's distribution.
+    For the paper's objective the head's bias is log q, where q is the distribution of the targets so far, smoothed with
+    the dataset's counts; or q is the dataset's distribution, if training masks rare tokens more often than evaluation.
     """
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
@@ -39,8 +39,8 @@ class Evaluation:
         samples = held_out_samples(validation, config.sample_length())
         self._validation_set = ValidationSet.of(config, samples, data_group)
 
-    def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
-        """The result, or None if `interrupted()`, which is called before every few batches, was true. Collective."""
+    def run(self, engine: Engine, state: TrainingState, should_stop: Callable[[], bool]) -> ValidationResult | None:
+        """The result; None once `should_stop()`, which is called every few batches, is true. Collective."""
         bias_V = None
         if self.head == "pmi":
             counts_V = state.target_counts(self._data_group)
@@ -51,7 +51,7 @@ class Evaluation:
             bias_V = training_free_bias(objective, vocab_size, *counts)
 
         def score(request: EvaluationRequest) -> EvaluationSums:
-            if interrupted():
+            if should_stop():
                 raise _InterruptedError
             return cast(EvaluationSums, engine.evaluate(request))
 
@@ -66,30 +66,29 @@ class _InterruptedError(Exception):
 
 
 class TaskEvaluation:
-    """The tasks of a run. Their files are checked when it is created, so that a mistake is an error before training."""
+    """The tasks of a run. Creating it checks their files, so that a mistake is an error before training."""
 
-    def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
-        self.every, self._limit, self._world_group = config.every, config.limit, world_group
-        self._files = find_task_files(config, encoder)
+    def __init__(self, config: TasksConfig, world_group: Group, *, is_encoder: bool) -> None:
+        self.interval, self._limit, self._world_group = config.every, config.limit, world_group
+        self._files = find_task_files(config, is_encoder)
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
-        """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
+        """Results of all tasks in their order, for the model in `checkpoint` with the best head it has. Collective.
 
-        Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Does not restore
-        torch's random state: every step seeds its own. CheckpointError if the export fails.
+        Rank 0 exports the model, rank r of W evaluates tasks r, r + W, ... in fp32, and rank 0 removes the export. Does
+        not restore torch's random state, since every step sets its seed. CheckpointError if the export fails.
         """
         from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
 
         folder = RunFolder.of(checkpoint).exports / "evaluated"
         run_on_first_rank(self._world_group, lambda: _export(checkpoint, folder))
-        mine = dict(list(self._files.items())[self._world_group.rank :: self._world_group.size])
-        shares = self._world_group.all_gather_objects(
-            list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else []
-        )
+        rank_files = dict(list(self._files.items())[self._world_group.rank :: self._world_group.size])
+        rank_results = list(evaluate_tasks(folder, rank_files, limit=self._limit)) if rank_files else []
+        results = chain.from_iterable(self._world_group.all_gather_objects(rank_results))
         if self._world_group.rank == 0:
             shutil.rmtree(folder)
-        found = {result.task: result for result in chain.from_iterable(shares)}
-        return [found[name] for name in self._files]
+        result_by_task = {result.task: result for result in results}
+        return [result_by_task[name] for name in self._files]
 
 
 def _export(checkpoint: Path, folder: Path) -> None:

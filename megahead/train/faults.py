@@ -1,4 +1,4 @@
-"""Bad steps, slow ranks, weights that differ between replicas, requests to stop; decided alike on all ranks."""
+"""Detects bad steps, slow ranks, weight replicas that differ, and requests to stop; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ from megahead.engine.engine import Engine, StepResult
 from megahead.engine.state import weight_checksums
 from megahead.wording import format_numbers, pluralize
 
-# Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
+# Bad steps: their detection, their micro-batches, and the action that the config sets; the same on every rank.
 #
-# A step is skipped before the optimizer sees it if its loss is not finite, or is a spike and the config does more than
-# note it. The engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
+# A step is not passed to the optimizer if its loss is not finite, or is a spike that the config does not only note. The
+# engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
 
 
-Kind = Literal["loss not finite", "gradients not finite", "overflow", "spike"]
+FaultKind = Literal["loss not finite", "gradients not finite", "overflow", "spike"]
 Action = Literal["apply", "skip", "rollback", "stop"]
-_OF_NORMAL = 1.4826
-"""The standard deviation of a normal distribution is this many times its median absolute deviation."""
+_STD_PER_MAD = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations (MAD)."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was wrong with a step, and in which micro-batches."""
+    """A bad step's kind of fault and its micro-batches."""
 
-    kind: Kind
-    places: tuple[tuple[int, int], ...]
+    kind: FaultKind
+    micro_batches: tuple[tuple[int, int], ...]
     """(world rank, micro-step) of every loss that is not finite, or of a spike's highest loss; empty for gradients."""
 
 
 def robust_score(value: float, others: list[float]) -> float:
     """How many standard deviations `value` is above the median of `others`. The standard deviation is estimated from
-    the median absolute deviation, so that single outliers do not matter, and is at least 1 % of the median."""
-    middle = median(others)
-    deviation = _OF_NORMAL * median([abs(other - middle) for other in others])
-    return (value - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
+    the median absolute deviation, which is robust to outliers, and is at least 1 % of the median."""
+    center = median(others)
+    deviation = _STD_PER_MAD * median([abs(other - center) for other in others])
+    return (value - center) / max(deviation, 0.01 * abs(center), 1e-12)
 
 
 class FaultPolicy:
-    """Judges steps by the config's rules. `recent_losses` belong to the training state: they survive a restart."""
+    """Detects bad steps and chooses actions by the config's rules. `recent_losses` are part of the training state."""
 
     def __init__(self, rules: FaultsConfig) -> None:
         self._rules = rules
         self.consecutive_faults = 0
-        """Bad steps since the last good one."""
+        """The number of bad steps since the last good one."""
         self._rollbacks = 0
 
     def find_loss_fault(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
-        """The fault, if any, that the losses [W, A] of all micro-batches show before the optimizer's step."""
+        """The fault, if any, of the losses [W, A] of all micro-batches; called before the optimizer's step."""
         finite_WA = losses_WA.isfinite()
         if not finite_WA.all():
-            return Fault("loss not finite", _places(~finite_WA))
-        enough = len(recent_losses) >= self._rules.spike_window // 4
-        if enough and robust_score(float(losses_WA.mean()), recent_losses) > self._rules.spike_score:
-            return Fault("spike", _places(losses_WA == losses_WA.max()))
+            return Fault("loss not finite", _indices(~finite_WA))
+        has_enough = len(recent_losses) >= self._rules.spike_window // 4
+        if has_enough and robust_score(float(losses_WA.mean()), recent_losses) > self._rules.spike_score:
+            return Fault("spike", _indices(losses_WA == losses_WA.max()))
         return None
 
     def must_skip(self, fault: Fault | None) -> bool:
@@ -78,7 +78,7 @@ class FaultPolicy:
         return fault is not None and (fault.kind != "spike" or self._rules.spike != "note")
 
     def decide(self, fault: Fault | None) -> Action:
-        """What to do about a step; counts bad steps in a row."""
+        """Returns the action for a step; counts consecutive bad steps."""
         kind = None if fault is None else fault.kind
         policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
         policy = policies.get(kind, self._rules.bad_step)
@@ -92,12 +92,12 @@ class FaultPolicy:
         return policy  # type: ignore[return-value]
 
     def may_roll_back(self) -> bool:
-        """Counts a rollback for another reason than a bad step; whether it is one of those that are allowed."""
+        """Counts a rollback for another reason than a bad step; returns whether the limit allows it."""
         self._rollbacks += 1
         return self._rollbacks < self._rules.most_in_a_row
 
     def reset_rollbacks(self) -> None:
-        """To be called after a save: rollbacks to the new checkpoint are counted from 0."""
+        """Restarts the count of rollbacks; to be called after a save."""
         self._rollbacks = 0
 
     def record_loss(self, loss: float, recent_losses: list[float]) -> None:
@@ -107,34 +107,33 @@ class FaultPolicy:
 
 
 def gradient_fault(result: StepResult, dynamic_loss_scale: bool) -> Fault | None:
-    """The fault, if any, that the engine found although the losses were fine: gradients that are not finite."""
+    """The fault of a step that the engine did not apply, since gradients were not finite; None if it was applied."""
     if result.applied:
         return None
     overflow = dynamic_loss_scale and not isfinite(result.grad_norm)
     return Fault("overflow" if overflow else "gradients not finite", ())
 
 
-def _places(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
+def _indices(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((int(rank), int(step)) for rank, step in torch.nonzero(bad_WA).tolist())
 
 
-# Finds a rank that is much slower than the others, although all of them take each step together.
+# Detects a rank that is much slower than the others.
 #
-# Ranks wait for each other in every step, so that all steps take as long as the slowest rank's. What tells it apart is
-# its own computing, the forward passes, before it meets the others. (Ranks that share the computing of a forward pass,
-# those of a tensor group, and all of them at ZeRO 3, wait within it and look alike.)
+# Ranks wait for each other in every step, so that step times do not differ. But the time of the forward passes does,
+# which end before the first collective. (Not in a tensor group, nor at ZeRO 3: their forward has collectives.)
 
 
 WINDOW_STEPS = 20
-"""Steps after which ranks are compared, by their medians: single slow steps do not matter."""
+"""Steps after which ranks are compared by their medians, which are robust to single slow steps."""
 
-_LEAST_SECONDS = 0.002
-"""A step's difference that is worth a line."""
+_MIN_SECONDS = 0.002
+"""The smallest difference per step that is reported."""
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """Its forward passes of a step take `seconds`, the other ranks' `usual` (both medians)."""
+    """A rank whose forward passes take `seconds` per step, while the other ranks' take `usual` (both medians)."""
 
     rank: int
     host: str
@@ -153,83 +152,85 @@ class StragglerDetector:
 
     def __init__(self, hosts: Sequence[str], ratio: float) -> None:
         self._hosts, self._ratio = hosts, ratio
-        self._steps: list[Sequence[float]] = []
-        self._told: int | None = None
+        self._window: list[Sequence[float]] = []
+        self._last_slow_rank: int | None = None
 
     def update(self, forward_seconds: Sequence[float]) -> SlowRank | None:
-        """`forward_seconds`: each rank's in this step. A slow rank at the end of a window, unless it was slow in the
-        last one too."""
-        self._steps.append(forward_seconds)
-        if len(self._hosts) == 1 or len(self._steps) < WINDOW_STEPS:
+        """Adds a step's `forward_seconds` of each rank. At the end of a window returns the slow rank, if there is one
+        and it was not slow in the previous window."""
+        self._window.append(forward_seconds)
+        if len(self._hosts) == 1 or len(self._window) < WINDOW_STEPS:
             return None
-        usual = [median(times) for times in zip(*self._steps, strict=True)]
-        self._steps.clear()
-        slowest = max(range(len(usual)), key=usual.__getitem__)
-        others = median(seconds for rank, seconds in enumerate(usual) if rank != slowest)
-        slow = usual[slowest] > self._ratio * others and usual[slowest] - others > _LEAST_SECONDS
-        told, self._told = self._told, slowest if slow else None
-        return SlowRank(slowest, self._hosts[slowest], usual[slowest], others) if slow and told != slowest else None
+        medians = [median(times) for times in zip(*self._window, strict=True)]
+        self._window.clear()
+        slowest = max(range(len(medians)), key=medians.__getitem__)
+        usual = median(seconds for rank, seconds in enumerate(medians) if rank != slowest)
+        is_slow = medians[slowest] > self._ratio * usual and medians[slowest] - usual > _MIN_SECONDS
+        is_new = self._last_slow_rank != slowest
+        self._last_slow_rank = slowest if is_slow else None
+        return SlowRank(slowest, self._hosts[slowest], medians[slowest], usual) if is_slow and is_new else None
 
 
-# Compares weights that several ranks hold: the same bits on all of them, unless some have flipped on one.
+# Compares replicated weights, which differ between ranks if a bit has flipped on one of them.
 
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """Ranks whose weights are not those of most replicas (of all replicas, where none are most), and which weights."""
+    """Ranks whose weights differ from most replicas (all ranks, if there is no majority), and the weights' names."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
 
     def message(self, step: int, hosts: Sequence[str]) -> str:
         first, *others = self.names
-        where = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
+        host_names = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
         more = f" and {pluralize(len(others), 'other weight')}" if others else ""
-        return (
-            f"step {step:,}: {format_numbers('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
-        )
+        ranks = format_numbers("rank", self.ranks)
+        return f"step {step:,}: {ranks} ({host_names}) and other replicas differ in {first}{more}"
 
 
 def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:
-    """`sums_DTP`: checksums of P weights on D data ranks x T tensor ranks, whose world rank is data rank * T + tensor
-    rank; None if data ranks agree."""
-    data, tensor, _ = sums_DTP.shape
-    ranks, odd_names = set(), set()
-    for t in range(tensor):
+    """The mismatch, or None if data ranks agree.
+
+    `sums_DTP`: checksums of P weights on D data ranks x T tensor ranks; world rank = data rank * T + tensor rank.
+    """
+    data_size, tensor_size, _ = sums_DTP.shape
+    ranks, differing = set(), set()
+    for t in range(tensor_size):
         for p, name in enumerate(names):
             sums = sums_DTP[:, t, p].tolist()
-            value, times = Counter(sums).most_common(1)[0]
-            if times == data:
+            majority, count = Counter(sums).most_common(1)[0]
+            if count == data_size:
                 continue
-            odd_names.add(name)
-            ranks |= {d * tensor + t for d in range(data) if 2 * times <= data or sums[d] != value}
-    return ReplicaMismatch(tuple(sorted(ranks)), tuple(name for name in names if name in odd_names)) if ranks else None
+            differing.add(name)
+            ranks |= {d * tensor_size + t for d in range(data_size) if 2 * count <= data_size or sums[d] != majority}
+    return ReplicaMismatch(tuple(sorted(ranks)), tuple(name for name in names if name in differing)) if ranks else None
 
 
-# Faults that no loss shows: a rank that is slow, weights that are not the same on all ranks that hold them.
+# Faults that do not affect the loss: slow ranks, and replicas of weights that differ.
 
 
 class Health:
-    """Watches the ranks of `world_group` (CPU tensors), of which `data_ranks` hold the same. Made on all of them."""
+    """Monitors the ranks of `world_group` (CPU tensors), with `data_ranks` replicas. Creating it is collective."""
 
     def __init__(self, rules: FaultsConfig, engine: Engine, world_group: Group, data_ranks: int) -> None:
         self._rules, self._engine, self._world_group, self._data_ranks = rules, engine, world_group, data_ranks
         self.hosts = world_group.all_gather_objects(socket.gethostname())
-        """Each rank's."""
+        """Each rank's host name."""
         self.stragglers = StragglerDetector(self.hosts, rules.slow_rank)
 
-    def replica_mismatch(self, step: int, *, kept: bool) -> ReplicaMismatch | None:
-        """Ranks whose weights differ from others' after `step`; looked for from time to time, and where the weights
-        will be `kept`. Reads the weights once, sends 8 bytes for each. Collective."""
-        due = self._rules.replicas != "off" and (kept or step % self._rules.replicas_every == 0)
-        weights = self._engine.replicated_weights() if due and self._data_ranks > 1 else {}
+    def replica_mismatch(self, step: int, *, will_save: bool) -> ReplicaMismatch | None:
+        """The replicas that differ after `step`, compared every `faults.replicas_every` steps and if the weights
+        `will_save`. Reads the weights once, sends 8 bytes for each. Collective."""
+        is_due = self._rules.replicas != "off" and (will_save or step % self._rules.replicas_every == 0)
+        weights = self._engine.replicated_weights() if is_due and self._data_ranks > 1 else {}
         if not weights:
             return None
         sums_WP = self._world_group.all_gather(weight_checksums(weights.values()))
         return replica_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
 
 
-# Requests to stop: recorded when a signal arrives, obeyed by all ranks between two steps.
+# Requests to stop: recorded when a signal arrives, acted on by all ranks between two steps.
 
 
 Ending = Literal["finished", "out of time", "stopped"]
@@ -238,41 +239,41 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @contextmanager
 def signal_handlers_restored() -> Iterator[None]:
-    """Restores the signal handlers when the block ends."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    """Restores the signal handlers after the block."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is not None and _receives_signals():  # None: it was set by no Python code
+        for number, handler in handlers.items():
+            if handler is not None and _can_set_handlers():  # None: not set by Python code
                 signal.signal(number, handler)
 
 
-def _receives_signals() -> bool:
-    """Whether this is the main thread, the only one to which Python gives signals."""
+def _can_set_handlers() -> bool:
+    """Whether this is the main thread, the only one in which Python sets and runs signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
-    """Records SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`); further ones change nothing.
+    """Records SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`), and the first Ctrl-C; the second ends the process.
 
-    The first Ctrl-C is recorded too (with a message if `prints`), a second one ends the process at once. Made outside
-    of the main thread it sees no signals.
+    Ctrl-C prints a message if `prints`. Records no signals if it is created outside of the main thread.
     """
 
     def __init__(self, prints: bool = True) -> None:
         self.signal: str | None = None
+        """The name of the last signal."""
         self.received_at: float | None = None
-        """When the first did, on the monotonic clock."""
+        """The time of the first signal on the monotonic clock."""
         self._prints = prints
-        for number in SIGNALS if _receives_signals() else ():
-            signal.signal(number, self._note)
+        for number in SIGNALS if _can_set_handlers() else ():
+            signal.signal(number, self._on_signal)
 
     def is_requested(self, world_group: Group) -> bool:
-        """Whether any rank was asked to stop, the same answer on all. Collective."""
+        """Whether any rank has received a signal; the same on all. Collective."""
         return bool(world_group.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received_at = self.received_at or time.monotonic()
         self.signal = signal.Signals(number).name
         if number == signal.SIGINT:

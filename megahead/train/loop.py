@@ -21,10 +21,9 @@ from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, t
 
 @dataclass(frozen=True)
 class Training:
-    """A phase of a run that is ready to train: the parts that the loop works with, which run.py puts together."""
+    """The components of the training loop for one phase of a run, which run.py builds."""
 
     progress: Progress
-    """What is trained, and how far it has come."""
 
     loader: StepLoader
     step_metrics: StepMetrics
@@ -38,17 +37,16 @@ class Training:
     device: torch.device
 
     evaluate_first: bool
-    """Whether it begins with weights that learned something else, another phase's or those of `init`, so that an
-    evaluation shows what these are worth to it."""
+    """Whether to evaluate before the first step: the weights are those of another phase or of `init`."""
 
     @property
     def config(self) -> RunConfig:
-        """That of the phase."""
+        """The phase's config."""
         return self.progress.phase.config
 
     @property
-    def until(self) -> int:
-        """Steps of the run at which the phase ends."""
+    def end_step(self) -> int:
+        """The run's step at which the phase ends."""
         return self.progress.phase.steps.stop
 
     @property
@@ -57,19 +55,19 @@ class Training:
         return self.progress.state
 
 
-# What is done about bad steps, and about replicas of weights that differ: a report, a rollback, or the end of the run.
+# Actions after a bad step, or on weight replicas that differ: a message, a rollback, or the end of the run.
 
 
 def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
-    """Does what the config asks for after a bad step, and prints that."""
+    """Logs a bad step and takes the action that the config sets for it."""
     action = run.fault_policy.decide(report.fault)
     if report.fault is None:
         return
     state, tensor_size = run.state, run.progress.world_group.size // run.progress.data_group.size
-    bad = [(rank, run.loader.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
-    rows = range(first_sample, first_sample + run.config.batch.global_size)
+    bad = [(rank, run.loader.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.micro_batches]
+    global_batch = range(first_sample, first_sample + run.config.batch.global_size)
     state.spikes += report.fault.kind == "spike"
-    message = run.logger.fault(report, bad or [(None, rows)], action, state)
+    message = run.logger.log_fault(report, bad or [(None, global_batch)], action, state)
     if action == "stop":
         raise UserError(
             f"steps must be finite and without spikes, but {message}, {run.fault_policy.consecutive_faults} bad in a "
@@ -81,22 +79,24 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
 
 
 def _roll_back(run: Training) -> bool:
-    """Goes back to the newest checkpoint; whether there was one."""
+    """Goes back to the newest checkpoint; returns whether there was one."""
     run.checkpointer.before_rollback()
-    reached, folder = run.state.step, run.progress.roll_back()
+    last_step, folder = run.state.step, run.progress.roll_back()
     run.state.rollbacks += folder is not None
-    run.logger.rolled_back(folder, reached - run.state.step, run.state)
+    run.logger.log_rollback(folder, last_step - run.state.step, run.state)
     return folder is not None
 
 
-def replicas_agree(run: Training, *, kept: bool) -> bool:
-    """Compares replicas if that is due, as it is where they will be `kept`; where they differ, does what the config
-    asks for. Collective."""
-    policy, odd = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, kept=kept)
-    if odd is None:
+def check_replicas(run: Training, *, will_save: bool) -> bool:
+    """Compares weight replicas if that is due, and takes the action that the config sets if they differ.
+
+    Returns whether training continues with the present weights. Collective.
+    """
+    policy, mismatch = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, will_save=will_save)
+    if mismatch is None:
         return True
-    message = odd.message(run.state.step, run.health.hosts)
-    run.logger.event("replica", asdict(odd) | {"action": policy}, run.state, message)
+    message = mismatch.message(run.state.step, run.health.hosts)
+    run.logger.log_event("replica", asdict(mismatch) | {"action": policy}, run.state, message)
     if policy == "stop" or (policy == "rollback" and not (run.fault_policy.may_roll_back() and _roll_back(run))):
         raise UserError(
             f"replicas of weights must hold the same bits, but at {message}; it is not saved: resume, and test the "
@@ -108,39 +108,40 @@ def replicas_agree(run: Training, *, kept: bool) -> bool:
 def train(run: Training) -> Ending:
     """Trains from `run.state` to the last step of its phase, a signal, or the time limit. Collective.
 
-    Evaluates and saves at the configured steps and at the end. After a signal it only saves: its sender (a scheduler,
-    say) will soon kill the process.
+    Evaluates and saves at the configured steps and at the end. After a signal it only saves, since the sender (for
+    example a scheduler) will soon kill the process.
     """
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
     ending: Ending | None = "stopped" if run.stop.is_requested(run.progress.world_group) else None
     if ending is None:
         _run_missed_tasks(run)
-    began_at, watch = state.step, Stopwatch(state.seconds)
-    run.logger.start(state)
+    first_step, stopwatch = state.step, Stopwatch(state.seconds)
+    run.logger.start_interval(state)
     with closing(run.loader.steps(state.samples)) as steps:
-        while state.step < run.until and ending is None:
-            applied = _advance(run, next(steps), watch)
-            with watch.paused():
-                if applied and replicas_agree(run, kept=_is_kept(run)):
+        while state.step < run.end_step and ending is None:
+            applied = _advance(run, next(steps), stopwatch)
+            with stopwatch.paused():
+                if applied and check_replicas(run, will_save=_will_save(run)):
                     _evaluate_and_save_if_due(run)
             for event in run.checkpointer.events():
-                run.logger.event(event.record, event.fields, state, event.message)
+                run.logger.log_event(event.record, event.fields, state, event.message)
             ending = _reason_to_stop(run)
-    run.logger.finish(state)
-    known = state.evaluated
+    run.logger.flush(state)
+    was_evaluated = state.evaluated
     if ending != "stopped" and not state.evaluated and not _evaluate(run):
         ending = "stopped"
-    saved = run.checkpointer.up_to_date and state.evaluated == known  # with the evaluation, for `keep_best`
-    if state.samples and not saved and (ending is None or replicas_agree(run, kept=True)):
+    # saved with the evaluation, for `keep_best`
+    is_saved = run.checkpointer.up_to_date and state.evaluated == was_evaluated
+    if state.samples and not is_saved and (ending is None or check_replicas(run, will_save=True)):
         _save(run)
     run.checkpointer.wait()
-    if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:
+    if run.tasks and ending != "stopped" and state.step > first_step and state.step % run.tasks.interval:
         _evaluate_tasks(run, run.tasks)
     return ending or "finished"
 
 
-def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
+def _advance(run: Training, batches: StepBatches, stopwatch: Stopwatch) -> bool:
     """Takes one step and records it in the state and the logger; returns whether it was applied."""
     config, state, progress = run.config, run.state, run.progress
     first_sample = state.samples
@@ -152,7 +153,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     )
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
-    state.seconds = watch.seconds()
+    state.seconds = stopwatch.seconds()
     if report.applied:
         state.record_applied_step(config.batch.global_size, report.targets)
         for micro in batches.micro_batches:
@@ -161,56 +162,56 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     if state.error_counts is not None:
         state.error_counts.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
-    run.logger.step(report, state, last=state.step >= run.until)
+    run.logger.log_step(report, state, last=state.step >= run.end_step)
     handle_fault(run, report, first_sample)
     slow = run.health.stragglers.update(report.forward_seconds)
     if slow is not None:
-        run.logger.event("slow", asdict(slow), state, slow.message(state.step))
+        run.logger.log_event("slow", asdict(slow), state, slow.message(state.step))
     return report.applied
 
 
-def _is_kept(run: Training) -> bool:
-    """Whether the present weights will be saved or copied."""
+def _will_save(run: Training) -> bool:
+    """Whether the present weights will be saved, or replicated in memory."""
     step = run.state.step
-    return step >= run.until or _save_is_due(run) or run.checkpointer.replica_due(step)
+    return step >= run.end_step or _save_is_due(run) or run.checkpointer.replica_due(step)
 
 
 def _save_is_due(run: Training) -> bool:
     step, tasks = run.state.step, run.tasks
-    return (tasks is not None and step % tasks.every == 0) or step % run.config.training.checkpoint_every == 0
+    return (tasks is not None and step % tasks.interval == 0) or step % run.config.training.checkpoint_every == 0
 
 
 def _evaluate_and_save_if_due(run: Training) -> None:
     """Evaluates and saves what is due after an applied step; the last one is evaluated before it is saved."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
-    if step >= run.until or step % training.evaluate_every == 0:
+    if step >= run.end_step or step % training.evaluate_every == 0:
         _evaluate(run)
     if _save_is_due(run):
         _save(run)
     else:
         run.checkpointer.replicate_if_due(step)
-    if tasks and step % tasks.every == 0:
+    if tasks and step % tasks.interval == 0:
         _evaluate_tasks(run, tasks)
 
 
 def _run_missed_evaluation(run: Training) -> None:
-    """Runs the evaluation that was due at the resumed step, if a signal prevented it; a checkpoint that was due at that
-    step is written again, with the result."""
+    """Runs the evaluation that was due at the resumed step, if a signal prevented it, and saves the result in a new
+    checkpoint if one was due at that step."""
     state, training = run.state, run.config.training
-    ended = state.step >= training.steps
-    if not state.step or state.evaluated or not (ended or state.step % training.evaluate_every == 0):
+    is_last = state.step >= training.steps
+    if not state.step or state.evaluated or not (is_last or state.step % training.evaluate_every == 0):
         return
     _evaluate(run)
-    if state.evaluated and (ended or state.step % training.checkpoint_every == 0):
+    if state.evaluated and (is_last or state.step % training.checkpoint_every == 0):
         _save(run)
 
 
 def _run_missed_tasks(run: Training) -> None:
-    """Evaluates the tasks that were due at the resumed step of this run, if the session that came to it did not."""
-    state, tasks, ended = run.state, run.tasks, run.state.step >= run.config.training.steps
-    if tasks is None or run.checkpointer.wait() is None or not (ended or state.step % tasks.every == 0):
+    """Evaluates the tasks that were due at the resumed step, if the earlier session did not."""
+    state, tasks, is_last = run.state, run.tasks, run.state.step >= run.config.training.steps
+    if tasks is None or run.checkpointer.wait() is None or not (is_last or state.step % tasks.interval == 0):
         return
-    if not run.progress.world_group.broadcast_object(run.logger.has_tasks(state)):
+    if not run.progress.world_group.broadcast_object(run.logger.has_task_results(state)):
         _evaluate_tasks(run, tasks)
 
 
@@ -223,7 +224,7 @@ def _evaluate(run: Training) -> bool:
     if result is None:
         return False
     run.state.validation = {"step": run.state.step, "loss": result.loss}
-    run.logger.validation(result, run.state, run.evaluation.head)
+    run.logger.log_validation(result, run.state, run.evaluation.head)
     return True
 
 
@@ -231,25 +232,25 @@ def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
     """Evaluates the tasks with the run's newest checkpoint."""
     checkpoint = run.checkpointer.wait()
     if checkpoint is not None:
-        run.logger.tasks(tasks.run(checkpoint), run.state)
+        run.logger.log_tasks(tasks.run(checkpoint), run.state)
 
 
 def _save(run: Training) -> None:
-    run.logger.event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
+    run.logger.log_event("checkpoint", {"stall_seconds": round(run.checkpointer.save(), 3)}, run.state)
     run.fault_policy.reset_rollbacks()
 
 
 def _reason_to_stop(run: Training) -> Ending | None:
-    """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: keep training.
+    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: none.
 
     If a background save has failed on any rank, raises its error. Collective.
     """
     limit, world_group = run.config.training.max_seconds, run.progress.world_group
-    overtime = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
-    votes = torch.tensor([run.stop.signal is not None, overtime, run.checkpointer.failed], dtype=torch.int32)
-    stopped, overtime, failed = world_group.all_reduce_(votes).tolist()
+    out_of_time = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
+    flags = torch.tensor([run.stop.signal is not None, out_of_time, run.checkpointer.failed], dtype=torch.int32)
+    stopped, out_of_time, failed = world_group.all_reduce_(flags).tolist()
     if failed:
         run.checkpointer.wait()
     if stopped:
         return "stopped"
-    return "out of time" if overtime else None
+    return "out of time" if out_of_time else None

@@ -1,4 +1,4 @@
-"""What a run reads late, opened and compared with its settings before it begins; without torch, for dry runs too."""
+"""Checks before training that the files which a run reads later fit its settings; without torch, also for dry runs."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from megahead.config.training import TasksConfig
 from megahead.errors import ConfigError, DataError, FieldError
 from megahead.remote_files import is_remote, local_file
 
-_OPTIONS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
-_SPELLED = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
-"""By fields of `masking`: how a tokenizer spells the token that it must be, where it has one of these."""
-_OF_OTHERS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
+_SETTING_BY_OPTION = {
+    "--tasks": "tasks.names",
+    "--data": "tasks.data",
+    "--cloze": "tasks.cloze",
+    "--text": "tasks.text",
+}
+_SPECIAL_TOKENS = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
+"""The tokens that a field of `masking` must be, by its name, if the tokenizer has one of them."""
+_ALL_SPECIAL_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
 
 
 def describe_files(config: RunConfig) -> tuple[str, str]:
-    """(name, value): which of the files that a run would read are missing."""
-    named = [path for _, path in _named(config)]
-    remote = [name for name in named if is_remote(name)]
-    missing = [name for name in named if name not in remote and not Path(name).exists()]
-    unseen = f"; {len(remote)} in stores, not looked for" if remote else ""
-    found = f"all {len(named) - len(remote)} exist"
-    return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
+    """The (name, value) line about missing files of a run."""
+    paths = [path for _, path in _setting_paths(config)]
+    remote = [path for path in paths if is_remote(path)]
+    missing = [path for path in paths if path not in remote and not Path(path).exists()]
+    unchecked = f"; {len(remote)} in stores, not looked for" if remote else ""
+    existing = f"all {len(paths) - len(remote)} exist"
+    return "files", f"missing: {', '.join(missing)}{unchecked}" if missing else f"{existing}{unchecked}"
 
 
 def check_run_files(config: RunConfig, missing: Collection[str] = ()) -> None:
-    """UserError unless the run can use its tokenizer and the files of its tasks, which it reads at its end, and the
-    classes of one's own. Files of the settings in `missing` are not checked."""
+    """UserError unless the run can use its tokenizer, its tasks' files and its custom classes. Skips files of the
+    settings in `missing`."""
     check_custom_classes(config)
     if "data.tokenizer" not in missing:
         check_tokenizer(config)
-    if config.tasks is not None and not {*_OPTIONS.values()}.intersection(missing):
+    if config.tasks is not None and not {*_SETTING_BY_OPTION.values()}.intersection(missing):
         find_task_files(config.tasks, config.model.is_encoder())
 
 
 def check_available_files(config: RunConfig) -> None:
-    """The same for a dry run: what is not on this machine may be on the one that trains, and is not checked."""
-    check_run_files(config, {field for field, path in _named(config) if is_remote(path) or not Path(path).exists()})
+    """`check_run_files` for a dry run, without files that are missing here: they may be on the machine that trains."""
+    paths = _setting_paths(config)
+    check_run_files(config, {field for field, path in paths if is_remote(path) or not Path(path).exists()})
 
 
 def check_custom_classes(config: RunConfig) -> None:
-    """ConfigError unless each class that a setting names can be imported and is one; torch is imported for these."""
+    """ConfigError unless each class that a setting names can be imported. Imports torch if there is one."""
     if config.masking is not None and config.masking.strategy_is_custom():
         from megahead.data.strategies import custom_strategy
 
@@ -55,8 +61,8 @@ def check_custom_classes(config: RunConfig) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """UserError unless `data.tokenizer` can be opened, has no more ids than the model, and has the tokens that the
-    settings name: what its exports need. Takes seconds for a million ids."""
+    """UserError unless `data.tokenizer` can be opened, has at most the model's number of ids, and has the tokens of the
+    settings, all of which exports need. Takes seconds for a million ids."""
     from megahead.data.tokenizer import load_tokenizer
     from megahead.data.vocabulary_map import bytes_of_ids
 
@@ -70,63 +76,61 @@ def check_tokenizer(config: RunConfig) -> None:
         rule = f"be at least the number of ids of data.tokenizer ({tokenizer.vocab_size:,})"
         raise ConfigError("model.vocab_size", rule, got=f"{vocab_size:,}", hint="or name the text's own tokenizer")
     tokenizer.content()
-    spelled = tokenizer.spellings(vocab_size)
+    tokens = tokenizer.spellings(vocab_size)
     if config.masking is None or config.model.is_causal:
-        _require_token("data.end_token", config.data.end_token, spelled)
+        _require_token("data.end_token", config.data.end_token, tokens)
     if config.masking is not None:
-        _check_special(config.masking, path, spelled)
+        _check_special_tokens(config.masking, path, tokens)
         if config.masking.strategy == "whole_word":
             bytes_of_ids(path, vocab_size)
 
 
 def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
-    """`task_files` for a run's settings, whose errors name the settings and not the command's options."""
+    """The run's task files by task (`task_files`). Errors name settings instead of the command's options."""
     from megahead.evaluate.harness_tasks import require_for_encoder, task_files
 
-    places = [None if place is None else Path(place) for place in (config.data, config.cloze, config.text)]
+    folders = [None if path is None else Path(path) for path in (config.data, config.cloze, config.text)]
     try:
         if encoder:
             require_for_encoder(config.names)
-        return task_files(config.names, *places)
+        return task_files(config.names, *folders)
     except FieldError as error:
-        raise FieldError(_OPTIONS[error.field], error.rule, got=error.got, hint=error.hint) from None
+        raise FieldError(_SETTING_BY_OPTION[error.field], error.rule, got=error.got, hint=error.hint) from None
 
 
-def _named(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(setting, path) of the files that a run would read."""
+def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(setting, path) of each file that a run reads."""
     settings = config.flat()
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
-    yield from (("data", f"{prefix}{ending}") for prefix in prefixes if prefix for ending in (".bin", ".idx"))
-    others = ("data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf")
-    yield from (
-        (name, settings[name])
-        for name in (*others, "tasks.data", "tasks.cloze", "tasks.text")
-        if settings.get(name) is not None
-    )
+    yield from (("data", f"{prefix}{suffix}") for prefix in prefixes if prefix for suffix in (".bin", ".idx"))
+    names = ["data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf"]
+    names += ["tasks.data", "tasks.cloze", "tasks.text"]
+    yield from ((name, settings[name]) for name in names if settings.get(name) is not None)
 
 
-def _check_special(masking: MaskingConfig, path: str, spelled: list[str | None]) -> None:
-    """ConfigError where an id is text or has another role, although there is the token that its field asks for."""
-    for name, own in _SPELLED.items():
+def _check_special_tokens(masking: MaskingConfig, path: str, tokens: list[str | None]) -> None:
+    """ConfigError for a special token whose id is text or another special token, although the tokenizer has it."""
+    for name, expected in _SPECIAL_TOKENS.items():
         id_ = getattr(masking, name)
-        _require_token(f"masking.{name}", id_, spelled)
-        there = [token for token in own if token in spelled]
-        if there and spelled[id_] not in own and (spelled[id_] in _OF_OTHERS or _is_text(path, id_)):
-            rule = f"be the id of {there[0]} in data.tokenizer ({spelled.index(there[0])})"
-            raise ConfigError(f"masking.{name}", rule, got=f"{id_}, which is {spelled[id_]}")
+        _require_token(f"masking.{name}", id_, tokens)
+        existing = [token for token in expected if token in tokens]
+        if existing and tokens[id_] not in expected and (tokens[id_] in _ALL_SPECIAL_TOKENS or _is_text(path, id_)):
+            rule = f"be the id of {existing[0]} in data.tokenizer ({tokens.index(existing[0])})"
+            raise ConfigError(f"masking.{name}", rule, got=f"{id_}, which is {tokens[id_]}")
 
 
 def _is_text(path: str, id_: int) -> bool:
-    """Whether it is known to be no special token."""
+    """Whether the id is known to be no special token."""
     from megahead.data.vocabulary_map import bytes_of_ids
 
     try:
         return bytes_of_ids(path, id_ + 1)[id_] is not None
-    except DataError:  # nor what others stand for
+    except DataError:  # unknown for this tokenizer
         return False
 
 
-def _require_token(field: str, id_: int, spelled: list[str | None]) -> None:
-    if spelled[id_] is None:
-        last = max(known for known, token in enumerate(spelled) if token is not None)
+def _require_token(field: str, id_: int, tokens: list[str | None]) -> None:
+    """ConfigError if `tokens`, the tokenizer's by id, has none for `id_`."""
+    if tokens[id_] is None:
+        last = max(index for index, token in enumerate(tokens) if token is not None)
         raise ConfigError(field, f"be an id of data.tokenizer, whose last is {last}", got=id_)

@@ -324,8 +324,8 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
         progress.resume_from(start.checkpoint)
     _set_sampling_bias(config, state, engine, session.device)
     fields = _banner_lines(session, plan, state) + lines + session.describe_copies()
-    session.logger.utilization = Utilization.on(session.device, plan)
-    session.logger.banner(fields, start, progress)
+    session.logger.utilization = Utilization.for_device(session.device, plan)
+    session.logger.log_session(fields, start, progress)
     training = _training(session, plan, start, progress, loader)
     with closing(engine):
         return train(training), state
@@ -344,10 +344,10 @@ def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Pro
         logger=session.logger,
         stop=session.stop,
         evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
-        tasks=None if tasks is None else TaskEvaluation(tasks, ranks, encoder=encoder),
+        tasks=None if tasks is None else TaskEvaluation(tasks, ranks, is_encoder=encoder),
         checkpointer=Checkpointer(progress, session.keep_rules, session.lease, uploads, session.copies),
         device=session.device,
-        evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),
+        evaluate_first=start.starts_phase(config) or (start.checkpoint is None and config.init is not None),
     )
 
 
@@ -393,7 +393,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{tasks}"),
         *describe_precision(plan, session.device),
-        *describe_launches(plan, Utilization.on(session.device, plan).device_peak),
+        *describe_launches(plan, Utilization.for_device(session.device, plan).device_peak),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints: on disk, in memory, in an object store, by one session at a time."""
+"""Saves a run's checkpoints on disk, in memory and in an object store, in one session at a time."""
 
 from __future__ import annotations
 
@@ -30,54 +30,51 @@ from megahead.train.datasets import RunDatasets, data_fingerprints, require_same
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.progress import CapturedCheckpoint, Progress
 
-# A session's lease on its run's folder, so that of two sessions there only the later one writes.
+# A session's lease on its run's folder: of two sessions only the one that started later writes.
 #
-# torchrun's agents may give a node up that only its network had left: it still trains, while the others begin again
-# from the newest checkpoint. Whoever begins last has the folder.
+# torchrun's agents may lose contact with a node that continues to train; the other nodes then restart from the newest
+# checkpoint, and take over the folder.
 
 
 def new_session_id() -> str:
-    """One that no other session has."""
+    """A unique id."""
     return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
 
 
 class Lease:
-    """Taken when it is made. Between `check` and what is written then another session may still begin."""
+    """Acquired when it is created. Another session may still take over between `check` and the following write."""
 
     def __init__(self, file: Path, session_id: str) -> None:
         self._file = file
         self.session_id = session_id
-        """What the file holds now."""
+        """The content of the file while the lease is valid."""
         write_atomically(file, self.session_id)
 
     def check(self) -> None:
-        """UserError if another session has begun since."""
-        there = read_if_exists(self._file)  # None where it cannot be read just now: no sign of another session
-        if there not in (None, self.session_id.encode()):
+        """UserError if another session has taken over."""
+        holder = read_if_exists(self._file)  # None if it cannot be read, which does not indicate another session
+        if holder not in (None, self.session_id.encode()):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
-                f"on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the other's "
+                f"on {str(holder, errors='replace').strip()}; this one ends, and what it has not saved is the other's "
                 "to do again."
             )
 
     def release(self) -> None:
-        """Leaves the folder to whoever comes."""
+        """Removes the file, unless another session has taken over."""
         if read_if_exists(self._file) == self.session_id.encode():
             self._file.unlink(missing_ok=True)
 
 
-# Keeps a run's state in all its places.
-
-
 class Checkpointer:
-    """Puts the state of the complete run into its places: the run's folder, the memory of nodes every
-    `training.replicate_every` steps, and the remote store after each save. Every method but `due` and `events` is
-    collective.
+    """Saves the complete state of the run in its folder, uploads each checkpoint to the remote store, and replicates
+    the state in the memory of nodes every `training.replicate_every` steps. Methods are collective except
+    `replica_due` and `events`.
 
-    In the background, training waits only while weights are copied; a second save waits for the first. If a background
-    save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica waits
-    neither for files nor for other nodes: while the last one is on its way, those that are due are left out, and what
-    goes wrong ends replicas, and nothing else. A state with numbers that are not finite is not saved.
+    A background save blocks training only while weights are copied, and a second one waits for the first. If it fails,
+    `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica does not block for
+    files or other nodes: it is skipped while the last one is in progress, and an error only disables replicas. A state
+    with numbers that are not finite is not saved.
     """
 
     def __init__(
@@ -88,36 +85,36 @@ class Checkpointer:
         uploads: Uploads | None,
         replicas: Replicas | None,
     ) -> None:
-        """`rules`: of the run; `lease`, `uploads`: rank 0's, if the run has one. Each checkpoint is given to it."""
+        """`rules`: which checkpoints are kept; `lease`, `uploads`: rank 0's, if any; `replicas`: if enabled."""
         training = progress.phase.config.training
         self._progress, self._lease, self._uploads, self._replicas = progress, lease, uploads, replicas
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
-        # a gloo connection of its own, since another thread may use it at the same time
+        # a separate group for the background thread
         self._group = progress.world_group.new_gloo_group() if self._pool else progress.world_group
-        self._replicate_every, self._skipped = training.replicate_every or 0, 0
+        self._replicate_every, self._skipped_replicas = training.replicate_every or 0, 0
         self._rules = rules if uploads is None else replace(rules, in_use=lambda: uploads.in_use)
         self._pending: Future[Path] | None = None
         self._events: list[Event] = []
-        run = progress.history
-        self._saved_at = self._reached() if run.ancestry.step == progress.state.step else None
-        self._folder = run.root / str(run.ancestry.newest) if self.up_to_date else None
+        history = progress.history
+        self._saved_position = self._position() if history.ancestry.step == progress.state.step else None
+        self._folder = history.root / str(history.ancestry.newest) if self.up_to_date else None
 
-    def _reached(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
 
     @property
     def up_to_date(self) -> bool:
         """Whether the current state is saved."""
-        return self._saved_at == self._reached()
+        return self._saved_position == self._position()
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has gone wrong (as far as this rank knows)."""
+        """Whether a background save has failed on this rank."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def save(self) -> float:
-        """Saves, and returns the seconds that training waited for it."""
-        started = time.monotonic()
+        """Saves the state; returns the seconds for which it blocked training."""
+        start_time = time.monotonic()
         self.wait()
         captured = self._progress.capture(self._group, copied=self._pool is not None)
         self._progress.history.ancestry.add(captured.header.name)
@@ -125,25 +122,26 @@ class Checkpointer:
             self._pending = self._pool.submit(self._write, captured)
         else:
             self._folder = self._write(captured)
-        self._saved_at = self._reached()
-        return time.monotonic() - started
+        self._saved_position = self._position()
+        return time.monotonic() - start_time
 
     def wait(self) -> Path | None:
-        """Waits until a background save is on disk, and raises its error. Returns the last folder saved,
-        at first that of the resumed checkpoint; None if there is none in the run's folder yet."""
+        """Waits until a background save is on disk, and raises its error. Returns the run's last checkpoint (at first
+        the resumed one, if it is in the run's folder), or None."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._folder = pending.result()
         return self._folder
 
     def events(self) -> list[Event]:
-        """What became of checkpoints in memory, and on their way to the remote store, since the last call."""
+        """The events of replicas and uploads since the last call."""
         events, self._events = self._events, []
         return events if self._uploads is None else [*events, *self._uploads.events()]
 
     def _write(self, captured: CapturedCheckpoint) -> Path:
-        """Unless a number is not finite on any rank, or another session has taken the folder or the remote store."""
-        checks = [captured.check_finite, *(each.check for each in (self._lease, self._uploads) if each is not None)]
+        """Writes the checkpoint; an error if a number is not finite on any rank, or another session has taken over."""
+        leases = [lease for lease in (self._lease, self._uploads) if lease is not None]
+        checks = [captured.check_finite, *(lease.check for lease in leases)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         root = self._progress.history.root
         folder = write_snapshot(root, captured.header, captured.snapshot, self._group, self._rules)
@@ -152,51 +150,56 @@ class Checkpointer:
         return folder
 
     def replica_due(self, step: int) -> bool:
-        """Whether behind that step the state is kept though it is not saved: in memory."""
+        """Whether the state after `step` is to be replicated in memory, if it is not saved."""
         return self._replicas is not None and step % self._replicate_every == 0
 
     def replicate_if_due(self, step: int) -> None:
-        """Behind an applied step that is not saved: keeps the state if that is due."""
+        """Replicates the state after an applied step, if that is due."""
         if self.replica_due(step):
             self._events.append(self.replicate())
 
     def replicate(self) -> Event:
-        """Begins a replica of the present state, if the last one is complete. For the log: `stall_seconds` that
-        training waited and `bytes` of the state; or how many were `skipped` so far, or why replicas are `off`."""
-        began, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
+        """Starts a replica of the present state, if the last one is complete.
+
+        Returns an event with the `stall_seconds` for which it blocked training and the `bytes` of the state; or with
+        the number of replicas `skipped` so far, or with the reason why replicas are `off`.
+        """
+        start_time, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
         assert replicas is not None
         try:
             if not replicas.may_begin():
-                self._skipped += 1
+                self._skipped_replicas += 1
                 message = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
-                return Event({"skipped": self._skipped}, message if self._skipped == 1 else None, "copy")
+                return Event(
+                    {"skipped": self._skipped_replicas}, message if self._skipped_replicas == 1 else None, "copy"
+                )
         except CheckpointError as error:
             self._replicas = None
             replicas.close()
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
         captured = self._progress.capture(self._progress.world_group, copied=True)
         replicas.begin(captured.header, captured.snapshot, captured.check_finite)
-        fields = {"stall_seconds": round(time.monotonic() - began, 3), "bytes": captured.snapshot.total_bytes}
+        fields = {"stall_seconds": round(time.monotonic() - start_time, 3), "bytes": captured.snapshot.total_bytes}
         return Event(fields, record="copy")
 
     def before_rollback(self) -> None:
-        """Waits until a background save is on disk, and forgets replicas: the run goes back to an older state."""
+        """Waits until a background save is on disk, and discards replicas, which are newer than the restored state."""
         self.wait()
         if self._replicas is not None:
             self._replicas.discard()
 
 
-# A run and its remote checkpoints: what a session finds and fetches there, and how long it waits for what it sends.
+# Remote checkpoints: their state at the start of a session, fetching them, and the time limit of uploads.
 
 
 SECONDS_AFTER_SIGNAL = 20.0
-"""How long after its signal a session that torchrun's agent has asked to stop may still wait for its uploads: ranks are
-killed after 30 s. What is missing then, the next session sends."""
+"""How long a session may wait for its uploads after torchrun's agent asked it to stop: the agent kills ranks after
+30 s. The next session uploads the rest."""
 
 
 def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> RemoteState:
-    """What the run's remote checkpoints are when a session begins. Collective; CheckpointError if they are another
-    run's, or cannot be used."""
+    """The state of the run's remote checkpoints at the start of a session. Collective; CheckpointError if they are
+    another run's, or unreadable."""
     url = config.training.remote_checkpoints
     if url is None:
         return RemoteState()
@@ -205,35 +208,37 @@ def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> Rem
 
 
 def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
-    """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
+    """Returns `resume`, with a checkpoint URL replaced by the local folder to which it is fetched.
 
-    One of the run's own remote checkpoints becomes one of the run's checkpoints. Collective; CheckpointError if it is
-    of a run that may not be resumed, or the store cannot be read.
+    A checkpoint of the run's own remote store is fetched into the run's checkpoints. Collective; CheckpointError if it
+    is of another run, or the store cannot be read.
     """
     if not is_remote(resume):
         return resume
-    url, folder, accept = config.training.remote_checkpoints, config.folder(), accepting(resume, config, datasets)
+    url, folder = config.training.remote_checkpoints, config.folder()
+    validate = checkpoint_validator(resume, config, datasets)
     if url is None or not is_below(resume, url):
-        return str(fetch_named(resume, RunFolder(folder.fetched_checkpoints), world_group, accept))
+        return str(fetch_named(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
 
     def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
         return small_files(url, world_group, *log, folder.run_id)
 
-    return str(fetch_named(resume, folder, world_group, accept, files))
+    return str(fetch_named(resume, folder, world_group, validate, files))
 
 
-def accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
-    """What raises CheckpointError for a checkpoint at `url` that the run may not go on from."""
+def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
+    """A function that raises CheckpointError if the run cannot resume from a checkpoint at `url`."""
     fingerprints = data_fingerprints(config, datasets)
 
-    def accept(found: Checkpoint) -> None:
+    def validate(checkpoint: Checkpoint) -> None:
         try:
-            require_same_run(found, config, fingerprints)
+            require_same_run(checkpoint, config, fingerprints)
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(found.folder), f"{url} (step {found.step:,})")) from None
+            source = f"{url} (step {checkpoint.step:,})"
+            raise CheckpointError(str(error).replace(str(checkpoint.folder), source)) from None
 
-    return accept
+    return validate
 
 
 def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:

@@ -38,7 +38,14 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
-from megahead.train.saving import Lease, accepting, new_session_id, read_remote_state, resolve_resume, upload_deadline
+from megahead.train.saving import (
+    Lease,
+    checkpoint_validator,
+    new_session_id,
+    read_remote_state,
+    resolve_resume,
+    upload_deadline,
+)
 from megahead.train.start import ResumePoint, find_resume_point
 from megahead.wording import pluralize
 
@@ -99,7 +106,9 @@ class Session:
         config, url = self.plan.config, self.plan.config.training.remote_checkpoints
         if url is None:
             return None
-        return fetch_newer(than, url, config.folder(), self.world_group, accepting(url, config, self.datasets))
+        return fetch_newer(
+            than, url, config.folder(), self.world_group, checkpoint_validator(url, config, self.datasets)
+        )
 
     def _remove_fetched(self) -> None:
         if self.world_group.rank == 0:
@@ -191,7 +200,7 @@ class Session:
         file."""
         deadline = upload_deadline(ending, self.stop, self.launch.restarts_ranks)
         for event in self._finish_uploads(deadline):
-            self.logger.event(event.record, event.fields, state, event.message)
+            self.logger.log_event(event.record, event.fields, state, event.message)
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}

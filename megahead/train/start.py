@@ -28,7 +28,7 @@ from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import config_of, is_from_another_phase
+from megahead.train.datasets import is_from_another_phase, saved_config
 from megahead.wording import pluralize
 
 
@@ -57,11 +57,11 @@ class ResumePoint:
             None if self.checkpoint is None else self.checkpoint.state_value("group_samples", int)
         )
 
-    def begins_phase(self, config: RunConfig) -> bool:
+    def starts_phase(self, config: RunConfig) -> bool:
         """Whether the phase of `config` begins here, with what another one has left."""
         return self.checkpoint is not None and is_from_another_phase(self.checkpoint, config)
 
-    def lines(self) -> list[tuple[str, str]]:
+    def banner_lines(self) -> list[tuple[str, str]]:
         """For the banner."""
         lines = [("damaged", message) for message in self.damage]
         lines += [line for found in self.elsewhere for line in found.lines()]
@@ -69,12 +69,12 @@ class ResumePoint:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
 
-    def new_schedule(self, config: RunConfig) -> list[tuple[str, str]]:
+    def describe_schedule_change(self, config: RunConfig) -> list[tuple[str, str]]:
         """The banner's line where the learning rate goes on elsewhere than by the settings that the checkpoint was
         saved with, as in a run that is made longer."""
         if self.checkpoint is None or self.step >= config.training.steps:
             return []
-        saved = config_of(self.checkpoint)
+        saved = saved_config(self.checkpoint)
         now, before = (self._learning_rate(each) for each in (config, saved))
         if isclose(now, before, rel_tol=1e-6):
             return []
@@ -87,7 +87,7 @@ class ResumePoint:
         ratio = learning_rate_ratio(config.schedule, self.step, config.training.steps)
         return config.optimizer.learning_rate * ratio
 
-    def fields(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """For the log."""
         return {"damaged": self.damage} | {found.place: found.fields() for found in self.elsewhere}
 

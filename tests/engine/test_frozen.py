@@ -24,7 +24,7 @@ def kept_and_read(group: Group) -> tuple[bool, int]:
         frozen.store(parameter, value)
     back = [frozen.read(parameter) for parameter in parameters]
     same = all(value is not None and torch.equal(value, given) for value, given in zip(back, whole, strict=True))
-    return same, sum(part.numel() for part, _ in frozen._kept.values())
+    return same, sum(part.numel() for part, _ in frozen._shards.values())
 
 
 @pytest.mark.parametrize(("ranks", "held"), [(1, 88), (2, 1 + 1 + 2 + 18 + 24), (4, 1 + 1 + 1 + 9 + 12)])

@@ -19,12 +19,12 @@ CRASH_ONCE = """
 import os, runpy, sys
 from megahead.train.log import RunLogger
 
-note = RunLogger.step
+note = RunLogger.log_step
 def noted(logger, report, state, **kwargs):
     note(logger, report, state, **kwargs)
     if state.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(9)
-RunLogger.step = noted
+RunLogger.log_step = noted
 runpy.run_path("launch/pretrain.py", run_name="__main__")
 """
 

@@ -32,14 +32,14 @@ def at_step(step: int, victim: int, act: Act) -> Sabotage:
     """`act()` on rank `victim` once it has taken `step` steps."""
 
     def sabotage(rank: int) -> None:
-        note = RunLogger.step
+        note = RunLogger.log_step
 
         def noted(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
             note(logger, report, state, **kwargs)
             if rank == victim and state.step == step:
                 act()
 
-        RunLogger.step = noted  # type: ignore[method-assign]
+        RunLogger.log_step = noted  # type: ignore[method-assign]
 
     return sabotage
 

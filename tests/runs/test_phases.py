@@ -232,13 +232,13 @@ BAD = (8 * SWITCH,)
 
 def run_that_loses_the_switch(group: Group, config: RunConfig) -> str:
     """Its checkpoint is gone by the time that the bad step is noticed."""
-    told = RunLogger.fault
+    told = RunLogger.log_fault
 
     def losing(self: RunLogger, *facts: Any) -> str:
         shutil.rmtree(folder_of(config.folder().path, SWITCH))
         return told(self, *facts)
 
-    RunLogger.fault = losing  # type: ignore[method-assign]
+    RunLogger.log_fault = losing  # type: ignore[method-assign]
     return run_with(group, config, math.nan, BAD)
 
 

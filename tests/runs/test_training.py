@@ -60,13 +60,13 @@ def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_
 def run_and_ask(group: Group, config: RunConfig) -> set[bool]:
     """Whether deterministic algorithms were demanded in its steps."""
     demanded: set[bool] = set()
-    step = RunLogger.step
+    step = RunLogger.log_step
 
     def asking(*args: Any, **kwargs: Any) -> None:
         demanded.add(torch.are_deterministic_algorithms_enabled())
         step(*args, **kwargs)
 
-    RunLogger.step = asking  # type: ignore[method-assign]
+    RunLogger.log_step = asking  # type: ignore[method-assign]
     run(group, config)
     return demanded
 
@@ -168,14 +168,14 @@ def test_resume_on_other_ranks_and_another_stage_continues_the_curve(tmp_path: P
 
 def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
     """One rank, not the first, gets SIGTERM in the middle of training."""
-    step = RunLogger.step
+    step = RunLogger.log_step
 
     def step_then_signal(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
         step(logger, report, state, **kwargs)
         if state.step == at_step and group.rank == group.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    RunLogger.step = step_then_signal  # type: ignore[method-assign]
+    RunLogger.log_step = step_then_signal  # type: ignore[method-assign]
     return pretrain(config, Launch(), "auto").ending
 
 

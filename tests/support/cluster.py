@@ -128,7 +128,7 @@ class Cluster:
         """In an agent, and so in its ranks: behind such a step they wait, until they may go on or are asked to stop."""
         give_memory(self.folder, number)
         keep_time_by(self.folder / f"ahead-{number}")
-        note, ask = RunLogger.step, StopRequest._note
+        note, ask = RunLogger.log_step, StopRequest._on_signal
         asked: list[int] = []
 
         def noted(logger: RunLogger, report: Any, state: Any, **kwargs: Any) -> None:
@@ -147,8 +147,8 @@ class Cluster:
             ask(request, signal_number, frame)
             (self.folder / f"asked-{number}").touch()
 
-        RunLogger.step = noted  # type: ignore[method-assign]
-        StopRequest._note = remembered  # type: ignore[method-assign]
+        RunLogger.log_step = noted  # type: ignore[method-assign]
+        StopRequest._on_signal = remembered  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from megahead.config.plan import RunPlan
 from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
-from megahead.train.log import describe_mesh, mesh_before
+from megahead.train.log import describe_mesh, previous_mesh
 from megahead.train.run import describe_elastic, elastic_launch
 from megahead.train.saving import Lease, new_session_id
 from support.killable import codes, said, start_ranks
@@ -193,14 +193,14 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
     def usurped(rank: int) -> None:
         from megahead.train.log import RunLogger
 
-        note = RunLogger.event
+        note = RunLogger.log_event
 
         def noted(logger: RunLogger, kind: str, *arguments: Any) -> None:
             note(logger, kind, *arguments)
             if kind == "checkpoint":
                 Lease(tmp_path / "run/session", new_session_id())
 
-        RunLogger.event = noted  # type: ignore[method-assign, assignment]
+        RunLogger.log_event = noted  # type: ignore[method-assign, assignment]
 
     config = small_config(tmp_path, {"training.log_seconds": 1000})
     assert codes(start_ranks(config, 2, tmp_path, sabotage=usurped)) == [2, 2]
@@ -214,16 +214,16 @@ def test_a_change_of_the_mesh_is_told_once(tmp_path: Path) -> None:
         {"tensor": 1, "data": 2, "waiting": 0},
         {"tensor": 1, "data": 1, "waiting": 1},
     )
-    assert mesh_before(log, two) is None
+    assert previous_mesh(log, two) is None
     log.write_text(
         '{"step":0,"session":{"mesh":{"tensor":1,"data":2,"waiting":0}}}\n{"step":1,"loss":1}\n{"step":2,"session":{'
     )
-    assert mesh_before(log, two) is None
-    assert mesh_before(log, one) == two
+    assert previous_mesh(log, two) is None
+    assert previous_mesh(log, one) == two
     told = ("mesh now", "1 tensor x 1 data rank, 1 waits; 1 tensor x 2 data ranks before")
     assert describe_mesh(one, two) == told
     with log.open("a") as lines:
         lines.write("mesh\0\n")  # no JSON: the machine lost its power
-    assert mesh_before(log, one) == two
+    assert previous_mesh(log, one) == two
     log.write_text('{"step":0,"session":{"resumed":null}}\n')  # an earlier version's
-    assert mesh_before(log, one) is None
+    assert previous_mesh(log, one) is None

@@ -77,7 +77,7 @@ def patiently_said(group: Group, config: RunConfig, terminal: bool) -> str:
     """A file's timeout is made to outlast the run."""
     from megahead.train import log as logger
 
-    logger._QUIETER = 10**12
+    logger._PRINT_INTERVAL_RATIO = 10**12
     return said(group, config, terminal)
 
 

@@ -16,7 +16,7 @@ from megahead.distributed.launch import Launch
 from megahead.engine.engine import ForwardTimer
 from megahead.train import loop
 from megahead.train.run import pretrain
-from megahead.train.step import Measured, StepMetrics
+from megahead.train.step import GatheredMetrics, StepMetrics
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -28,7 +28,7 @@ def noted_of(k: int) -> dict[str, torch.Tensor]:
     return {"loss": torch.tensor(1.5 + k), "count": torch.tensor(10), "found": torch.tensor(1 + k)}
 
 
-def told(group: Group, tensor_ranks: int) -> list[Measured]:
+def told(group: Group, tensor_ranks: int) -> list[GatheredMetrics]:
     """Of two steps: the first has two micro-batches, the second one."""
     step_metrics, time = StepMetrics(group, tensor_ranks), ForwardTimer(CPU)
     steps = []
@@ -51,7 +51,7 @@ def test_all_ranks_are_told_the_same_and_each_batch_counts_once(tensor_ranks: in
         data_ranks = 4 // tensor_ranks
         once = {name: sum(float(noted_of(k)[name]) for k in range(data_ranks)) for name in noted_of(0)}
         for measured, batches in ((first, 2), (second, 1)):
-            assert measured.auxiliary == {name: batches * value for name, value in once.items()}
+            assert measured.auxiliary_sums == {name: batches * value for name, value in once.items()}
 
 
 class Event:
@@ -88,7 +88,7 @@ def test_times_of_a_device_are_read_once_its_losses_are_here(monkeypatch: pytest
 
 def test_where_nothing_is_noted_nothing_is_told() -> None:
     measured = StepMetrics(Group(), 1).gather([torch.tensor(3.0)], ForwardTimer(CPU))
-    assert (measured.losses_WA.tolist(), measured.auxiliary) == ([[3.0]], {})
+    assert (measured.losses_WA.tolist(), measured.auxiliary_sums) == ([[3.0]], {})
 
 
 def messages(group: Group, config: RunConfig) -> Counter[str]:

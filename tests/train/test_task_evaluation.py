@@ -127,7 +127,7 @@ def test_results_that_a_session_or_a_rollback_went_behind_are_owed_again(tmp_pat
         lines = [{"step": 4, "tasks": {"blimp": {}}}, {"step": 6, "loss": 1.0}, *later]
         (tmp_path / "metrics.jsonl").write_text("".join(orjson.dumps(line).decode() + "\n" for line in lines))
         log = RunLog(tmp_path / "metrics.jsonl")
-        found = log.has_tasks(4)
+        found = log.has_task_results(4)
         log.close()
         return found
 
@@ -148,9 +148,9 @@ def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     assert not list((tmp_path / "broken").rglob("step-*"))
     for names, field in ((["cloze"], "cloze"), (["bits_per_byte"], "text"), (["blimp"], "data"), (["race!"], "names")):
         with pytest.raises(FieldError, match=rf"`tasks\.{field}` must name"):
-            TaskEvaluation(TasksConfig(names=names, every=4), Group(), encoder=False)
+            TaskEvaluation(TasksConfig(names=names, every=4), Group(), is_encoder=False)
     with pytest.raises(FieldError, match=r"`tasks\.names` must name tasks of blimp, .* for an encoder, but is sciq"):
-        TaskEvaluation(TasksConfig(names=["sciq"], data=str(tmp_path), every=4), Group(), encoder=True)
+        TaskEvaluation(TasksConfig(names=["sciq"], data=str(tmp_path), every=4), Group(), is_encoder=True)
 
 
 def test_an_encoders_grammar_along_training(tmp_path: Path) -> None:

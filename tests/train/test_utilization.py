@@ -26,14 +26,14 @@ def test_peaks_by_the_names_that_devices_have() -> None:
 def test_share_of_the_peak(tmp_path: Path) -> None:
     config = small_config(tmp_path, {})
     per_token = training_flops(config.model, config.data.sequence_length, 50).total
-    on_one = Utilization.on(torch.device("cpu"), RunPlan.of(config))
-    told = replace(on_one, devices=4, device_peak=per_token * 1000).of(tokens_per_second=2000, candidates=50)
+    on_one = Utilization.for_device(torch.device("cpu"), RunPlan.of(config))
+    told = replace(on_one, devices=4, device_peak=per_token * 1000).metrics(tokens_per_second=2000, candidates=50)
     assert told == {"flops_per_second": pytest.approx(per_token * 500), "mfu": pytest.approx(0.5)}
 
 
 def test_a_cpu_has_no_stated_peak_and_vanilla_scores_every_row(tmp_path: Path) -> None:
     config = small_config(tmp_path, {"objective.name": "vanilla"})
-    told = Utilization.on(torch.device("cpu"), RunPlan.of(config)).of(1.0, 0)
+    told = Utilization.for_device(torch.device("cpu"), RunPlan.of(config)).metrics(1.0, 0)
     rows = config.model.padded_vocab_size()
     flops = training_flops(config.model, config.data.sequence_length, rows).total
     assert told == {"flops_per_second": pytest.approx(flops)}
@@ -43,7 +43,7 @@ def test_an_encoder_scores_the_masked_tokens_only(tmp_path: Path) -> None:
     model = {"family": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 60}
     masking = {"mask_token": 57, "cls_token": 58, "sep_token": 59}
     config = small_config(tmp_path, {"model": model, "masking": masking})
-    told = Utilization.on(torch.device("cpu"), RunPlan.of(config)).of(1.0, 50)["flops_per_second"]
+    told = Utilization.for_device(torch.device("cpu"), RunPlan.of(config)).metrics(1.0, 50)["flops_per_second"]
     length = config.data.sequence_length
     assert told == pytest.approx(
         training_flops(config.model, length, 50, targets=3).total
