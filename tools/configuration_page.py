@@ -14,7 +14,7 @@ from megahead.config.model import FAMILY_DEFAULTS, NAMED_SIZES, ModelConfig
 from megahead.config.run import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
-HEAD = """# Configuration
+HEADER = """# Configuration
 
 What a run's YAML file may say. `--set section.field=value` sets the same on the command line; a mistake ends with one
 sentence that names the field. In brackets stand the type, its bounds and the default; without one a setting is left
@@ -33,68 +33,70 @@ def main() -> None:
 
 def render() -> str:
     """The page: the run's own settings, then section by section."""
-    schema, parts = RunConfig.model_json_schema(), [HEAD]
-    for name, settings in sections(schema, schema["$defs"]):
-        families = FAMILY_DEFAULTS if settings["title"] == ModelConfig.__name__ else {}
+    schema, parts = RunConfig.model_json_schema(), [HEADER]
+    for name, settings in iterate_sections(schema, schema["$defs"]):
+        family_defaults = FAMILY_DEFAULTS if settings["title"] == ModelConfig.__name__ else {}
         rows = [
-            _row(field, info, families, required=field in settings.get("required", ()))
+            _row(field, info, family_defaults, required=field in settings.get("required", ()))
             for field, info in settings["properties"].items()
         ]
-        about = " ".join(settings.get("description", "").split())
+        description = " ".join(settings.get("description", "").split())
         title = f"## {name}" if name else "## The run"
-        parts.append("\n".join([title, "", about, "", *rows, ""]))
+        parts.append("\n".join([title, "", description, "", *rows, ""]))
     sizes = ", ".join(f"`{size}`" for size in NAMED_SIZES)
     return "\n".join([*parts, f"Named sizes (`model.size`): {sizes}.\n"])
 
 
-def sections(settings: Schema, all_settings: Schema, name: str = "") -> Iterator[tuple[str, Schema]]:
-    """Schemas of settings from the run downwards, with the names of their sections."""
+def iterate_sections(settings: Schema, all_settings: Schema, name: str = "") -> Iterator[tuple[str, Schema]]:
+    """Yields (section name, schema), from the run's top level down."""
     yield name, settings
     for field, info in settings["properties"].items():
-        for inner in _sections_in(info):
-            yield from sections(all_settings[inner], all_settings, f"{name}.{field}" if name else field)
+        for title in _referenced_sections(info):
+            yield from iterate_sections(all_settings[title], all_settings, f"{name}.{field}" if name else field)
 
 
-def _row(field: str, info: Schema, families: Mapping[str, Schema], *, required: bool) -> str:
-    """`families`: their own defaults, where they differ."""
-    about = " ".join(info.get("description", "").split())  # what a section is, it says where it stands
-    defaults = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
-    if info.get("default") is not None and not [*_sections_in(info)]:
-        defaults.insert(0, _shown(info["default"]))
+def _row(field: str, info: Schema, family_defaults: Mapping[str, Schema], *, required: bool) -> str:
+    """A list item; `family_defaults`: those of model families that differ."""
+    description = " ".join(info.get("description", "").split())  # a section's description comes under its own heading
+    defaults = [
+        f"{family} {_format_value(values[field])}" for family, values in family_defaults.items() if field in values
+    ]
+    if info.get("default") is not None and not [*_referenced_sections(info)]:
+        defaults.insert(0, _format_value(info["default"]))
     default = "; **required**" if required else f"; default {', '.join(defaults)}" if defaults else ""
-    return f"- `{field}` ({_type(info)}{default}){f': {about}' if about else ''}"
+    return f"- `{field}` ({_describe_type(info)}{default}){f': {description}' if description else ''}"
 
 
-def _type(info: Schema, between: str = ", ") -> str:
-    """A type as a reader of YAML says it, with its bounds: above 0, at most 1."""
-    options = [one for one in _options(info) if one.get("type") != "null"]
+def _describe_type(info: Schema, separator: str = ", ") -> str:
+    """A type in words, with its bounds: `number, above 0, at most 1`."""
+    options = [option for option in _options(info) if option.get("type") != "null"]
     if len(options) == 1:
-        return _type(options[0])
+        return _describe_type(options[0])
     if options:
-        return " or ".join(dict.fromkeys(_type(one, " ") for one in options))
+        return " or ".join(dict.fromkeys(_describe_type(option, " ") for option in options))
     if "$ref" in info:
         return "section"
     if "enum" in info or "const" in info:
         return ", ".join(f"`{value}`" for value in info.get("enum", [info.get("const")]))
-    rule = [f"{words} {_count(info[bound])}" for bound, words in BOUNDS.items() if bound in info]
-    rule += ["not empty"] if "minLength" in info or "minItems" in info else []
+    bounds = [f"{text} {_format_number(info[bound])}" for bound, text in BOUNDS.items() if bound in info]
+    bounds += ["not empty"] if "minLength" in info or "minItems" in info else []
     if "prefixItems" in info:
         return f"list of {TYPES[info['prefixItems'][0]['type']]}s"
     if info["type"] == "array":
-        kind = f"list of {_type(info['items'], ' ')}s"
+        name = f"list of {_describe_type(info['items'], ' ')}s"
     else:
-        kind = TYPES.get(info["type"], "settings")
-    return f"{kind}{between if rule else ''}{', '.join(rule)}"
+        name = TYPES.get(info["type"], "settings")
+    return f"{name}{separator if bounds else ''}{', '.join(bounds)}"
 
 
-def _count(value: float) -> str:
-    """Large powers of two as such."""
+def _format_number(value: float) -> str:
+    """Formats large powers of two as `2^N`."""
     power = int(value).bit_length() - 1
     return f"2^{power}" if power > 15 and value == 2**power else f"{value:,g}" if value < 1e6 else f"{value:.0e}"
 
 
-def _shown(value: Any) -> str:
-    """A value as YAML has it."""
+def _format_value(value: Any) -> str:
+    """A value in YAML's syntax."""
     return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
 
 
@@ -102,12 +104,12 @@ def _options(info: Schema) -> list[Schema]:
     return [*info.get("anyOf", ()), *info.get("oneOf", ())]
 
 
-def _sections_in(info: Schema) -> Iterator[str]:
-    """Names of settings inside a type, such as those or null, or a list of them."""
+def _referenced_sections(info: Schema) -> Iterator[str]:
+    """Names of the section schemas that a type refers to, directly, in a union or in a list."""
     if "$ref" in info:
         yield info["$ref"].rpartition("/")[2]
     for part in (*_options(info), *([info["items"]] if isinstance(info.get("items"), Mapping) else [])):
-        yield from _sections_in(part)
+        yield from _referenced_sections(part)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From the text on this machine to a speaking headless model, in one command.
+"""Trains a small headless model on text of this machine, in one command.
 
   make demo                       all of it
   make demo ARGS=--quick          the same stages on less text: a few minutes
@@ -27,47 +27,47 @@ from rich.console import Console
 
 from megahead.errors import FieldError, run_command
 
-# The decoders of the demo, by the settings that make them; all have as many blocks, as wide
+# Settings of each decoder of the demo; all have the same depth and width
 MODELS: Mapping[str, Sequence[str]] = {"pythia": (), "llama": ("model.family=llama", "model.activation=silu")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One size of the demo; a setting is `a.b=c` over `configs/demo-NAME.yaml`."""
+    """A size of the demo; settings are overrides `a.b=c` of `configs/demo-NAME.yaml`."""
 
     name: str
-    folder: str  # where it lies, beside the checkout's other folders
-    # Of the installed source files whose documentation is read, drawn by hash; None: every file
+    folder: str  # in the root of the checkout
+    # Total size of the source files whose documentation is read, sampled by hash; None: every file
     source_bytes: int | None = None
-    held_out: float = 0.04  # share of these files that no model learns from
-    tokenizer_bytes: int = 20_000_000  # of text that the tokenizer is made from
+    held_out: float = 0.04  # share of these files kept for evaluation
+    tokenizer_bytes: int = 20_000_000  # of text that the tokenizer is trained on
     settings: Sequence[str] = ()  # of every run
-    settings_of: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of one run, by its name
+    run_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of one run, by its name
 
-    def of(self, model: str) -> Size:
-        """The same for another of `MODELS`, in a folder of its own."""
+    def for_model(self, model: str) -> Size:
+        """Returns this size for another of `MODELS`, with its own folder."""
         if not MODELS[model]:
             return self
         settings = [*self.settings, *MODELS[model]]
         return replace(self, name=f"{self.name} {model}", folder=f"{self.folder}-{model}", settings=settings)
 
     def claim(self, folder: Path) -> None:
-        """Keeps `folder` for demos of this size: FieldError where one of another size lies."""
-        mark, stages = folder / "size.txt", folder / "stages"
-        unmarked = FULL.name if stages.exists() else self.name
-        lying = mark.read_text(encoding="utf-8").strip() if mark.exists() else unmarked
-        if lying != self.name:
+        """Marks `folder` as one of this size. FieldError if it has a demo of another size."""
+        marker, stages = folder / "size.txt", folder / "stages"
+        default_name = FULL.name if stages.exists() else self.name
+        existing_name = marker.read_text(encoding="utf-8").strip() if marker.exists() else default_name
+        if existing_name != self.name:
             rule = f"hold no demo but a {self.name} one"
-            raise FieldError("--folder", rule, got=f"{folder} with a {lying} one", hint="name another, or none")
+            raise FieldError("--folder", rule, got=f"{folder} with a {existing_name} one", hint="name another, or none")
         folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(self.name + "\n", encoding="utf-8")
+        marker.write_text(self.name + "\n", encoding="utf-8")
 
 
 _FEW_STEPS = ("training.steps=160", "schedule.warmup_steps=20", "training.checkpoint_every=80")
 
 FULL = Size(name="full", folder="demo")
 
-# The same model as in full, on a sixth of the text
+# The model of FULL, on a sixth of the text
 QUICK = Size(
     name="quick",
     folder="demo-quick",
@@ -75,7 +75,7 @@ QUICK = Size(
     held_out=0.15,
     tokenizer_bytes=5_000_000,
     settings=["training.evaluate_samples=128"],
-    settings_of={
+    run_settings={
         "headless": [*_FEW_STEPS, "training.evaluate_every=40"],
         "vanilla": _FEW_STEPS,
         "head": ["training.steps=40", "training.evaluate_every=20"],
@@ -96,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
-    size = (QUICK if arguments.quick else FULL).of(arguments.model)
+    size = (QUICK if arguments.quick else FULL).for_model(arguments.model)
     folder = (arguments.folder or Path(size.folder)).absolute()
     size.claim(folder)
     from demo_pipeline.pipeline import ROOT, Pipeline, show

@@ -1,17 +1,16 @@
-"""Measures all that is to be known on a GPU, within a budget of time, and writes a page and its numbers.
+"""Runs all measurements that need a GPU, within a time budget, and writes a report.
 
-tools/gpu_report.py                                     25 minutes, without a training
-tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on what `make gpu-text` made elsewhere
+tools/gpu_report.py                                     25 minutes, without trainings
+tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on the dataset of `make gpu-text`
 tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/gpu_report.py --only loss step-70m --minutes 5
-tools/gpu_report.py --dry                               tiny, on the CPU, to see that it works
+tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
-Parts come in the order of what they are worth: the loss beside other people's kernels; whole steps, headless against
-vanilla, plain and compiled; DeepSpeed's cost; waits; profiles of what misses its targets; with a text (of at most
-50,277 ids) real trainings, of 100 M tokens each if they reach a tenth (14 M) and a quarter (70 M) of an H100's peak,
-which also share what time nothing needs; more steps and waits; and the largest micro-batch. Each is a command of its
-own with a limit, so that none can spoil another. report.json and report.md are written anew after each part; called
-again, it goes on with what is missing.
+Parts run by priority: the loss beside third-party kernels; whole steps, headless against vanilla, plain and compiled;
+DeepSpeed's overhead; host waits; profiles of steps that miss their targets; with a text (of at most 50,277 ids) real
+trainings, of 100 M tokens each at 10 % (14 M) and 25 % MFU (70 M) of an H100, which also share the spare time; more
+steps and waits; and the largest micro-batch. Each is a separate process with a time limit. report.json and report.md
+are rewritten after each part; a second call runs the parts that are missing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpu_parts.plan import DRY, FULL, Text, parts_of
+from gpu_parts.plan import DRY, FULL, Text, build_parts
 from gpu_parts.session import DRY_RUN, ON_A_GPU, Session
 from megahead.errors import FieldError, existing_path, run_command
 from megahead.report.tables import to_rich
@@ -33,8 +32,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
     parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
     parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as preprocess.py made it")
-    parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
-    parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
+    parser.add_argument("--text", type=_existing_path, nargs="+", default=[], metavar="F", help="what to train on")
+    parser.add_argument("--tokenizer", type=_existing_path, metavar="JSON", help="tokenizer.json for --text")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
     parser.add_argument("--list", action="store_true", help="name the parts and stop")
     parser.add_argument("--again", action="store_true", help="also measure what an earlier call has measured")
@@ -42,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
     text = Text(folder, tuple(arguments.text), arguments.tokenizer, arguments.dataset and arguments.dataset.absolute())
-    parts = parts_of(DRY if arguments.dry else FULL, text, folder)
+    parts = build_parts(DRY if arguments.dry else FULL, text, folder)
     console = terminal()
     if arguments.list:
         console.print(to_rich([{"part": part.name, "about, s": part.seconds, "": part.question} for part in parts]))
@@ -50,14 +49,14 @@ def main() -> None:
     if unknown := set(arguments.only) - {part.name for part in parts}:
         raise FieldError("--only", "name parts that --list has", got=", ".join(sorted(unknown)))
     session = Session(folder, console, title=DRY_RUN if arguments.dry else ON_A_GPU, again=arguments.again)
-    text.draw(DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
+    text.write_zipf(DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
     wanted = [part for part in parts if not arguments.only or part.name in arguments.only]
-    session.do(wanted, arguments.minutes * 60)
+    session.run_parts(wanted, arguments.minutes * 60)
     console.print(f"wrote {folder}/report.md and report.json", soft_wrap=True)
 
 
-def _existing(text: str) -> Path:
-    """From anywhere: parts run where the project is."""
+def _existing_path(text: str) -> Path:
+    """An absolute path, since parts run in the project's root."""
     return existing_path(text).absolute()
 
 

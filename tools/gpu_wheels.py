@@ -1,10 +1,10 @@
-"""Fetches the wheels that a GPU machine without a network lacks beside torch, Triton and transformers.
+"""Downloads the wheels that a GPU machine without a network needs beside torch, Triton and transformers.
 
 tools/gpu_wheels.py [--output gpu-wheels] [--python 3.12]
 
-Carry the folder there with the checkout; `make test-gpu GPU_PYTHON=python3` and `make gpu-report GPU_PYTHON=python3`
-lay its wheels beside what that interpreter has, install nothing into it, and leave its torch alone. Versions are those
-that are installed here; --bare leaves out the kernels of others that ours is compared with.
+Copy the folder there with the checkout; `make test-gpu GPU_PYTHON=python3` and `make gpu-report GPU_PYTHON=python3` add
+its wheels to that interpreter's path, install nothing into it, and do not replace its torch. Versions are those
+installed here; --bare leaves out the third-party kernels of the benchmarks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 
 from megahead.errors import UserError, run_command
 
-NEEDED = (
+REQUIRED = (
     *("hjson", "annotated-types", "pydantic", "pydantic-core", "typing-inspection"),
     *("orjson", "zstandard", "fastokens"),
 )
-# Published as source only; of Python alone, as its kernels are compiled when they are used, and here none is
-BUILT_HERE = "deepspeed"
-COMPARED = ("liger-kernel", "cut-cross-entropy")
+# Published as source only; pure Python, since its kernels are compiled on use
+SOURCE_PACKAGE = "deepspeed"
+KERNEL_PACKAGES = ("liger-kernel", "cut-cross-entropy")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-MOST_MIB = 32
+MAX_MIB = 32
 
 
 def main() -> None:
@@ -37,44 +37,44 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help="without other people's kernels")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for old in arguments.output.glob("*.whl"):
-        old.unlink()
-    others = () if arguments.bare else COMPARED
-    for command in commands(arguments.output, arguments.python, others):
+    for wheel in arguments.output.glob("*.whl"):
+        wheel.unlink()
+    kernel_packages = () if arguments.bare else KERNEL_PACKAGES
+    for command in pip_commands(arguments.output, arguments.python, kernel_packages):
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
         if subprocess.run([sys.executable, "-m", "pip", *command], env=environment).returncode:
             raise UserError(f"pip must fetch the wheels, but failed at `pip {' '.join(command)}`.")
-    print(checked(arguments.output, arguments.python, len(NEEDED) + 1 + len(others)))
+    print(check_wheels(arguments.output, arguments.python, len(REQUIRED) + 1 + len(kernel_packages)))
 
 
-def commands(output: Path, python: str, others: Sequence[str]) -> list[list[str]]:
-    """What pip is called with; UserError where something is not installed here, whose version there should be."""
+def pip_commands(output: Path, python: str, kernel_packages: Sequence[str]) -> list[list[str]]:
+    """Arguments of the calls of pip; UserError if a package, whose version is to be pinned, is not installed here."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
-    into = ["--quiet", "--no-deps"]
+    options = ["--quiet", "--no-deps"]
     try:
-        built, wanted = pinned(BUILT_HERE), [*map(pinned, NEEDED), *others]
+        source_package, packages = pin_version(SOURCE_PACKAGE), [*map(pin_version, REQUIRED), *kernel_packages]
     except PackageNotFoundError as error:
         raise UserError(f"{error.name} must be installed here, but is not; run `make install`.") from None
     return [
-        ["download", *into, *target, "--dest", str(output), *wanted],
-        ["wheel", *into, "--no-build-isolation", "--wheel-dir", str(output), built],
+        ["download", *options, *target, "--dest", str(output), *packages],
+        ["wheel", *options, "--no-build-isolation", "--wheel-dir", str(output), source_package],
     ]
 
 
-def pinned(name: str) -> str:
+def pin_version(name: str) -> str:
     return f"{name}=={version(name)}"
 
 
-def checked(output: Path, python: str, count: int) -> str:
-    """A line about the wheels; UserError unless there are so many, which fit the machine and are small enough."""
+def check_wheels(output: Path, python: str, count: int) -> str:
+    """Returns a summary of the wheels; UserError unless there are `count`, small enough and for the right platform."""
     wheels = sorted(output.glob("*.whl"))
     if len(wheels) != count:
         raise UserError(f"{output} must hold {count} wheels, but holds {len(wheels)}.")
     mebibytes = sum(wheel.stat().st_size for wheel in wheels) / 2**20
-    if mebibytes > MOST_MIB:
+    if mebibytes > MAX_MIB:
         raise UserError(
-            f"{output} must hold at most {MOST_MIB} MiB, but holds {mebibytes:.0f}; leave some out by --bare."
+            f"{output} must hold at most {MAX_MIB} MiB, but holds {mebibytes:.0f}; leave some out by --bare."
         )
     for wheel in wheels:
         interpreter, binary, platform = wheel.stem.split("-")[-3:]

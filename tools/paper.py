@@ -1,8 +1,8 @@
 """Regenerates the tables and figures of docs/research/paper.md, verdict.md, recipe.md, variants.md and vocabularies.md:
 `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
-Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
-not.
+Tokenizers, datasets, runs, logs and results are written to --folder; a second call reuses what is finished and resumes
+the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megahead.errors import existing_path, run_command
 from megahead.terminal import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each is `compare_NAME` of that file of `experiments`
+# Each maps to the module of `experiments` with its `compare_NAME`
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
@@ -31,18 +31,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it")
-    tasks = "task files, as tools/eval_harness.py takes them"
-    parser.add_argument("--tasks-data", type=existing_path, metavar="DIR", help=tasks)
-    other = "revocabulary: another tokenizer.json to change to as well"
-    parser.add_argument("--tokenizer", type=existing_path, metavar="F", help=other)
+    tasks_help = "task files, as tools/eval_harness.py takes them"
+    parser.add_argument("--tasks-data", type=existing_path, metavar="DIR", help=tasks_help)
+    tokenizer_help = "revocabulary: another tokenizer.json to change to as well"
+    parser.add_argument("--tokenizer", type=existing_path, metavar="F", help=tokenizer_help)
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
-    ranks = "each run on N ranks of this machine (default: 1)"
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks)
+    ranks_help = "each run on N ranks of this machine (default: 1)"
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
     if arguments.text is not None:
-        find_inputs([arguments.text])  # what is wrong with it is reported before torch is imported
+        find_inputs([arguments.text])  # reports its errors before the slow import of torch
     folder = (arguments.folder / arguments.experiment).absolute()
     text, data, tokenizer = (
         path and path.absolute() for path in (arguments.text, arguments.tasks_data, arguments.tokenizer)
@@ -51,8 +51,8 @@ def main() -> None:
     module = import_module(f"experiments.{EXPERIMENTS[arguments.experiment]}")
     from experiments.runner import ExperimentRunner
 
-    given = {"tasks_data": data, "tokenizer": tokenizer, "ranks": arguments.ranks}
-    runner = ExperimentRunner(folder, text, arguments.set, terminal(), **given)
+    options = {"tasks_data": data, "tokenizer": tokenizer, "ranks": arguments.ranks}
+    runner = ExperimentRunner(folder, text, arguments.set, terminal(), **options)
     getattr(module, f"compare_{arguments.experiment}")(runner, arguments.only)
 
 

@@ -15,13 +15,13 @@ import pytest
 from demo import FULL, MODELS, QUICK, Size
 from rich.console import Console
 
-from demo_pipeline.pipeline import ROOT, Pipeline, show, times
+from demo_pipeline.pipeline import ROOT, Pipeline, show, time_table
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_parameters
 from megahead.quickstart import pretrain
-from steps.once import Once
+from steps.once import StepRunner
 from support.commands import call
 from support.forked import fork_pythons, run_script
 from support.long import long_but
@@ -52,7 +52,7 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     )
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
     console = Console(record=True, width=80)
-    pipeline = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)
+    pipeline = Pipeline(tmp_path, console, size=QUICK.for_model(model), overrides=LITTLE, roots=roots)
     rows = pipeline.run(with_vanilla=False)
     assert [row["model"] for row in rows] == ["tied head", "pmi head", "trained head"]
     assert all(1 < row["perplexity"] < 2000 for row in rows)
@@ -61,18 +61,18 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert "perplexity of the pmi head" in console.export_text()
 
-    again = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)
+    again = Pipeline(tmp_path, console, size=QUICK.for_model(model), overrides=LITTLE, roots=roots)
     assert again.run(with_vanilla=False) == rows
     assert all(stage.reused for stage in again.stages.finished)
 
 
 def test_the_table_adds_up_what_this_run_did(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
-    stages = Once(tmp_path, console)
+    stages = StepRunner(tmp_path, console)
     stages.run("first", lambda: "one")
-    Once(tmp_path, console).run("second", lambda: "two")
+    StepRunner(tmp_path, console).run("second", lambda: "two")
     stages.run("second", lambda: "never")
-    console.print(times(stages))
+    console.print(time_table(stages))
     table = console.file.getvalue().splitlines()[-4:]
     assert [line.split() for line in table] == [
         ["stage", "time", "result"],
@@ -87,7 +87,7 @@ def run_of(folder: Path, size: Size, name: str) -> RunConfig:
     return load_config(ROOT / f"configs/demo-{name}.yaml", settings)
 
 
-SIZES = [FULL, QUICK, FULL.of("llama"), QUICK.of("llama")]
+SIZES = [FULL, QUICK, FULL.for_model("llama"), QUICK.for_model("llama")]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
@@ -112,7 +112,7 @@ def test_the_quick_one_learns_less_and_lies_elsewhere(tmp_path: Path) -> None:
 
 def test_a_llama_is_as_large_as_the_decoder_it_stands_beside(tmp_path: Path) -> None:
     """Of biases it has none."""
-    pythia, llama = (run_of(tmp_path, size, "headless") for size in (FULL, FULL.of("llama")))
+    pythia, llama = (run_of(tmp_path, size, "headless") for size in (FULL, FULL.for_model("llama")))
     assert llama.model.family == "llama"
     counts = [run_parameters(config).body for config in (pythia, llama)]
     assert counts[1] == pytest.approx(counts[0], rel=0.02)

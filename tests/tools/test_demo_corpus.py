@@ -13,12 +13,12 @@ from demo_pipeline.corpus import (
     NgramFilter,
     build_cloze,
     build_corpus,
-    drawn,
+    extract_pages,
+    find_passages,
     find_sources,
     is_answerable,
     ngram_hashes,
-    pages_of,
-    passages_of,
+    sample_sources,
 )
 from megahead.errors import DataError
 
@@ -54,7 +54,7 @@ def test_members_share_a_page_until_they_have_enough_to_say(tmp_path: Path) -> N
         f'class Till:\n    """Takes money."""\n    def pay(self, amount, *, coin):\n        """Pays."""\n'
         f'    def count(self):\n        """{prose(2)}"""\n'
     )
-    page, count = pages_of(path, "shop")
+    page, count = extract_pages(path, "shop")
     assert page.title == "shop"
     assert page.text.startswith("shop\n\n" + prose(1).splitlines()[0])
     assert page.text.endswith("\n\nclass Till\n    Takes money.\n\n    pay(amount, coin)\n        Pays.\n")
@@ -66,7 +66,7 @@ def test_members_share_a_page_until_they_have_enough_to_say(tmp_path: Path) -> N
 def test_docstrings_attached_to_compiled_functions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "docs.py"
     path.write_text(f'add_docstr(torch.abs, r"""{prose(3)}""")\nadd_newdoc("numpy", "cos", """{prose(4)}""")\n')
-    assert [page.title for page in pages_of(path, "docs")] == ["torch.abs", "docs.cos"]
+    assert [page.title for page in extract_pages(path, "docs")] == ["torch.abs", "docs.cos"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_docstrings_attached_to_compiled_functions_are_read(tmp_path: Path) -> N
 def test_what_is_not_documentation_gives_no_page(tmp_path: Path, source: str) -> None:
     path = tmp_path / "noise.py"
     path.write_text(source)
-    assert pages_of(path, "noise") == []
+    assert extract_pages(path, "noise") == []
 
 
 def test_tests_and_copies_are_not_read(tmp_path: Path) -> None:
@@ -111,10 +111,12 @@ def test_a_corpus_of_some_bytes_is_drawn_from_all_files_and_holds_some_out(tmp_p
     root = package(tmp_path / "site", 40)
     sources = list(find_sources([root]))
     some_bytes = sum(source.size for source in sources) // 4
-    some = drawn(sources, some_bytes, seed=1234)
+    some = sample_sources(sources, some_bytes, seed=1234)
     assert some_bytes * 0.85 < sum(source.size for source in some) <= some_bytes
-    assert some == drawn(reversed(sources), some_bytes, seed=1234) != drawn(sources, some_bytes, seed=1)
-    assert drawn(sources, None, seed=1234) == sorted(sources, key=lambda source: source.module)
+    assert (
+        some == sample_sources(reversed(sources), some_bytes, seed=1234) != sample_sources(sources, some_bytes, seed=1)
+    )
+    assert sample_sources(sources, None, seed=1234) == sorted(sources, key=lambda source: source.module)
     build_corpus(tmp_path / "out", roots=[root], source_bytes=some_bytes, held_out=0.25)
     read, held_out = ({d["title"] for d in documents(tmp_path / f"out/{half}.jsonl")} for half in ("train", "held_out"))
     ours = {title for title in read | held_out if title.startswith("pack.")}
@@ -147,10 +149,10 @@ def test_shared_runs_are_counted_whatever_the_layout() -> None:
     words = [f"word{k}" for k in range(1000)]
     text, half = " ".join(words), " ".join(words[:500] + [f"other{k}" for k in range(500)])
     seen = NgramFilter()
-    assert seen.share_of(ngram_hashes(text)) == 0
+    assert seen.seen_share(ngram_hashes(text)) == 0
     seen.add(ngram_hashes(text))
-    assert seen.share_of(ngram_hashes(text.replace(" ", ",\n    ").upper())) == 1
-    assert seen.share_of(ngram_hashes(half)) == pytest.approx(493 / 993, abs=0.005)
+    assert seen.seen_share(ngram_hashes(text.replace(" ", ",\n    ").upper())) == 1
+    assert seen.seen_share(ngram_hashes(half)) == pytest.approx(493 / 993, abs=0.005)
     assert len(ngram_hashes("only seven words are not a run")) == 0
 
 
@@ -176,7 +178,7 @@ def test_cloze_answers_are_lower_case_content_words() -> None:
 
 def test_cloze_passages_are_of_the_asked_length() -> None:
     sentence = "The quick parser reads every line of the file and then closes the file. "
-    lengths = [len(passage.split()) for passage in passages_of(sentence * 12)]
+    lengths = [len(passage.split()) for passage in find_passages(sentence * 12)]
     assert lengths
     assert all(30 <= length <= 80 for length in lengths)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpu_parts.page import judged, steps_compared, trainings_compared
-from gpu_parts.plan import DRY, FULL, RESULT, SHARES, START_UP, TOKENS, Outcome, Text, parts_of
+from gpu_parts.page import step_rows, target_rows, training_rows
+from gpu_parts.plan import DRY, FULL, MFU_BY_SIZE, RESULT, STARTUP_SECONDS, TOKENS, Outcome, Text, build_parts
 from gpu_parts.session import DRY_RUN, Session
 from megahead.config.loading import load_config
 from megahead.data.writer import IndexedDatasetWriter
@@ -34,8 +34,8 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "the cat saw the dog and the dog saw the cat"}\n' * 400)
     text = Text(tmp_path / "out", (source,), tmp_path / "t.json")
-    parts = parts_of(DRY, text, tmp_path / "out")
-    Session(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).do(parts, 600)
+    parts = build_parts(DRY, text, tmp_path / "out")
+    Session(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).run_parts(parts, 600)
     report = json.loads((tmp_path / "out/report.json").read_text())
     states = {part["name"]: (part["state"], part["why"]) for part in report["parts"]}
     assert "operation" in next(part["said"] for part in report["parts"] if part["name"] == "profile-decoder")
@@ -50,7 +50,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     assert page.startswith("# A dry run on a CPU: no number here says anything about a GPU\n")
     assert "$ python tools/bench_loss.py --sizes 64" in page
     assert RESULT not in page
-    (row,) = trainings_compared(tmp_path / "out", [*states])
+    (row,) = training_rows(tmp_path / "out", [*states])
     assert row["model"] == "tiny"
     assert row["headless after these tokens"] > 1
 
@@ -58,7 +58,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
 def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -> None:
     """And their commands' options exist."""
     text = Text(tmp_path)
-    full, dry = (parts_of(scale, text, tmp_path) for scale in (FULL, DRY))
+    full, dry = (build_parts(scale, text, tmp_path) for scale in (FULL, DRY))
     assert [part.command[0] for part in full if part.command[0] not in {one.command[0] for one in dry}] == []
     assert len({part.name for part in full}) == len(full)
     for name in ("tools/bench_loss.py", "tools/bench_step.py", "tools/bench_engine.py", "tools/count_waits.py"):
@@ -71,24 +71,24 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
 
 def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
     text = Text(tmp_path, (tmp_path / "a",), tmp_path / "t.json")
-    parts = parts_of(FULL, text, tmp_path)
+    parts = build_parts(FULL, text, tmp_path)
     assert sum(part.seconds for part in parts) <= 25 * 60
     base = ["data.train=''", "data.validation=null", "data.tokenizer=null", "batch.global_size=64"]
-    trainings = {part.name: part.seconds for part in parts if part.shares}
+    trainings = {part.name: part.seconds for part in parts if part.uses_spare_time}
     assert len(trainings) == 4
-    for size, share in SHARES.items():
+    for size, share in MFU_BY_SIZE.items():
         for objective, candidates in (("headless", 9_000), ("vanilla", 50_277)):
             changes = [*base, f"model.size=pythia-{size}", f'objective={{"name":"{objective}"}}']
             a_token = run_flops(load_config("configs/pythia-70m-headless.yaml", changes), candidates).total
             seconds = TOKENS * a_token / (share * (peak_flops("NVIDIA H100", "bf16") or 0))
-            assert trainings[f"train-{size}-{objective}"] >= START_UP + seconds
+            assert trainings[f"train-{size}-{objective}"] >= STARTUP_SECONDS + seconds
 
 
 def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> None:
     text = Text(tmp_path)
-    text.draw(20_000)
+    text.write_zipf(20_000)
     before = text.index.stat().st_mtime_ns
-    text.draw(20_000)
+    text.write_zipf(20_000)
     assert text.index.stat().st_mtime_ns == before
     assert "by --dataset, or --text and --tokenizer" in text.why_not_trained()
 
@@ -97,7 +97,7 @@ def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Pat
     with IndexedDatasetWriter(tmp_path / "small", vocab_size=60) as writer:
         writer.add_document([5, 6, 0])
     text = Text(tmp_path, dataset=tmp_path / "small")
-    assert "text" not in {part.name for part in parts_of(FULL, text, tmp_path)}
+    assert "text" not in {part.name for part in build_parts(FULL, text, tmp_path)}
     assert (text.why_not_trained(), text.index.exists()) == ("", True)
     assert f"data.validation={tmp_path}/small-validation" in text.settings()
     assert "data.tokenizer=null" in text.settings()
@@ -120,7 +120,7 @@ def test_each_target_is_met_or_missed_or_was_not_measured() -> None:
     loss = [loss_line("ours", 512, 1.0, **{"of rate": 0.6}), loss_line("ours", 2048, 1.0, **{"of rate": 0.6})]
     loss += [loss_line("liger", 512, 0.9)]
     steps = [line("headless", 10, 100), line("vanilla", 37, 400)]
-    rows = judged(
+    rows = target_rows(
         [outcome("loss", loss), outcome("step-70m", steps), outcome("waits-1", [{"who": "megahead", "a step": 3.0}])]
     )
     assert [(row["part"], row["found"], row[""]) for row in rows] == [
@@ -137,7 +137,7 @@ def test_each_target_is_met_or_missed_or_was_not_measured() -> None:
 def test_steps_are_compared_with_what_operations_alone_would_give() -> None:
     lines = [line("headless", 10, 100), line("vanilla", 30, 400), line("headless, compiled", 8, 100)]
     outcome = Outcome("step-70m", "what?", [], "measured", lines=[*lines, line("vanilla, compiled", 24, 400)])
-    plain, compiled = steps_compared([outcome, Outcome("other", "", [], "failed")])
+    plain, compiled = step_rows([outcome, Outcome("other", "", [], "failed")])
     assert (plain["part"], plain["times as fast"], plain["by operations"], plain["of it"]) == ("step-70m", 3, 4, "75%")
     assert (compiled["part"], compiled["headless, ms"], compiled["MFU"]) == ("step-70m, compiled", 8, "41.0%")
 
@@ -155,10 +155,10 @@ def log(folder: Path, name: str, seconds_a_step: float, steps: int, perplexity: 
 def test_trainings_are_compared_at_equal_tokens_and_in_equal_time(tmp_path: Path) -> None:
     log(tmp_path, "train-x-headless", 1.0, 8, lambda step: 2.0 ** (10 - step))
     log(tmp_path, "train-x-vanilla", 4.0, 3, lambda step: 2.0 ** (12 - step))
-    (row,) = trainings_compared(tmp_path, ["train-x-headless", "train-x-vanilla", "loss"])
+    (row,) = training_rows(tmp_path, ["train-x-headless", "train-x-vanilla", "loss"])
     assert row["headless after these tokens"] == pytest.approx(2.0**7)  # 3 steps
     assert row["vanilla after these tokens"] == pytest.approx(2.0**9)
     assert row["headless after these seconds"] == pytest.approx(2.0**2)  # 8 seconds
     assert row["vanilla after these seconds"] == pytest.approx(2.0**10)  # 2 steps
     assert (row["headless, tokens/s"], row["vanilla, tokens/s"]) == (100, 25)
-    assert trainings_compared(tmp_path, ["train-x-headless"]) == []
+    assert training_rows(tmp_path, ["train-x-headless"]) == []

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpu_parts import session
-from gpu_parts.plan import RESULT, SECONDS, START_UP, Part
-from gpu_parts.session import Session, run
+from gpu_parts.plan import RESULT, SECONDS, STARTUP_SECONDS, Part
+from gpu_parts.session import Session, run_part
 from support.gpu_parts import line, outcome, quiet
 
 WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
@@ -55,14 +55,14 @@ def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: Insta
     session = Session(tmp_path, quiet(), launch=instant)
     lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
     session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
-    session.do(explaining, 100)
+    session.run_parts(explaining, 100)
     assert session.outcomes["profile-70m"].why == "step-70m has nothing to explain: its targets were met."
     assert session.outcomes["profile-410m"].state == "measured"
     assert "## Targets" in (tmp_path / "report.md").read_text()
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(session, "_PATIENCE", 0.2)
+    monkeypatch.setattr(session, "_TERM_GRACE_SECONDS", 0.2)
     hanging = part_that(
         tmp_path,
         "hanging",
@@ -79,7 +79,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
             return super().wait(0.2)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
-    outcome = run(hanging, tmp_path, 1.0)
+    outcome = run_part(hanging, tmp_path, 1.0)
     assert (outcome.state, outcome.why) == ("too long", "it had not ended after 1.0s")
     assert outcome.lines == [{"a": 1}]  # what it had written
     child, deadline = int(outcome.said), time.monotonic() + 5
@@ -100,7 +100,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
 def test_a_part_that_fails_says_why_and_the_next_is_measured(tmp_path: Path, does: str, why: str) -> None:
     parts = [part_that(tmp_path, "failing", does), part_that(tmp_path, "sound", f"print('fine'); {WRITES}")]
     session = Session(tmp_path / "out", quiet())
-    session.do(parts, 100)
+    session.run_parts(parts, 100)
     failing, sound = session.outcomes.values()
     assert failing.state == "failed"
     assert failing.why.endswith(why)
@@ -120,13 +120,13 @@ def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, i
         return instant(command, said, wrong, limit)
 
     with pytest.raises(KeyboardInterrupt):
-        Session(tmp_path, quiet(), launch=interrupted).do([first, second], 100)
+        Session(tmp_path, quiet(), launch=interrupted).run_parts([first, second], 100)
     assert [part["state"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["measured"]
-    Session(tmp_path, quiet(), launch=instant).do([first, second], 100)
+    Session(tmp_path, quiet(), launch=instant).run_parts([first, second], 100)
     assert [command[0] for command in instant.given] == ["first", "second"]
-    Session(tmp_path, quiet(), launch=instant).do([Part("first", "what?", ("first", "other"), 30), second], 100)
+    Session(tmp_path, quiet(), launch=instant).run_parts([Part("first", "what?", ("first", "other"), 30), second], 100)
     assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
-    Session(tmp_path, quiet(), again=True, launch=instant).do([first, second], 100)
+    Session(tmp_path, quiet(), again=True, launch=instant).run_parts([first, second], 100)
     assert [command[0] for command in instant.given[3:]] == ["first", "second"]
     assert "## first: what?" in (tmp_path / "report.md").read_text()
 
@@ -139,14 +139,14 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
         Part("d", "what?", ("d",), 30),
     ]
     session = Session(tmp_path / "out", quiet(), launch=instant)
-    session.do(parts, 100)
+    session.run_parts(parts, 100)
     assert [outcome.why for outcome in session.outcomes.values()] == [
         "not_there and nor_this must be installed for it, but are not.",
         f"{tmp_path}/text.idx must be there for it, but is not.",
         "a text must be given for it, but is not.",
         "",
     ]
-    session.do([Part("e", "what?", ("e",), 30)], 10)
+    session.run_parts([Part("e", "what?", ("e",), 30)], 10)
     assert (session.outcomes["e"].state, session.outcomes["e"].why) == (
         "left out",
         "no time was left for it; 10s were.",
@@ -155,15 +155,20 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
 
 def test_trainings_share_what_time_is_left(tmp_path: Path, instant: Instant) -> None:
     parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
-    Session(tmp_path, quiet(), launch=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
+    Session(tmp_path, quiet(), launch=instant).run_parts(
+        [Part("z", "what?", ("z",), 30), *parts], 2 * STARTUP_SECONDS + 100
+    )
     given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
-    assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # what came before took no time
+    assert given == [
+        pytest.approx(50, abs=2),
+        pytest.approx(100 + STARTUP_SECONDS, abs=2),
+    ]  # what came before took no time
 
 
 def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: Instant) -> None:
     parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
-    Session(tmp_path, quiet(), launch=instant).do(parts, 350)
-    assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - START_UP, abs=2)
+    Session(tmp_path, quiet(), launch=instant).run_parts(parts, 350)
+    assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - STARTUP_SECONDS, abs=2)
 
 
 def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Path, monkeypatch) -> None:
@@ -179,5 +184,5 @@ def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Pat
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(part_that(tmp_path, "a", "time.sleep(60)"), tmp_path, 1)
+        run_part(part_that(tmp_path, "a", "time.sleep(60)"), tmp_path, 1)
     assert started[0].returncode == -signal.SIGTERM

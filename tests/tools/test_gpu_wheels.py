@@ -6,17 +6,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from gpu_wheels import MOST_MIB, NEEDED, checked, commands
+from gpu_wheels import MAX_MIB, REQUIRED, check_wheels, pip_commands
 
 from megahead.errors import UserError
 
 
 def test_pip_is_asked_for_the_versions_that_are_tested_here_and_for_no_other_packages() -> None:
-    download, build = commands(Path("out"), "3.12", ["liger-kernel"])
+    download, build = pip_commands(Path("out"), "3.12", ["liger-kernel"])
     assert download[:3] == ["download", "--quiet", "--no-deps"]
     assert "--only-binary=:all:" in download
     assert download[download.index("--python-version") + 1] == "3.12"
-    wanted = [f"{name}=={version(name)}" for name in NEEDED]
+    wanted = [f"{name}=={version(name)}" for name in REQUIRED]
     assert download[-len(wanted) - 3 :] == ["--dest", "out", *wanted, "liger-kernel"]
     assert build[0] == "wheel"
     assert "--no-deps" in build  # else torch would come along
@@ -36,7 +36,7 @@ STABLE = "fastokens-0.3.5-cp39-abi3-manylinux_2_17_x86_64"
 
 def test_wheels_that_fit_are_told_with_their_size(tmp_path: Path) -> None:
     wheels(tmp_path, BINARY, STABLE, "hjson-3.1.0-py3-none-any", size=2**20)
-    assert checked(tmp_path, "3.12", 3) == f"{tmp_path}: 3 wheels, 3.0 MiB"
+    assert check_wheels(tmp_path, "3.12", 3) == f"{tmp_path}: 3 wheels, 3.0 MiB"
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_wheels_that_fit_are_told_with_their_size(tmp_path: Path) -> None:
         ([STABLE], 2, 10, "must hold 2 wheels, but holds 1."),
         ([BINARY.replace("312", "311")], 1, 10, "must fit Python 3.12 on Linux (x86-64), but does not."),
         ([BINARY.replace("x86_64", "aarch64")], 1, 10, "must fit Python 3.12 on Linux (x86-64), but does not."),
-        ([BINARY], 1, (MOST_MIB + 1) * 2**20, "must hold at most 32 MiB, but holds 33; leave some out by --bare."),
+        ([BINARY], 1, (MAX_MIB + 1) * 2**20, "must hold at most 32 MiB, but holds 33; leave some out by --bare."),
     ],
 )
 def test_wheels_that_are_of_no_use_there_are_refused(
     tmp_path: Path, names: list[str], count: int, size: int, sentence: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        checked(wheels(tmp_path, *names, size=size), "3.12", count)
+        check_wheels(wheels(tmp_path, *names, size=size), "3.12", count)
     assert str(refused.value).endswith(sentence)

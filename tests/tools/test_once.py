@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from steps.once import Once
+from steps.once import StepRunner
 from support.forked import FORK
 
 
@@ -28,7 +28,7 @@ class Copying:
 
     def run(self, **changed: Any) -> bool:
         """Runs the step, as a second command would; whether it was reused."""
-        once = Once(self.folder / "records", Console(file=self.output))
+        once = StepRunner(self.folder / "records", Console(file=self.output))
         options = {"settings": {"seed": 1}, "inputs": [self.source], "outputs": [self.target], **changed}
         return once.run("copy", self._work, **options).reused
 
@@ -55,7 +55,7 @@ def test_a_finished_step_is_reused_and_says_so(copying: Copying) -> None:
 
 def test_a_console_without_markup_is_printed_to_as_well(tmp_path: Path) -> None:
     output = io.StringIO()
-    Once(tmp_path, Console(file=output, markup=False)).run("step", lambda: "[done]", about="[1/2] what?")
+    StepRunner(tmp_path, Console(file=output, markup=False)).run("step", lambda: "[done]", about="[1/2] what?")
     assert output.getvalue().splitlines() == ["▸ step [1/2] what?", "✓ step done (0s): [done]"]
 
 
@@ -133,19 +133,19 @@ def test_one_process_waits_while_another_runs_the_same_step(tmp_path: Path) -> N
             assert done.wait(60)
             return "slow"
 
-        first = pool.submit(Once(tmp_path, Console(quiet=True)).run, "step", slow)
+        first = pool.submit(StepRunner(tmp_path, Console(quiet=True)).run, "step", slow)
         assert begun.wait(60)
-        second = pool.submit(Once(tmp_path, Console(quiet=True)).run, "step", lambda: "fast")
+        second = pool.submit(StepRunner(tmp_path, Console(quiet=True)).run, "step", lambda: "fast")
         done.set()
         assert (first.result(60).result, second.result(60).result) == ("slow", "slow")
 
 
 def test_results_are_read_by_name_and_forgotten(tmp_path: Path) -> None:
-    once = Once(tmp_path, Console(quiet=True))
+    once = StepRunner(tmp_path, Console(quiet=True))
     for name in ("one", "two"):
         once.run(name, lambda: {"lines": [1]})
     (tmp_path / "two.json").write_text('{"key"')
     assert once.results() == {"one": {"lines": [1]}}
-    once.forget()
+    once.clear()
     assert once.results() == {}
     assert not once.run("one", lambda: None).reused

@@ -38,7 +38,7 @@ def test_the_committed_picture_is_the_one_of_the_tables(tmp_path: Path, monkeypa
 
 def test_curves_are_those_of_the_page() -> None:
     page = f"""
-{pictures.LONG}
+{pictures.LONG_HEADING}
 
 | tokens | | BLiMP | rest |
 |---|---|---|---|
@@ -46,7 +46,7 @@ def test_curves_are_those_of_the_page() -> None:
 | 5.0 M | from here on | **60.5 ± 0.7** | 2 |
 | 5.0 M | a branch | 61.0 | 3 |
 
-{pictures.LEVEL}
+{pictures.LEVEL_HEADING}
 
 | tokens | rest | BLiMP, headless | vanilla |
 |---|---|---|---|
@@ -55,7 +55,7 @@ def test_curves_are_those_of_the_page() -> None:
 | tokens | of another table |
 |---|---|
 """
-    found = pictures.curves(page, "BLiMP")
+    found = pictures.read_curves(page, "BLiMP")
     assert list(found.values()) == [[(5e6, 60.5)], [(5e6, 62.0)], [(5e6, 63.5)]]
-    minutes = [points[0][0] for points in pictures.along_time(found).values()]
+    minutes = [points[0][0] for points in pictures.to_minutes(found).values()]
     assert minutes == pytest.approx([6.435, 6.435, 24.452], abs=1e-3)

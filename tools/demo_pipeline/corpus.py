@@ -1,13 +1,13 @@
-"""Builds a text corpus from the documentation that comes with this Python and its packages, and a last-word test.
+"""Builds a text corpus from the docstrings of this Python and its packages, and a last-word test.
 
-A module or class opens a page with its own docstring; its members follow, each under a line such as `name(arguments)`.
-A member with enough to say gets a page of its own instead. Nothing is imported: the text comes from `ast`. A page that
-mostly repeats runs of eight words of earlier ones is dropped. Whole source files are held out, so that a held-out page
-never has its neighbours in the training text.
+A module or class starts a page with its docstring; its members follow, each under a line `name(arguments)`. A member
+with a long docstring gets its own page instead. Nothing is imported: the text comes from `ast`. A page of which many
+8-grams of words occurred in earlier pages is dropped. Whole source files are held out, so that pages of one file are
+never split between training and held-out text.
 
-The test is made from held-out documents, in the spirit of LAMBADA. Each passage is a few whole sentences that end in a
-content word which already occurred in the passage: a reader who followed it can name the word, one who saw only the
-last sentence often cannot. A line is {"text": passage}; the word after its last space is the one to predict.
+The test is made from held-out documents, like LAMBADA. Each passage is a few sentences up to a content word that occurs
+earlier in the passage: the context predicts the word better than the last sentence alone does. A line is
+{"text": passage}; the word after its last space is the one to predict.
 """
 
 from __future__ import annotations
@@ -40,51 +40,52 @@ from megahead.files import write_atomically
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces `path` by `records`, an object a line, once all of them are on disk."""
+    """Writes `records` to `path` atomically, one JSON object a line."""
     write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-OWN_PAGE = 1000  # characters: a member documented at this length leaves its parent's page
-SHORTEST_PAGE = 400  # characters: below this a page says too little
-LETTERS = 0.72  # least share of letters and spaces; below it, pages are tables, formulas and dumps of numbers
+MIN_OWN_PAGE = 1000  # characters: a member with a docstring of this length gets its own page
+MIN_PAGE = 400  # characters
+MIN_LETTER_SHARE = 0.72  # of letters and spaces; pages below are tables, formulas and dumps of numbers
 
 _TRIPLE_QUOTED = re.compile(rb'("""|\'\'\')(.*?)\1', re.DOTALL)
 _ADDS_DOCSTRING = re.compile(r"add_?(new)?_?doc")
-_OTHER_THAN_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha() and code != ord(" "))
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Member = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_NON_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha() and code != ord(" "))
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_MemberNode = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Page:
-    """One document: `title`, also its first line, is the qualified name of what `text` describes."""
+    """One document; `title`, also the first line of `text`, is the qualified name of the object that it describes."""
 
     module: str
     title: str
     text: str
 
 
-def pages_of(path: Path, module: str) -> list[Page]:
-    """The pages of one source file, in source order; none for a file that does not parse or says too little.
+def extract_pages(path: Path, module: str) -> list[Page]:
+    """The pages of one source file, in source order; none for a file that does not parse or has too little text.
 
-    Files are first weighed by their triple quotes, which costs a hundredth of parsing them.
+    Files with little triple-quoted text are skipped before parsing, which takes a hundred times as long.
     """
     source = path.read_bytes()
-    if sum(len(match[1]) for match in _TRIPLE_QUOTED.findall(source)) < SHORTEST_PAGE:
+    if sum(len(match[1]) for match in _TRIPLE_QUOTED.findall(source)) < MIN_PAGE:
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
+            warnings.simplefilter("ignore")  # invalid escapes in other packages
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return []
-    found: dict[str, str] = {}
-    own = _describe(tree, module, found)
-    pages = [page(module, name, text) for name, text in [(module, own), *found.items(), *_attached(tree, module)]]
-    return [page for page in pages if reads_well(page.text)]
+    text_by_name: dict[str, str] = {}
+    module_text = _collect_text(tree, module, text_by_name)
+    named_texts = [(module, module_text), *text_by_name.items(), *_attached_docstrings(tree, module)]
+    pages = [make_page(module, name, text) for name, text in named_texts]
+    return [page for page in pages if is_readable(page.text)]
 
 
-def page(module: str, name: str, text: str) -> Page:
+def make_page(module: str, name: str, text: str) -> Page:
     """A page with its title line on top, without trailing spaces, runs of empty lines or broken characters."""
     title = name.replace(".__init__", "")
     lines = (line.rstrip() for line in f"{title}\n\n{text}".splitlines())
@@ -92,28 +93,29 @@ def page(module: str, name: str, text: str) -> Page:
     return Page(module, title, clean.encode("utf-8", "replace").decode())
 
 
-def reads_well(text: str) -> bool:
-    """Whether a page is long enough, and words more than symbols."""
-    squeezed = " ".join(text.split()).encode()
-    letters = len(squeezed.translate(None, delete=_OTHER_THAN_LETTERS))
-    return len(squeezed) >= SHORTEST_PAGE and letters >= LETTERS * len(squeezed)
+def is_readable(text: str) -> bool:
+    """Whether a page is long enough and consists mostly of letters."""
+    text_bytes = " ".join(text.split()).encode()
+    letters = len(text_bytes.translate(None, delete=_NON_LETTERS))
+    return len(text_bytes) >= MIN_PAGE and letters >= MIN_LETTER_SHARE * len(text_bytes)
 
 
-def _describe(node: ast.Module | _Member, name: str, found: dict[str, str]) -> str:
-    """What `node` and its smaller members say; larger members go to `found`, by qualified name."""
+def _collect_text(node: ast.Module | _MemberNode, name: str, text_by_name: dict[str, str]) -> str:
+    """The docstrings of `node` and its smaller members; adds larger members to `text_by_name`, by qualified name."""
     parts = [ast.get_docstring(node) or ""]
-    members = [] if isinstance(node, _Function) else [child for child in node.body if isinstance(child, _Member)]
+    body = [] if isinstance(node, _FunctionNode) else node.body
+    members = [child for child in body if isinstance(child, _MemberNode)]
     for child in members:
-        text = _describe(child, f"{name}.{child.name}", found)
-        if len(text) >= OWN_PAGE:
-            found[f"{name}.{child.name}"] = text
+        text = _collect_text(child, f"{name}.{child.name}", text_by_name)
+        if len(text) >= MIN_OWN_PAGE:
+            text_by_name[f"{name}.{child.name}"] = text
         elif text:
             indented = (f"    {line}" if line else "" for line in text.splitlines())
             parts.append("\n".join([_signature(child), *indented]))
     return "\n\n".join(part for part in parts if part)
 
 
-def _signature(node: _Member) -> str:
+def _signature(node: _MemberNode) -> str:
     if isinstance(node, ast.ClassDef):
         return f"class {node.name}"
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -121,8 +123,8 @@ def _signature(node: _Member) -> str:
     return f"{node.name}({', '.join(names)})"
 
 
-def _attached(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
-    """Name and text of docstrings given to compiled objects, as in `add_docstr(torch.abs, "...")`."""
+def _attached_docstrings(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+    """Name and text of docstrings of compiled objects: `add_docstr(torch.abs, "...")`."""
     for statement in tree.body:
         call = statement.value if isinstance(statement, ast.Expr) else None
         if not isinstance(call, ast.Call) or not _ADDS_DOCSTRING.search(ast.unparse(call.func)):
@@ -135,28 +137,28 @@ def _attached(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
             yield name, inspect.cleandoc(max(strings, key=len))
 
 
-RUN = 8
+NGRAM_SIZE = 8
 _WORD = re.compile(r"[a-z0-9]+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
-    """One hash for every run of eight consecutive words, repeats removed, sorted; empty for a shorter text."""
+    """The distinct hashes of a text's word 8-grams, sorted; empty for a shorter text."""
     words = np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], dtype=np.uint64)
-    if len(words) < RUN:
+    if len(words) < NGRAM_SIZE:
         return np.empty(0, dtype=np.uint64)
-    count = len(words) - RUN + 1
+    count = len(words) - NGRAM_SIZE + 1
     hashes = np.zeros(count, dtype=np.uint64)
-    for k in range(RUN):
+    for k in range(NGRAM_SIZE):
         hashes = (hashes ^ words[k : k + count]) * _MULTIPLIER
         hashes ^= hashes >> np.uint64(29)
     return np.unique(hashes)
 
 
 class NgramFilter:
-    """The runs of every text added so far, as a filter of 2^29 bits (64 MiB): no more memory for more text.
+    """A Bloom filter (one hash, 2^29 bits, 64 MiB) of the n-grams added so far.
 
-    A run never added is reported as seen with probability (runs added) / 2^29: about 1 % for 40 MB of text.
+    The false positive rate is (n-grams added) / 2^29: about 1 % for 40 MB of text.
     """
 
     BITS = 29
@@ -164,27 +166,27 @@ class NgramFilter:
     def __init__(self) -> None:
         self._bits = np.zeros(1 << (self.BITS - 3), dtype=np.uint8)
 
-    def add(self, runs: npt.NDArray[np.uint64]) -> None:
-        """Remembers `runs`."""
-        slots = runs >> np.uint64(64 - self.BITS)
-        np.bitwise_or.at(self._bits, slots >> np.uint64(3), _bit(slots))
+    def add(self, ngrams: npt.NDArray[np.uint64]) -> None:
+        """Adds `ngrams`."""
+        slots = ngrams >> np.uint64(64 - self.BITS)
+        np.bitwise_or.at(self._bits, slots >> np.uint64(3), _bit_mask(slots))
 
-    def share_of(self, runs: npt.NDArray[np.uint64]) -> float:
-        """The share of `runs` that was added before; 0 for none."""
-        if not len(runs):
+    def seen_share(self, ngrams: npt.NDArray[np.uint64]) -> float:
+        """The share of `ngrams` added before; 0 if empty."""
+        if not len(ngrams):
             return 0.0
-        slots = runs >> np.uint64(64 - self.BITS)
-        return float(np.mean((self._bits[slots >> np.uint64(3)] & _bit(slots)) != 0))
+        slots = ngrams >> np.uint64(64 - self.BITS)
+        return float(np.mean((self._bits[slots >> np.uint64(3)] & _bit_mask(slots)) != 0))
 
 
-def _bit(slots: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+def _bit_mask(slots: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
     return np.left_shift(np.uint8(1), (slots & np.uint64(7)).astype(np.uint8))
 
 
-REPEATED = 0.3  # a page is dropped when this share of its eight-word runs was read before
-TESTS = {"test", "tests", "testing", "_tests", "idle_test", "conftest.py"}
-COPIES = {"_vendor", "vendor", "vendored", "site-packages", "dist-packages", "__pycache__"}
-Runs = npt.NDArray[np.uint64]
+MAX_REPEATED_SHARE = 0.3  # a page is dropped if this share of its n-grams occurred before
+TEST_NAMES = {"test", "tests", "testing", "_tests", "idle_test", "conftest.py"}
+VENDORED_NAMES = {"_vendor", "vendor", "vendored", "site-packages", "dist-packages", "__pycache__"}
+NgramHashes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was written, and how much of the held-out text also stands in the training text."""
+    """Statistics of a corpus; `shared_runs`: share of held-out n-grams that occur in the training text."""
 
     documents: int
     held_out_documents: int
@@ -225,98 +227,100 @@ def build_corpus(
     """Writes `folder/train.jsonl` and `folder/held_out.jsonl`, a {"title", "text"} object a line, shuffled.
 
     The same packages, seed and shares give the same bytes, whatever the number of workers. `roots` defaults to the
-    standard library and site-packages; of the files there, as many are read as make `source_bytes`, or all. Raises
-    DataError when either file would hold no document.
+    standard library and site-packages; `source_bytes` of their files are read, or all. DataError if a file would be
+    empty.
     """
     installed = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
-    sources = drawn(find_sources(roots or installed), source_bytes, seed)
-    fresh, repeated = without_repeats(_read(sources, workers or os.cpu_count() or 1))
-    fresh.sort(key=lambda item: _draw(seed, item[0].title))
-    kept = [item for item in fresh if _draw(seed, item[0].module) >= held_out]
-    held = [item for item in fresh if _draw(seed, item[0].module) < held_out]
-    if not kept or not held:
+    sources = sample_sources(find_sources(roots or installed), source_bytes, seed)
+    pages, repeated = drop_repeated(_read_pages(sources, workers or os.cpu_count() or 1))
+    pages.sort(key=lambda page: _hash_uniform(seed, page[0].title))
+    train = [page for page in pages if _hash_uniform(seed, page[0].module) >= held_out]
+    held_out_pages = [page for page in pages if _hash_uniform(seed, page[0].module) < held_out]
+    if not train or not held_out_pages:
         raise DataError(
             f"The documentation of installed packages must fill a training and a held-out file, "
-            f"but {len(fresh)} documents were found."
+            f"but {len(pages)} documents were found."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, pages in (("train", kept), ("held_out", held)):
-        write_jsonl(folder / f"{name}.jsonl", ({"title": item.title, "text": item.text} for item, _ in pages))
-    characters = sum(len(item.text) for item, _ in fresh)
-    shared = shared_runs([runs for _, runs in kept], [runs for _, runs in held])
-    return Corpus(len(fresh), len(held), characters, repeated, shared)
+    for name, split in (("train", train), ("held_out", held_out_pages)):
+        write_jsonl(folder / f"{name}.jsonl", ({"title": page.title, "text": page.text} for page, _ in split))
+    characters = sum(len(page.text) for page, _ in pages)
+    shared = shared_share([ngrams for _, ngrams in train], [ngrams for _, ngrams in held_out_pages])
+    return Corpus(len(pages), len(held_out_pages), characters, repeated, shared)
 
 
 def find_sources(roots: Iterable[Path]) -> Iterator[Source]:
-    """Every Python file below `roots`, but for tests and for copies of other packages."""
+    """Every Python file below `roots`, except tests and vendored packages."""
     for root in roots:
         for parent, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in TESTS | COPIES and name.isidentifier()]
+            folders[:] = [name for name in folders if name not in TEST_NAMES | VENDORED_NAMES and name.isidentifier()]
             for name in files:
-                if name.endswith(".py") and name not in TESTS and not name.startswith("test_"):
+                if name.endswith(".py") and name not in TEST_NAMES and not name.startswith("test_"):
                     path = Path(parent, name)
                     module = ".".join(path.relative_to(root).with_suffix("").parts)
                     yield Source(path, module, path.stat().st_size)
 
 
-def drawn(sources: Iterable[Source], most: int | None, seed: int) -> list[Source]:
-    """As many of `sources` as have `most` bytes together, drawn by hash, or all of them; in order of their names."""
-    found = sorted(sources, key=lambda source: source.module)
-    if most is None:
-        return found
-    by_chance = sorted(found, key=lambda source: _draw(seed + 1, source.module))  # not the draw of what is held out
-    totals = itertools.accumulate(source.size for source in by_chance)
-    taken = {source.path for source, total in zip(by_chance, totals, strict=True) if total <= most}
-    return [source for source in found if source.path in taken]
+def sample_sources(sources: Iterable[Source], max_bytes: int | None, seed: int) -> list[Source]:
+    """Samples `sources` of `max_bytes` in total by hash, or all of them; sorted by module."""
+    by_name = sorted(sources, key=lambda source: source.module)
+    if max_bytes is None:
+        return by_name
+    # seed + 1: independent of the held-out split
+    shuffled = sorted(by_name, key=lambda source: _hash_uniform(seed + 1, source.module))
+    totals = itertools.accumulate(source.size for source in shuffled)
+    selected = {source.path for source, total in zip(shuffled, totals, strict=True) if total <= max_bytes}
+    return [source for source in by_name if source.path in selected]
 
 
-def without_repeats(pages: Iterable[tuple[Page, Runs]]) -> tuple[list[tuple[Page, Runs]], int]:
-    """The pages that say something new, given those before them; and how many were dropped."""
-    seen, fresh, dropped = NgramFilter(), [], 0
-    for item, runs in pages:
-        if seen.share_of(runs) >= REPEATED:
+def drop_repeated(pages: Iterable[tuple[Page, NgramHashes]]) -> tuple[list[tuple[Page, NgramHashes]], int]:
+    """Drops pages that mostly repeat earlier ones; returns the rest, and how many were dropped."""
+    seen, kept, dropped = NgramFilter(), [], 0
+    for page, ngrams in pages:
+        if seen.seen_share(ngrams) >= MAX_REPEATED_SHARE:
             dropped += 1
         else:
-            seen.add(runs)
-            fresh.append((item, runs))
-    return fresh, dropped
+            seen.add(ngrams)
+            kept.append((page, ngrams))
+    return kept, dropped
 
 
-def shared_runs(train: Iterable[Runs], held_out: Sequence[Runs]) -> float:
-    """Share of the held-out documents' eight-word runs that stand anywhere in the training documents."""
+def shared_share(train: Iterable[NgramHashes], held_out: Sequence[NgramHashes]) -> float:
+    """Share of the held-out documents' n-grams that occur in the training documents."""
     seen = NgramFilter()
-    for runs in train:
-        seen.add(runs)
-    counts = [len(runs) for runs in held_out]
-    return sum(seen.share_of(runs) * count for runs, count in zip(held_out, counts, strict=True)) / max(1, sum(counts))
+    for ngrams in train:
+        seen.add(ngrams)
+    counts = [len(ngrams) for ngrams in held_out]
+    shared = sum(seen.seen_share(ngrams) * count for ngrams, count in zip(held_out, counts, strict=True))
+    return shared / max(1, sum(counts))
 
 
-def _read(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, Runs]]:
-    """All pages in the order of `sources`, then the language reference's topics."""
-    pool_of_workers = ProcessPoolExecutor(workers, initializer=gc.disable)  # parsing makes no cycles
-    with pool_of_workers as pool, ProgressBar("Reading docstrings") as bar:
+def _read_pages(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, NgramHashes]]:
+    """Yields all pages in the order of `sources`, then the language reference's topics."""
+    executor = ProcessPoolExecutor(workers, initializer=gc.disable)  # parsing creates no reference cycles
+    with executor as pool, ProgressBar("Reading docstrings") as bar:
         bar.start(sum(source.size for source in sources))
-        for source, pages in zip(sources, pool.map(_pages_and_runs, sources, chunksize=8), strict=True):
+        for source, pages in zip(sources, pool.map(_pages_and_ngrams, sources, chunksize=8), strict=True):
             yield from pages
             bar.advance(source.size, sum(len(page.text) for page, _ in pages))
     for topic, text in sorted(pydoc_data.topics.topics.items()):
-        written = page("pydoc_data.topics", f"python.topics.{topic}", text)
-        if reads_well(written.text):
-            yield written, ngram_hashes(written.text)
+        page = make_page("pydoc_data.topics", f"python.topics.{topic}", text)
+        if is_readable(page.text):
+            yield page, ngram_hashes(page.text)
 
 
-def _pages_and_runs(source: Source) -> list[tuple[Page, Runs]]:
-    return [(page, ngram_hashes(page.text)) for page in pages_of(source.path, source.module)]
+def _pages_and_ngrams(source: Source) -> list[tuple[Page, NgramHashes]]:
+    return [(page, ngram_hashes(page.text)) for page in extract_pages(source.path, source.module)]
 
 
-def _draw(seed: int, name: str) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
+def _hash_uniform(seed: int, name: str) -> float:
+    """A number in [0, 1) that depends only on the arguments."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-WORDS = range(30, 81)  # length of a passage
-PER_DOCUMENT = 4  # passages from one document at most
+PASSAGE_WORDS = range(30, 81)  # length of a passage
+MAX_PER_DOCUMENT = 4  # passages
 _LATIN = re.compile(r"[A-Za-z]+")
 _SENTENCE_START = re.compile(r"(?<=[\w)`'\"][.!?])\s+(?=[A-Z`])")
 _CLAUSE_END = re.compile(r"(?<=[a-z])(?=[,;:.!?](\s|$))")
@@ -332,31 +336,31 @@ when where whether which while will with within without would your
 def build_cloze(documents: Path, output: Path, *, limit: int = 1000, seed: int = 1234) -> int:
     """Writes up to `limit` passages from a jsonl of {"text"} documents and returns how many.
 
-    Chosen by hash: the same documents and seed give the same file. Raises DataError when no passage is found.
+    Passages are sampled by hash: the same documents and seed give the same file. DataError if there is no passage.
     """
     with documents.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    by_chance = partial(_draw, seed)
-    drawn = {one for text in texts for one in sorted(passages_of(text), key=by_chance)[:PER_DOCUMENT]}
-    passages = sorted(drawn, key=by_chance)[:limit]
+    by_hash = partial(_hash_uniform, seed)
+    candidates = {passage for text in texts for passage in sorted(find_passages(text), key=by_hash)[:MAX_PER_DOCUMENT]}
+    passages = sorted(candidates, key=by_hash)[:limit]
     if not passages:
         raise DataError(f"{documents} must hold prose that ends in a repeated word, but gives no cloze passage.")
     write_jsonl(output, ({"text": passage} for passage in passages))
     return len(passages)
 
 
-def passages_of(text: str) -> Iterator[str]:
-    """Every passage of one document that may serve: from the start of a sentence to the end of a clause."""
+def find_passages(text: str) -> Iterator[str]:
+    """Every suitable passage of one document, from the start of a sentence to the end of a clause."""
     for prose in _prose(text):
         starts = [0, *(match.end() for match in _SENTENCE_START.finditer(prose))]
         for clause in _CLAUSE_END.finditer(prose):
             passages = (prose[start : clause.start()] for start in reversed(starts) if start < clause.start())
-            fitting = (passage for passage in passages if len(passage.split()) in WORDS and is_answerable(passage))
-            yield from itertools.islice(fitting, 1)
+            sized = (passage for passage in passages if len(passage.split()) in PASSAGE_WORDS)
+            yield from itertools.islice(filter(is_answerable, sized), 1)
 
 
 def is_answerable(passage: str) -> bool:
-    """Whether the last word is a content word that occurs before, though not right before."""
+    """Whether the last word is a content word that occurs earlier, but not as the word before it."""
     before, _, answer = passage.rpartition(" ")
     words = _LATIN.findall(before)
     content = len(answer) >= 4 and answer.isalpha() and answer.islower() and answer not in _FUNCTION_WORDS.split()
@@ -364,7 +368,7 @@ def is_answerable(passage: str) -> bool:
 
 
 def _prose(text: str) -> Iterator[str]:
-    """Runs of neighbouring paragraphs that are plain sentences, each run on one line."""
+    """Yields each run of consecutive paragraphs of plain sentences, joined to one line."""
     run: list[str] = []
     blocks = itertools.groupby(text.splitlines(), key=lambda line: (not line, len(line) - len(line.lstrip())))
     joined = (" ".join(" ".join(lines).split()) for _, lines in blocks)  # of one indentation, without empty lines

@@ -1,5 +1,5 @@
-"""The demo's stages, each resting on files of the ones before, and what they end with: the parts of `megahead start`,
-with a corpus, a second head and scores beside them."""
+"""The demo's stages, each using files of those before: the parts of `megahead start`, plus a corpus, a second head and
+evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.sharing import sample
 from megahead.wording import format_duration
-from steps.once import Once
+from steps.once import StepRunner
 
 if TYPE_CHECKING:
     from demo import Size
@@ -41,23 +41,22 @@ RANKS = min(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cp
 
 
 class Text:
-    """Files in `folder`, a training and a held-out half of each; `roots` are searched for documentation."""
+    """The text files in `folder`, with a training and a held-out split; documentation is read from `roots`."""
 
     def __init__(self, folder: Path, size: Size, roots: Sequence[Path]) -> None:
         self.size, self.roots = size, roots
         self.corpus, self.data = folder / "corpus", folder / "data"
         self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
 
-    def make(self, stages: Once, vocab_size: int) -> None:
-        """A corpus from this machine, a tokenizer made from it, the corpus as ids, a last-word test; as far as they are
-        not there."""
+    def make(self, stages: StepRunner, vocab_size: int) -> None:
+        """Builds the corpus, its tokenizer, the indexed datasets and the last-word test, unless they exist."""
         roots, size = [str(root) for root in self.roots], self.size
-        train, held_out = (self.corpus / f"{half}.jsonl" for half in ("train", "held_out"))
-        reads: dict[str, Any] = {"source_bytes": size.source_bytes, "held_out": size.held_out}
+        train, held_out = (self.corpus / f"{split}.jsonl" for split in ("train", "held_out"))
+        options: dict[str, Any] = {"source_bytes": size.source_bytes, "held_out": size.held_out}
         stages.run(
             "corpus",
-            lambda: build_corpus(self.corpus, roots=self.roots, **reads).summary(),
-            settings={"roots": roots, **reads},
+            lambda: build_corpus(self.corpus, roots=self.roots, **options).summary(),
+            settings={"roots": roots, **options},
             outputs=[train, held_out],
         )
         stages.run(
@@ -80,43 +79,43 @@ class Text:
     def _index(self) -> str:
         self.data.mkdir(parents=True, exist_ok=True)
         reports = []
-        for half in ("train", "held_out"):
-            with ProgressBar(f"Tokenizing {half}") as bar:
-                text = [self.corpus / f"{half}.jsonl"]
-                reports.append(preprocess(text, self.tokenizer, self.data / half, progress=bar))
-        train_tokens, held_tokens = (report.tokens for report in reports)
-        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_tokens)
-        return f"{train_tokens:,} tokens and {held_tokens:,} held out, {bytes_each:.2f} bytes a token"
+        for split in ("train", "held_out"):
+            with ProgressBar(f"Tokenizing {split}") as bar:
+                text = [self.corpus / f"{split}.jsonl"]
+                reports.append(preprocess(text, self.tokenizer, self.data / split, progress=bar))
+        train_tokens, held_out_tokens = (report.tokens for report in reports)
+        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_out_tokens)
+        return f"{train_tokens:,} tokens and {held_out_tokens:,} held out, {bytes_each:.2f} bytes a token"
 
 
 class Pipeline:
-    """Everything happens in `folder`; `roots` are searched for documentation (default: all that is installed).
+    """Runs the stages in `folder`; documentation is read from `roots` (default: all installed packages).
 
-    `overrides` are `a.b=c`, for every run, and count before what `size` says.
+    `overrides` (`a.b=c`) apply to every run, and take precedence over the settings of `size`.
     """
 
     def __init__(
         self, folder: Path, console: Console, *, size: Size, overrides: Sequence[str] = (), roots: Sequence[Path] = ()
     ) -> None:
         self.folder, self.console, self.size, self.overrides = folder, console, size, overrides
-        self.stages = Once(folder / "stages", console)
+        self.stages = StepRunner(folder / "stages", console)
         self.text = Text(folder, size, roots)
 
     def settings(self, name: str, *extra: str) -> list[str]:
-        """Of the run `name`, over its config; the later counts."""
+        """Overrides of the run `name`; later ones take precedence."""
         return [
             f"data.train={self.text.data}/train",
             f"data.validation={self.text.data}/held_out",
             f"data.tokenizer={self.text.tokenizer}",
             *self.size.settings,
-            *self.size.settings_of.get(name, ()),
+            *self.size.run_settings.get(name, ()),
             *self.overrides,
             f"output_dir={self.folder}/runs/{name}",
             *extra,
         ]
 
     def run(self, *, with_vanilla: bool) -> list[dict[str, Any]]:
-        """All stages; a row of figures for each model."""
+        """Runs all stages; returns a row of figures for each model."""
         headless = load_config("demo-headless", self.settings("headless"))
         self.text.make(self.stages, headless.model.vocab_size)
         self._train("headless")
@@ -136,27 +135,30 @@ class Pipeline:
         config = load_config(f"demo-{name}", overrides).model_dump(mode="json")
         settings, checkpoints = {"run": config, "ranks": RANKS}, RunFolder(run).checkpoints
 
-        def work() -> str:
+        def train() -> str:
             pretrain(f"demo-{name}", overrides, ranks=RANKS)
             metrics = read_metrics(run)
             tokens, perplexity = metrics.training[-1]["tokens"], metrics.validation[-1]["perplexity"]
             return f"{tokens:,} tokens, held-out perplexity {perplexity:,.0f}"
 
-        read = [self.text.data, *inputs]
-        self.stages.run(f"train {name}", work, settings=settings, inputs=read, outputs=[checkpoints])
+        all_inputs = [self.text.data, *inputs]
+        self.stages.run(f"train {name}", train, settings=settings, inputs=all_inputs, outputs=[checkpoints])
 
     def _train_vanilla(self) -> None:
-        """As many steps as fit in the time that the headless run took, its schedule fitted to them."""
+        """Trains for as many steps as fit in the time of the headless run, with a schedule of that length."""
         seconds = read_metrics(self.folder / "runs/headless").training[-1]["seconds"]
         config = load_config("demo-vanilla", self.settings("vanilla"))
 
-        def work() -> float:
+        def train() -> float:
             return step_seconds(config.model_dump(mode="json", exclude_unset=True), ranks=RANKS)
 
-        timed = self.stages.run(
-            "time vanilla", work, settings={"seconds": seconds}, say=lambda found: f"{found:.2f} s a step"
+        step_time = self.stages.run(
+            "time vanilla",
+            train,
+            settings={"seconds": seconds},
+            describe_result=lambda seconds: f"{seconds:.2f} s a step",
         )
-        steps = max(20, int(seconds / timed.result))
+        steps = max(20, int(seconds / step_time.result))
         self._train("vanilla", [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 8)}"])
 
     def _evaluate(self, name: str, head: HeadName) -> dict[str, Any]:
@@ -170,10 +172,10 @@ class Pipeline:
             return f"logits equal to the run's within {error:.1e}"
 
         self.stages.run(f"export {name} {head}", to_hugging_face, inputs=[latest], outputs=[model])
-        score, read = lambda: self._score(run, model, head, scores), [latest, model, self.text.cloze]
-        self.stages.run(f"evaluate {name} {head}", score, inputs=read, outputs=[scores])
-        last, found = read_metrics(run).training[-1], json.loads(scores.read_text(encoding="utf-8"))
-        return {**found, "seconds": last["seconds"], "tokens": last["tokens"]}
+        score, inputs = lambda: self._score(run, model, head, scores), [latest, model, self.text.cloze]
+        self.stages.run(f"evaluate {name} {head}", score, inputs=inputs, outputs=[scores])
+        last, figures = read_metrics(run).training[-1], json.loads(scores.read_text(encoding="utf-8"))
+        return {**figures, "seconds": last["seconds"], "tokens": last["tokens"]}
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
@@ -193,8 +195,8 @@ def _write(path: Path, content: Any) -> None:
 PROMPT = "Return a new array"
 
 
-def show(folder: Path, rows: list[dict[str, Any]], stages: Once) -> None:
-    """Prints everything to the stages' console and writes `folder`/curves.png."""
+def show(folder: Path, rows: list[dict[str, Any]], stages: StepRunner) -> None:
+    """Prints the results to the stages' console and writes `folder`/curves.png."""
     console = stages.console
     runs = list(dict.fromkeys(row["run"] for row in rows))
     save_figure(draw_curves([read_metrics(folder / "runs" / name) for name in runs]), folder / "curves.png")
@@ -202,19 +204,19 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: Once) -> None:
     console.print(PROMPT, style="bold", end="")
     console.print(sample(folder / "models/head-trained", PROMPT, 100), markup=False)
     console.rule("held-out text")
-    console.print(to_rich([_narrow(row) for row in rows]))
+    console.print(to_rich([_display_row(row) for row in rows]))
     tied, pmi, trained = (row["perplexity"] for row in rows[:3])
     console.print(f"perplexity of the pmi head: {pmi / tied:.2f} x tied, {pmi / trained:.2f} x trained")
     console.rule("time")
-    console.print(times(stages))
+    console.print(time_table(stages))
     console.rule("what it made")
-    made = {"curves": "curves.png", "table": "results.json", "models": "models (Hugging Face folders)"}
-    for name, path in {**made, "runs": f"runs (tensorboard --logdir {folder}/runs)"}.items():
+    path_by_name = {"curves": "curves.png", "table": "results.json", "models": "models (Hugging Face folders)"}
+    for name, path in {**path_by_name, "runs": f"runs (tensorboard --logdir {folder}/runs)"}.items():
         console.print(f"{name:<8}{folder}/{path}", soft_wrap=True)
 
 
-def times(stages: Once) -> Table:
-    """The time of every stage, and what this call took."""
+def time_table(stages: StepRunner) -> Table:
+    """A table with the time of every stage, and that of this call."""
     table = Table(box=None, header_style="bold", show_footer=True, pad_edge=False)
     spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
     table.add_column("stage", footer="this run")
@@ -225,8 +227,8 @@ def times(stages: Once) -> Table:
     return table
 
 
-def _narrow(row: dict[str, Any]) -> dict[str, object]:
-    """A row as narrow as a terminal."""
+def _display_row(row: dict[str, Any]) -> dict[str, object]:
+    """The columns of a row that fit a terminal."""
     return {
         "model": row["model"],
         "perplexity": row["perplexity"],

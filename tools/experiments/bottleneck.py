@@ -23,7 +23,7 @@ from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
 from megahead.evaluate.perplexity import evaluate_checkpoint
-from steps.once import one_at_a_time
+from steps.once import output_lock
 
 LAP = 25
 WALK = 5 * LAP - 1  # symbols of a text; its end token makes it a row
@@ -75,7 +75,7 @@ def write_language(folder: Path, size: int) -> Path:
     for part, (name, texts, length) in enumerate(
         (("text", STEPS * ROWS_A_STEP, WALK), ("held-out", HELD_OUT, WALK), ("first-lap", 5 * HELD_OUT, LAP - 1))
     ):
-        with one_at_a_time(folder / name):
+        with output_lock(folder / name):
             if not (folder / f"{name}.idx").exists():
                 chance = np.random.default_rng([size, part])
                 cycle, start = chance.integers(len(cycles), size=texts + 1), chance.integers(LAP, size=texts + 1)

@@ -19,7 +19,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
 from megahead.evaluate.finetuning import FineTuningResult, comparison_table
 from megahead.report.read import RunMetrics
-from steps.once import one_at_a_time
+from steps.once import output_lock
 
 WRONG = 0.1
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
@@ -66,7 +66,7 @@ def table_of(results: Sequence[FineTuningResult]) -> list[Row]:
 def _with_wrong_tokens(prefix: Path) -> Path:
     """A copy of the dataset in which one token in ten is any other, but for ends of documents; made where missing."""
     made = prefix.with_name(f"{prefix.name}-wrong")
-    with one_at_a_time(made):
+    with output_lock(made):
         if not made.with_suffix(".idx").exists():
             dataset, generator = IndexedDataset(prefix), np.random.default_rng(0)
             size = json.loads(prefix.with_suffix(".json").read_text())["vocab_size"]

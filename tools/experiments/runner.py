@@ -40,7 +40,7 @@ from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
 from megahead.train.run import resolve_precision
-from steps.once import Once, one_at_a_time
+from steps.once import StepRunner, output_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ class ExperimentRunner:
         run, source = self.folder / name, f"configs/{config}.yaml"
         given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
         wanted = load_config(source, given)
-        with one_at_a_time(run):
+        with output_lock(run):
             if not _finished(run, wanted):
                 run.mkdir(parents=True, exist_ok=True)
                 command = ["launch/pretrain.py", "--config", source]
@@ -164,8 +164,8 @@ class ExperimentRunner:
         """Runs tools/TOOL with `--output` (`made`, or what it is called by) once, and again if its arguments changed.
         What lies there from an earlier version, which kept no records, is taken as it is: runs were trained on it.
         UserError when it fails."""
-        once = Once(made.parent / "made", self.console)
-        earlier = made.exists() and not once.known(made.stem)
+        once = StepRunner(made.parent / "made", self.console)
+        earlier = made.exists() and not once.has_started(made.stem)
         words = [os.path.relpath(word, made.parent) if isinstance(word, Path) else str(word) for word in arguments]
 
         def work() -> str:
@@ -228,7 +228,7 @@ class ExperimentRunner:
         few steps at the same time, so that what else keeps the machine busy slows both. A pair of which one was stopped
         begins anew: else the other would have gone on alone."""
         quiet = replace(self, console=Console(quiet=True))
-        with one_at_a_time(self.folder / "-and-".join(pair)), ThreadPoolExecutor() as pool:
+        with output_lock(self.folder / "-and-".join(pair)), ThreadPoolExecutor() as pool:
             if not all(ended(self.folder / name) for name in pair):
                 for name in pair:
                     shutil.rmtree(self.folder / name, ignore_errors=True)

@@ -28,7 +28,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import FieldError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
-from steps.once import one_at_a_time
+from steps.once import output_lock
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _cloze(data: Sequence[str]) -> Path:
     """Passages of the held-out text whose last word is to be named; made once."""
     named = dict(one.split("=", 1) for one in data)
     output = Path(named["data.validation"]).with_name("cloze.jsonl")
-    with one_at_a_time(output):
+    with output_lock(output):
         if not output.exists():
             dataset, tokenizer = IndexedDataset(named["data.validation"]), load_tokenizer(Path(named["data.tokenizer"]))
             documents = output.with_name("held-out.jsonl")

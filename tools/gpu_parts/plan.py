@@ -1,4 +1,4 @@
-"""The parts of tools/gpu_report.py in the order of what they are worth, in full for a GPU, and tiny for a CPU."""
+"""The parts of tools/gpu_report.py by priority, in full size for a GPU and tiny for a CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from benchmarks.command import PYTHIA_VOCABULARY, zipf_tokens
 from megahead.data.writer import IndexedDatasetWriter
 
-RESULT, SECONDS = "{result}", "{seconds}"  # in a part's command: the JSON file it is to write, and how long it may work
-START_UP = 60.0  # Seconds of a part with `SECONDS` that are not work: imports, compiling, the last evaluation, saving
+RESULT, SECONDS = "{result}", "{seconds}"  # in a part's command: the JSON file to write, and its time limit
+STARTUP_SECONDS = 60.0  # subtracted from `SECONDS`: imports, compiling, the last evaluation, saving
 
 
 State = Literal["measured", "failed", "too long", "left out"]
@@ -22,17 +22,17 @@ State = Literal["measured", "failed", "too long", "left out"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part."""
+    """The result of a part."""
 
     name: str
     question: str
-    command: list[str]  # the part's, by which it is known again
+    command: list[str]  # the part's template, which identifies it in a later call
     state: State
     seconds: float = 0.0
     called: list[str] = field(default_factory=list)  # the command as it was run
-    why: str = ""  # in a sentence, unless it was measured
-    said: str = ""  # what it printed
-    lines: list[dict[str, Any]] | None = None  # what it wrote, also if it failed afterwards
+    why: str = ""  # a sentence, unless the part was measured
+    said: str = ""  # its output
+    lines: list[dict[str, Any]] | None = None  # its JSON result, also if it failed afterwards
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,19 @@ class Part:
     name: str
     question: str
     command: tuple[str, ...]  # a script and its arguments
-    seconds: float  # about what it takes on an H100, and at least what is kept for it. Twice that is its limit.
-    packages: tuple[str, ...] = ()  # without these it is left out
-    files: tuple[Path, ...] = ()  # likewise
-    unsupported_reason: str = ""  # why it cannot be done, as far as that is known beforehand
-    explains: str = ""  # the part whose missed targets it explains; it is left out where they were met
+    seconds: float  # estimate on an H100, reserved for it; its limit is twice that
+    packages: tuple[str, ...] = ()  # required; else the part is left out
+    files: tuple[Path, ...] = ()  # required, too
+    unsupported_reason: str = ""  # why it cannot run, if known beforehand
+    explains: str = ""  # the part whose missed targets it explains; left out if they were met
 
     @property
-    def shares(self) -> bool:
-        """Whether it takes as long as it is given: what is kept for it, and an equal share of what nothing needs, of
-        all such parts to come."""
+    def uses_spare_time(self) -> bool:
+        """Whether it takes an equal share of the spare time, beside `seconds`, of all such parts to come."""
         return any(SECONDS in word for word in self.command)
 
-    def lacks(self) -> str:
-        """Why it cannot be done here; empty where it can."""
+    def missing_requirement(self) -> str:
+        """Why the part cannot run here; empty if it can."""
         if self.unsupported_reason:
             return self.unsupported_reason
         packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -64,22 +63,21 @@ class Part:
         files = [str(path) for path in self.files if not path.exists()]
         return f"{files[0]} must be there for it, but is not." if files else ""
 
-    def filled(self, result: Path, limit: float) -> list[str]:
-        """Its command, to end by itself within `limit` seconds."""
-        seconds = str(round(max(limit - START_UP, 1)))
+    def fill_command(self, result: Path, limit: float) -> list[str]:
+        """The command to run, which should end within `limit` seconds."""
+        seconds = str(round(max(limit - STARTUP_SECONDS, 1)))
         return [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in self.command]
 
-    def outcome(self, state: State, **found: Any) -> Outcome:
-        return Outcome(self.name, self.question, list(self.command), state, **found)
+    def outcome(self, state: State, **fields: Any) -> Outcome:
+        return Outcome(self.name, self.question, list(self.command), state, **fields)
 
 
-_DOCUMENT = 500
+_DOCUMENT_TOKENS = 500
 
 
 @dataclass(frozen=True)
 class Text:
-    """A dataset: one that is there, or in `folder`, made by a part of its own where `sources` and a tokenizer are
-    given."""
+    """A dataset: an existing one, or one in `folder`, which a part builds from `sources` and a tokenizer."""
 
     folder: Path
     sources: tuple[Path, ...] = ()
@@ -87,37 +85,39 @@ class Text:
     dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
 
     @property
-    def is_made(self) -> bool:
-        """Whether a part makes it."""
+    def is_built(self) -> bool:
+        """Whether a part builds it."""
         return self.dataset is None and bool(self.sources) and self.tokenizer is not None
 
     @property
-    def given(self) -> bool:
-        return self.dataset is not None or self.is_made
+    def has_text(self) -> bool:
+        return self.dataset is not None or self.is_built
 
     @property
     def prefix(self) -> Path:
-        return self.dataset or self.folder / ("text" if self.given else "zipf")
+        return self.dataset or self.folder / ("text" if self.has_text else "zipf")
 
     @property
     def index(self) -> Path:
-        """Exists once the dataset is whole."""
+        """A file that exists once the dataset is complete."""
         return self.prefix.with_suffix(".idx")
 
     def why_not_trained(self) -> str:
-        return "" if self.given else "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
+        need = "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
+        return "" if self.has_text else need
 
     def settings(self) -> tuple[str, ...]:
-        """Of a run that reads it."""
-        validation = f"{self.prefix}-validation" if self.given else "null"
+        """Overrides of a run that reads it."""
+        validation = f"{self.prefix}-validation" if self.has_text else "null"
         tokenizer = self.tokenizer or "null"
         return f"data.train={self.prefix}", f"data.validation={validation}", f"data.tokenizer={tokenizer}"
 
-    def draw(self, tokens: int) -> None:
-        """So many tokens by Zipf's law, in documents that end with 0, unless a text was given or they are there."""
-        if self.given or self.index.exists():
+    def write_zipf(self, tokens: int) -> None:
+        """Writes Zipf-distributed tokens, in documents that end with 0, unless there is a text already."""
+        if self.has_text or self.index.exists():
             return
-        documents = zipf_tokens(PYTHIA_VOCABULARY, (tokens // _DOCUMENT, _DOCUMENT), seed=0, excluded_id=0)
+        shape = tokens // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS
+        documents = zipf_tokens(PYTHIA_VOCABULARY, shape, seed=0, excluded_id=0)
         documents[:, -1] = 0
         with IndexedDatasetWriter(self.prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
             for document in documents:
@@ -126,38 +126,42 @@ class Text:
 
 PREFIX = "train-"
 TOKENS = 100_000_000
-SHARES = {"14m": 0.10, "70m": 0.25}  # of the peak, assumed of trainings so that TOKENS fit into what is kept for them
+MFU_BY_SIZE = {"14m": 0.10, "70m": 0.25}  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
 FULL, DRY = PLAN["full"], PLAN["dry"]
 
 
-def parts_of(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
-    """All of them; `folder`: where runs go."""
+def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
+    """All parts of a scale; `folder`: for runs."""
     parts: list[Part] = []
-    for kind, name, options, seconds, *more in scale["parts"]:
-        if kind == "text" and not text.is_made:
+    for kind, name, options, seconds, *more_options in scale["parts"]:
+        if kind == "text" and not text.is_built:
             continue
-        words, device = " ".join([options, *more]).split(), scale["device"].split()
-        lists = {"{options}": words, "{set}": _set(words), "{device}": device, "{where}": device[:2]}
-        lists |= {"{data}": _set(text.settings()), "{sources}": [str(path) for path in text.sources]}
-        what, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
+        words, device = " ".join([options, *more_options]).split(), scale["device"].split()
+        replacements = {"{options}": words, "{set}": _set_options(words), "{device}": device, "{where}": device[:2]}
+        replacements |= {"{data}": _set_options(text.settings()), "{sources}": [str(path) for path in text.sources]}
+        template, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
         values |= {"tokenizer": text.tokenizer}
         values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
-        command = [one for word in what["command"].split() for one in lists.get(word) or [word.format(**values)]]
+        command = [
+            argument
+            for word in template["command"].split()
+            for argument in replacements.get(word) or [word.format(**values)]
+        ]
         parts.append(
             Part(
                 f"{kind}-{name}".removesuffix("-"),
-                what["question"].format(**values),
-                tuple(word for word in command if word not in lists),
+                template["question"].format(**values),
+                tuple(word for word in command if word not in replacements),
                 scale["slower"] * seconds,
-                tuple(what.get("packages", ())),
-                (text.index,) if what.get("reads") else (),
+                tuple(template.get("packages", ())),
+                (text.index,) if template.get("reads") else (),
                 text.why_not_trained() if kind == "train" else "",
-                what.get("explains", "").format(**values),
+                template.get("explains", "").format(**values),
             )
         )
     return parts
 
 
-def _set(settings: Iterable[str]) -> list[str]:
+def _set_options(settings: Iterable[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]

@@ -1,6 +1,6 @@
-"""Does the parts of tools/gpu_report.py within a budget of time, each in a process of its own.
+"""Runs the parts of tools/gpu_report.py within a time budget, each in its own process.
 
-It imports no torch, which would take memory of the GPU.
+It does not import torch, which would take GPU memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 from rich.console import Console
 
-from gpu_parts.page import falls_short, page_of
-from gpu_parts.plan import START_UP, Outcome, Part, State
+from gpu_parts.page import misses_targets, render_page
+from gpu_parts.plan import STARTUP_SECONDS, Outcome, Part, State
 from megahead.files import write_atomically
 from megahead.version import __version__
 from megahead.wording import format_duration
-from steps.once import Once
+from steps.once import StepRunner
 
 PACKAGES = (
     *("torch", "triton", "deepspeed", "transformers"),
@@ -35,90 +35,91 @@ PACKAGES = (
 )
 
 
-def described() -> dict[str, str]:
-    """What it is measured on, by name, found out without importing torch, which would take memory of the GPU."""
-    found = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "Python": platform.python_version()}
+def describe_machine() -> dict[str, str]:
+    """Date, GPU and versions by name, without importing torch."""
+    description = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "Python": platform.python_version()}
     commands = {
         "GPU": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
         "megahead": ("git", "describe", "--always", "--dirty"),
     }
     for name, command in commands.items():
-        found[name] = "unknown"
+        description[name] = "unknown"
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            found[name] = done.stdout.strip()
-    found["megahead"] = f"{__version__}, {found['megahead']}"
+            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            description[name] = result.stdout.strip()
+    description["megahead"] = f"{__version__}, {description['megahead']}"
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            description[name] = importlib.metadata.version(name)
+    return description
 
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 12
-_PATIENCE = 5.0  # seconds that a process which must end has to do so by itself
+_TERM_GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
-# Runs a script with its arguments; files for what it says and what goes wrong; seconds it may take
+# (script and arguments, file for stdout, file for stderr, time limit) -> exit code
 Launch = Callable[[Sequence[str], Path, Path, float], int | None]
 
 
-def launch(command: Sequence[str], said: Path, wrong: Path, limit: float) -> int | None:
-    """Exit code of an interpreter that finds this checkout; None where it had not ended after `limit` seconds.
+def launch(command: Sequence[str], stdout_path: Path, stderr_path: Path, limit: float) -> int | None:
+    """Runs Python on `command` in this checkout; returns the exit code, or None after `limit` seconds.
 
-    It has a group of processes of its own, all of which are ended with it.
+    It has its own process group, which is killed at the end.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
-    with said.open("wb") as output, wrong.open("wb") as errors:
-        told: Any = {"stdout": output, "stderr": errors, "env": environment, "cwd": ROOT}
-        process = subprocess.Popen([sys.executable, *command], start_new_session=True, **told)
+    with stdout_path.open("wb") as output, stderr_path.open("wb") as errors:
+        options: Any = {"stdout": output, "stderr": errors, "env": environment, "cwd": ROOT}
+        process = subprocess.Popen([sys.executable, *command], start_new_session=True, **options)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(process.pid, signal_number)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
+                process.wait(_TERM_GRACE_SECONDS)
 
 
-def run(part: Part, folder: Path, limit: float, launch: Launch = launch) -> Outcome:
-    """Runs it for at most `limit` seconds; what it says and writes lies in `folder`."""
-    result, said, wrong = (folder / f"{part.name}.{kind}" for kind in ("json", "txt", "errors.txt"))
+def run_part(part: Part, folder: Path, limit: float, launch: Launch = launch) -> Outcome:
+    """Runs `part` for at most `limit` seconds; its output and result go to files in `folder`."""
+    result, stdout_path, stderr_path = (folder / f"{part.name}.{suffix}" for suffix in ("json", "txt", "errors.txt"))
     result.unlink(missing_ok=True)
-    command, began, lines = part.filled(result, limit), time.monotonic(), None
-    code = launch(command, said, wrong, limit)
-    seconds = time.monotonic() - began
-    with suppress(OSError, ValueError):  # it wrote none, or was ended while it did
+    command, start, lines = part.fill_command(result, limit), time.monotonic(), None
+    code = launch(command, stdout_path, stderr_path, limit)
+    seconds = time.monotonic() - start
+    with suppress(OSError, ValueError):  # no result, or an incomplete one
         lines = json.loads(result.read_text(encoding="utf-8"))
     state: State = "measured"
     why = ""
     if code != 0:
-        state, why = _what_is_wrong(code, limit, said, wrong)
-    printed = said.read_text(encoding="utf-8", errors="replace")
-    return part.outcome(state, why=why, seconds=seconds, called=command, said=printed, lines=lines)
+        state, why = _describe_failure(code, limit, stdout_path, stderr_path)
+    output = stdout_path.read_text(encoding="utf-8", errors="replace")
+    return part.outcome(state, why=why, seconds=seconds, called=command, said=output, lines=lines)
 
 
-def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[State, str]:
-    """State and sentence; the sentence of a command that has one, else its last lines."""
+def _describe_failure(code: int | None, limit: float, stdout_path: Path, stderr_path: Path) -> tuple[State, str]:
+    """The state and a sentence: the command's `error: ...` line, else its last lines."""
     if code is None:
         return "too long", f"it had not ended after {format_duration(limit)}"
     if code == -signal.SIGKILL:
         return "failed", "it was killed, most likely for the machine's memory"
-    lines = [line for path in (said, wrong) for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "failed", told[-1] if told else "\n".join([f"it ended with code {code}:", *lines[-LAST_LINES:]])
+    texts = [path.read_text(errors="replace") for path in (stdout_path, stderr_path)]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "failed", errors[-1] if errors else "\n".join([f"it ended with code {code}:", *lines[-LAST_LINES:]])
 
 
 ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here says anything about a GPU"
-LEAST = 20.0  # seconds without which no part is begun
+MIN_SECONDS = 20.0  # the least for which a part is started
 
 
 class NotMeasured(Exception):
-    """Passes on the outcome of a part that shall run again in the next call."""
+    """Carries the outcome of a part that runs again in the next call."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.why)
@@ -126,68 +127,72 @@ class NotMeasured(Exception):
 
 
 class Session:
-    """Works in `folder`; what was measured there by the same command before is not measured again, unless `again`."""
+    """Runs parts in `folder`; reuses what the same command measured there before, unless `again`."""
 
     def __init__(
         self, folder: Path, console: Console, *, title: str = ON_A_GPU, again: bool = False, launch: Launch = launch
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.console, self._title, self._launch = folder, console, title, launch
-        self._once = Once(folder / "measured", console)
+        self._steps = StepRunner(folder / "measured", console)
         if again:
-            self._once.forget()
-        self.outcomes = {name: Outcome(**outcome) for name, outcome in self._once.results().items()}
-        self._machine = described()
+            self._steps.clear()
+        self.outcomes = {name: Outcome(**outcome) for name, outcome in self._steps.results().items()}
+        self._machine = describe_machine()
 
-    def do(self, parts: Sequence[Part], seconds: float) -> None:
-        """Does them within so many seconds, and writes `report.json` and `report.md` after each."""
+    def run_parts(self, parts: Sequence[Part], seconds: float) -> None:
+        """Runs `parts` within so many seconds, and writes `report.json` and `report.md` after each."""
         deadline = time.monotonic() + seconds
-        there = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
-        todo = [part for part in parts if (part.name, *part.command) not in there]
+        measured = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
+        todo = [part for part in parts if (part.name, *part.command) not in measured]
         if len(todo) < len(parts):
-            self._say(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
-        for number, part in enumerate(todo, 1):
-            left = deadline - time.monotonic()
-            takes = "takes what it is given" if part.shares else f"about {format_duration(part.seconds)}"
-            about = f"[{number}/{len(todo)}] {part.question} ({takes}; {format_duration(max(left, 0))} left)"
-            outcome = self.outcomes[part.name] = self._outcome(part, left, todo[number - 1 :], about)
+            self._print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
+        for index, part in enumerate(todo, 1):
+            seconds_left = deadline - time.monotonic()
+            takes = "takes the time left" if part.uses_spare_time else f"about {format_duration(part.seconds)}"
+            left = format_duration(max(seconds_left, 0))
+            about = f"[{index}/{len(todo)}] {part.question} ({takes}; {left} left)"
+            outcome = self.outcomes[part.name] = self._run_part(part, seconds_left, todo[index - 1 :], about)
             self._save()
             if outcome.state != "measured":
-                self._say(f"✗ {part.name} {outcome.state} ({format_duration(outcome.seconds)}): {outcome.why}")
+                self._print(f"✗ {part.name} {outcome.state} ({format_duration(outcome.seconds)}): {outcome.why}")
         self._save()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def _outcome(self, part: Part, left: float, to_come: Sequence[Part], about: str) -> Outcome:
-        """`to_come`: parts from this one on."""
-        if lack := part.lacks():
-            return part.outcome("left out", why=lack)
-        if part.explains and not falls_short(part.explains, list(self.outcomes.values())):
+    def _run_part(self, part: Part, seconds_left: float, upcoming: Sequence[Part], about: str) -> Outcome:
+        """Runs or reuses `part`, or leaves it out; `upcoming`: parts from this one on."""
+        if reason := part.missing_requirement():
+            return part.outcome("left out", why=reason)
+        if part.explains and not misses_targets(part.explains, list(self.outcomes.values())):
             return part.outcome("left out", why=f"{part.explains} has nothing to explain: its targets were met.")
-        kept = 2 * part.seconds
-        if part.shares:  # what nothing needs is shared by those that take what they are given
-            spare = left - sum(other.seconds for other in to_come)
-            kept = part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
-        limit = min(left, kept)
-        if limit < (LEAST + START_UP if part.shares else LEAST):
-            return part.outcome("left out", why=f"no time was left for it; {format_duration(max(left, 0))} were.")
+        reserved = 2 * part.seconds
+        if part.uses_spare_time:  # spare time is split among such parts
+            spare = seconds_left - sum(other.seconds for other in upcoming)
+            reserved = part.seconds + max(spare, 0) / sum(other.uses_spare_time for other in upcoming)
+        limit = min(seconds_left, reserved)
+        if limit < (MIN_SECONDS + STARTUP_SECONDS if part.uses_spare_time else MIN_SECONDS):
+            left = format_duration(max(seconds_left, 0))
+            return part.outcome("left out", why=f"no time was left for it; {left} were.")
 
         def work() -> dict[str, Any]:
-            outcome = run(part, self.folder, limit, self._launch)
+            outcome = run_part(part, self.folder, limit, self._launch)
             if outcome.state != "measured":
                 raise NotMeasured(outcome)
             return asdict(outcome)
 
         settings = {"command": list(part.command)}
         try:
-            done = self._once.run(part.name, work, settings=settings, about=about, say=lambda _: "measured")
-        except NotMeasured as failed:
-            return failed.outcome
-        return Outcome(**done.result)
+            finished = self._steps.run(
+                part.name, work, settings=settings, about=about, describe_result=lambda _: "measured"
+            )
+        except NotMeasured as error:
+            return error.outcome
+        return Outcome(**finished.result)
 
     def _save(self) -> None:
         outcomes = list(self.outcomes.values())
         content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
         write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
-        write_atomically(self.folder / "report.md", page_of(self._title, self._machine, outcomes, self.folder))
+        write_atomically(self.folder / "report.md", render_page(self._title, self._machine, outcomes, self.folder))

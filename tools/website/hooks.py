@@ -1,7 +1,7 @@
-"""What the site has beside docs/*.md: README as front page, other pages of the repository, commands' `--help`.
+"""Adds pages to the site of docs/*.md: README as front page, other files of the repository, commands' `--help`.
 
-Read by mkdocs (`make docs`; settings in mkdocs.yml beside this file). Pages link to each other by paths in the
-repository, so that they read well there, too; here these become the site's.
+Hooks of mkdocs (`make docs`; settings in mkdocs.yml). Pages link to each other by paths in the repository, which these
+hooks replace by paths of the site.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megahead.__main__ import dispatch
 from megahead.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-# Pages of the site that lie outside of docs: their name there, and their path in the repository
-OTHERS = {
+# Pages of the site from outside docs/: name on the site, and path in the repository
+SOURCE_BY_PAGE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "tests.md": "tests/README.md",
@@ -35,41 +35,44 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name, path in OTHERS.items():
+    for name, path in SOURCE_BY_PAGE.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
     files.append(File.generated(config, "commands.md", content="\n".join(commands_page())))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links as the site has them."""
+    """Replaces links to files of the repository by links to pages of the site."""
     name = page.file.src_uri
-    folder = posixpath.dirname(OTHERS.get(name, f"docs/{name}"))
-    moved = {path: site for site, path in OTHERS.items()}
+    folder = posixpath.dirname(SOURCE_BY_PAGE.get(name, f"docs/{name}"))
+    page_by_source = {path: site for site, path in SOURCE_BY_PAGE.items()}
 
-    def on_the_site(link: re.Match[str]) -> str:
+    def rewrite_link(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, link[1]))
-        return posixpath.relpath(moved.get(path, path.removeprefix("docs/")), posixpath.dirname(name) or ".")
+        return posixpath.relpath(page_by_source.get(path, path.removeprefix("docs/")), posixpath.dirname(name) or ".")
 
-    return LINK.sub(on_the_site, markdown)
+    return LINK.sub(rewrite_link, markdown)
 
 
 def commands_page() -> Iterator[str]:
-    """What each command answers to `--help`, group by group."""
+    """The `--help` of each command, by group."""
     yield "# Commands\n\nWhat `megahead NAME --help` prints. In a checkout `python tools/NAME.py` does the same.\n"
     for group, commands in COMMANDS.items():
         yield f"## To {group}\n"
         for name, sentence in commands.items():
-            text = help_of(name)
+            text = command_help(name)
             yield f"### {name.replace('_', '-')}\n\n{sentence[0].upper()}{sentence[1:]}.\n\n```text\n{text}```\n"
-            parts = re.search(r"\{([\w,-]+)\} \.\.\.", text)
-            for part in parts[1].split(",") if parts else []:
-                yield f"```text\n{help_of(name, part)}```\n"
+            subcommands = re.search(r"\{([\w,-]+)\} \.\.\.", text)
+            for subcommand in subcommands[1].split(",") if subcommands else []:
+                yield f"```text\n{command_help(name, subcommand)}```\n"
 
 
-def help_of(*words: str) -> str:
-    """A command's answer, on lines of 100 characters."""
-    width, line = patch.dict(os.environ, {"COLUMNS": "100"}), patch.object(sys, "argv", ["megahead", *words, "--help"])
-    with width, line, redirect_stdout(StringIO()) as text, suppress(SystemExit):
+def command_help(*words: str) -> str:
+    """The `--help` of a command, 100 characters wide."""
+    environment, arguments = (
+        patch.dict(os.environ, {"COLUMNS": "100"}),
+        patch.object(sys, "argv", ["megahead", *words, "--help"]),
+    )
+    with environment, arguments, redirect_stdout(StringIO()) as text, suppress(SystemExit):
         dispatch()
     return text.getvalue()

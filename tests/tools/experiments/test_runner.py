@@ -23,7 +23,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
-from steps.once import one_at_a_time
+from steps.once import output_lock
 from support.forked import fork_pythons
 from support.runner import TINY, run_logged
 
@@ -50,9 +50,9 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(runner: E
 def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: Path) -> None:
     order: list[str] = []
     with ThreadPoolExecutor() as pool:
-        with one_at_a_time(tmp_path / "folder/text"):
+        with output_lock(tmp_path / "folder/text"):
             waiting = pool.submit(lambda: _noted(tmp_path / "folder/text", order))
-            with one_at_a_time(tmp_path / "folder/other"):
+            with output_lock(tmp_path / "folder/other"):
                 time.sleep(0.2)
             order.append("first")
         waiting.result(timeout=60)
@@ -60,7 +60,7 @@ def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: P
 
 
 def _noted(output: Path, order: list[str]) -> None:
-    with one_at_a_time(output):
+    with output_lock(output):
         order.append("second")
 
 
