@@ -378,12 +378,12 @@ def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 
 
 def _finished(config: Path, report: Report) -> Started:
     """Exports the run, lets it write, and makes its report."""
-    from megahead.hf.card import CardFacts
+    from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
     from megahead.report.page import save_page
 
     run, model = load_config(config).folder(), config.parent / "model"
-    export(run.path, model, "pmi", card=CardFacts(str(model)))
+    export(run.path, model, "pmi", card=CardMetadata(str(model)))
     text = complete_card(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = save_page(read_runs([run.path]), config.parent / "report.html")

@@ -47,15 +47,15 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
     """What an exported model writes after `prompt`, the same in every call; half its context at most."""
     import torch
 
-    from megahead.evaluate.generation import continuation, sampling_options
-    from megahead.hf.published import context_of, load_causal, load_tokenizer_folder
+    from megahead.evaluate.generation import generate_continuation, sampling_options
+    from megahead.hf.published import context_length, load_causal, load_tokenizer_folder
 
     loaded = load_causal(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sampling = sampling_options(temperature=0.8, top_k=50, top_p=0.95)
-        length = min(tokens, context_of(loaded) // 2)
-        return continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
+        length = min(tokens, context_length(loaded) // 2)
+        return generate_continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
 
 
 def check_login(repository: str, *, private: bool = False) -> None:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from megahead.commands import convert
 from megahead.errors import FieldError, UserError
-from megahead.hf.card import CardFacts
+from megahead.hf.card import CardMetadata
 from megahead.hf.export import export
 from megahead.hf.published import from_hf
 from megahead.sharing import check_login, complete_card
@@ -176,7 +176,7 @@ def test_the_program_of_the_card_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_program_of_a_card_without_a_tokenizer_runs(tmp_path: Path, named: str) -> None:
     save_small(tmp_path / "run", small_config())
     output = tmp_path / named
-    export(tmp_path / "run", output, "tied", card=CardFacts(str(output)))
+    export(tmp_path / "run", output, "tied", card=CardMetadata(str(output)))
     exec(compile((output / "README.md").read_text().split("```python\n")[1].split("```")[0], "card", "exec"), {})
 
 
@@ -284,5 +284,5 @@ def test_the_export_says_who_serves_it(tmp_path: Path, model: dict[str, Any], he
     masking = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4}} if model.get("family") == "bert" else {}
     save_small(tmp_path / "run", small_config(model=model, **masking))
     report = export(tmp_path / "run", tmp_path / "out", head)
-    assert said in report.served
-    assert report.served in (tmp_path / "out/README.md").read_text()
+    assert said in report.serving_support
+    assert report.serving_support in (tmp_path / "out/README.md").read_text()

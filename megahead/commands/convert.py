@@ -53,7 +53,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
 
     if arguments.push is not None:
         check_login(arguments.push, private=arguments.private)
-    from megahead.hf.card import CardFacts
+    from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
     from megahead.run_folder import RunFolder
 
@@ -64,7 +64,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
         dtype=arguments.dtype,
         keep_padding=arguments.keep_padding,
         shard_bytes=int(arguments.shard_size * 10**9),
-        card=CardFacts(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
+        card=CardMetadata(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
     )
     complete_card(report.folder, RunFolder.of(arguments.checkpoint).path)
     yield summary(report)
@@ -81,11 +81,11 @@ def summary(report: ExportReport) -> str:
         f"{parity.compared} of {parity.tokens} tokens equal the checkpoint's within {errors} "
         f"(largest {parity.largest_output:.1f})",
     ]
-    lines.append(report.served)
+    lines.append(report.serving_support)
     if report.tokenizer is None:
         lines.append("no tokenizer: the run has no tokenizer.json")
-    if report.conflict is not None:
-        lines.append(f"settings of the folder that the run began from are left out, since {report.conflict}")
+    if report.settings_conflict is not None:
+        lines.append(f"settings of the folder that the run began from are left out, since {report.settings_conflict}")
     return "\n".join(lines)
 
 
@@ -93,9 +93,9 @@ def summary_of_rows(report: RevocabularyReport) -> str:
     """What became of a model's rows."""
     return (
         f"wrote {report.folder}: a checkpoint for init.from_checkpoint, and model.yaml for the config; "
-        f"{report.new_ids:,} ids instead of {report.old_ids:,}\n"
-        f"{report.kept:,} rows kept, {report.pieced:,} of tokens in pieces ({report.pieces:.1f} on average), "
-        f"{report.new:,} new"
+        f"{report.new_vocab_size:,} ids instead of {report.old_vocab_size:,}\n"
+        f"{report.num_kept:,} rows kept, {report.num_split:,} of tokens in pieces "
+        f"({report.pieces_per_token:.1f} on average), {report.num_new:,} new"
     )
 
 

@@ -50,10 +50,10 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
-    from megahead.hf.export import hf_folder, origin
+    from megahead.hf.export import ensure_hf_folder, read_origin
 
-    folders = {model: hf_folder(model) for model in arguments.model}
-    curve = {model: origin(folder) for model, folder in folders.items()} if arguments.curve else {}
+    folders = {model: ensure_hf_folder(model) for model in arguments.model}
+    curve = {model: read_origin(folder) for model, folder in folders.items()} if arguments.curve else {}
     limits = arguments.limit, arguments.batch_size
     results = [evaluate_model(model, folder, files, kept, *limits) for model, folder in folders.items()]
     if results:
@@ -79,10 +79,10 @@ def default_tasks(models: Sequence[Path]) -> str:
     """Those of the paper; where one of the models is an encoder, those that all of them can be scored on."""
     if not models:
         return PAPER
-    from megahead.hf.export import hf_folder
+    from megahead.hf.export import ensure_hf_folder
     from megahead.hf.published import is_encoder
 
-    return OF_ENCODERS if any(is_encoder(hf_folder(model)) for model in models) else PAPER
+    return OF_ENCODERS if any(is_encoder(ensure_hf_folder(model)) for model in models) else PAPER
 
 
 def evaluate_model(

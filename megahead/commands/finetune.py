@@ -17,11 +17,11 @@ from megahead.checkpoints.arguments import existing_or_fetched
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
-    FineTuning,
+    DataSource,
+    FineTuningSettings,
     LossName,
-    Sources,
     TaskData,
-    expand,
+    expand_task_names,
     load_task,
     paper_settings,
 )
@@ -32,20 +32,20 @@ from megahead.terminal import terminal
 def main() -> None:
     arguments = _parser().parse_args()
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
-    sources = Sources(arguments.data)
+    sources = DataSource(arguments.data)
     console = terminal(soft_wrap=True)
-    tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
+    tasks = [load(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
     for data, _ in tasks:
-        if data.short:
-            console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
+        if data.num_skipped:
+            console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
     import torch
 
     from megahead.evaluate.finetuning import Comparison, FineTuningResults, InitialModel, comparison_table
-    from megahead.hf.export import hf_folder_to_classify
+    from megahead.hf.export import ensure_classifier_folder
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    initial_models = [InitialModel(str(model), hf_folder_to_classify(model)) for model in arguments.model]
+    initial_models = [InitialModel(str(model), ensure_classifier_folder(model)) for model in arguments.model]
     if arguments.floor:
         initial_models.append(InitialModel("random weights", initial_models[0].folder, random_weights=True))
     kept = FineTuningResults(arguments.output)
@@ -54,7 +54,7 @@ def main() -> None:
     console.print(f"\nwrote {arguments.output}")
 
 
-def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[TaskData, FineTuning]:
+def load(name: str, sources: DataSource, arguments: argparse.Namespace) -> tuple[TaskData, FineTuningSettings]:
     """A task with its settings."""
     languages = arguments.languages.split(",")
     unknown = [language for language in languages if language not in XNLI_LANGUAGES]

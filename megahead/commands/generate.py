@@ -102,11 +102,11 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
     has been (RUN/exports)."""
     import torch
 
-    from megahead.evaluate.generation import continuation, unmasked_continuation
-    from megahead.hf.export import hf_folder
+    from megahead.evaluate.generation import generate_by_unmasking, generate_continuation
+    from megahead.hf.export import ensure_hf_folder
     from megahead.hf.published import is_encoder, load_causal, load_masked, load_tokenizer_folder
 
-    folder = hf_folder(model)
+    folder = ensure_hf_folder(model)
     encoder = is_encoder(folder)
     if passes is not None and not encoder:
         raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
@@ -116,8 +116,8 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
     tokenizer = load_tokenizer_folder(folder)
     report = terminal(stderr=True, soft_wrap=True).print
     if encoder:
-        return partial(unmasked_continuation, loaded, tokenizer, passes=passes, report=report)
-    return partial(continuation, loaded, tokenizer, report=report)
+        return partial(generate_by_unmasking, loaded, tokenizer, passes=passes, report=report)
+    return partial(generate_continuation, loaded, tokenizer, report=report)
 
 
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:

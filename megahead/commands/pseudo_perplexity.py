@@ -28,11 +28,11 @@ def main() -> None:
     require_at_least(3, max_length=arguments.max_length)
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
     from megahead.evaluate.scoring import pseudo_perplexity
-    from megahead.hf.export import hf_folder
+    from megahead.hf.export import ensure_hf_folder
 
     rows: list[dict[str, object]] = []
     limits = {"max_length": arguments.max_length, "batch_size": arguments.batch_size}
     for model in arguments.model:
-        found = pseudo_perplexity(hf_folder(model), texts, **limits)
+        found = pseudo_perplexity(ensure_hf_folder(model), texts, **limits)
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
     terminal().print(to_rich(rows))

@@ -30,12 +30,12 @@ def main() -> None:
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")
     arguments = parser.parse_args()
     from megahead.evaluate.geometry import similarities, synonym_pairs
-    from megahead.hf.published import input_embedding
+    from megahead.hf.published import load_input_embedding
 
     pairs = synonym_pairs(arguments.wordnet)
     found: dict[str, Similarities] = {}
     for model in arguments.model:
-        weight_VD, tokenizer = input_embedding(model)
+        weight_VD, tokenizer = load_input_embedding(model)
         found[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
     console = terminal()
     console.print(table(found))

@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megahead.config.training import OptimizerConfig, ScheduleConfig
 from megahead.errors import UserError
-from megahead.evaluate.glue_tasks import TASKS, Example, FineTuning, Task, TaskData
+from megahead.evaluate.glue_tasks import TASKS, Example, FineTuningSettings, Task, TaskData
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
-from megahead.hf.published import context_length, load_classifier, load_tokenizer_folder
+from megahead.hf.published import load_classifier, load_tokenizer_folder, read_context_length
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.wording import format_duration
 
@@ -44,7 +44,7 @@ METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
 """By name: functions of labels and predictions, with a maximum of 1."""
 
 
-def measure(metric: str, labels: Floats, predictions: Floats) -> float:
+def compute_metric(metric: str, labels: Floats, predictions: Floats) -> float:
     """A metric of an evaluation set; 0 where it is undefined, as correlations with constant predictions are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +68,7 @@ _BATCHES_PER_BUCKET = 50  # rows are sorted by length within so many batches, wh
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedExample:
     """A tokenized example, one sequence for each choice."""
 
     sequences: tuple[tuple[list[int], list[int]], ...]
@@ -93,14 +93,18 @@ class ExampleEncoder:
         else:
             self._open, self._between, self._close = [], self._ids(["\n"])[0], []
 
-    def encode(self, examples: Sequence[Example]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         """Tokens of all examples, in their order."""
-        firsts = self._ids([example.first for example in examples])
-        seconds = iter(self._ids([second for example in examples for second in example.seconds if second is not None]))
+        firsts = self._ids([example.first_text for example in examples])
+        seconds = iter(
+            self._ids([second for example in examples for second in example.second_texts if second is not None])
+        )
         encoded = []
         for example, first in zip(examples, firsts, strict=True):
-            pairs = (None if second is None else next(seconds) for second in example.seconds)
-            encoded.append(Encoded(tuple(self._with_special_tokens(first, second) for second in pairs), example.label))
+            pairs = (None if second is None else next(seconds) for second in example.second_texts)
+            encoded.append(
+                EncodedExample(tuple(self._with_special_tokens(first, second) for second in pairs), example.label)
+            )
         return encoded
 
     def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
@@ -145,7 +149,7 @@ def by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
     return sorted(rows, key=lambda row: -lengths[row])
 
 
-def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> dict[str, Tensor]:
+def collate(examples: Sequence[EncodedExample], padding: int, device: torch.device) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `token_type_ids`, [examples x choices, longest], padded on the right."""
 
     def padded(rows: Iterable[list[int]], value: int = 0) -> Tensor:
@@ -183,7 +187,7 @@ class Classifier:
         self._padding = model.config.pad_token_id
         self._has_token_types = getattr(model.config, "type_vocab_size", 0) > 1
 
-    def outputs(self, examples: Sequence[Encoded]) -> Tensor:
+    def outputs(self, examples: Sequence[EncodedExample]) -> Tensor:
         """Scores of each class, of each choice, or the one value of a regression: [B, C] in fp32."""
         inputs = collate(examples, self._padding, self.device)
         if not self._has_token_types:
@@ -191,7 +195,7 @@ class Classifier:
         logits: Tensor = self.model(**inputs).logits.float()
         return logits.view(len(examples), -1)
 
-    def loss(self, examples: Sequence[Encoded], *, balanced: bool) -> Tensor:
+    def loss(self, examples: Sequence[EncodedExample], *, balanced: bool) -> Tensor:
         """The loss of a batch, a scalar."""
         outputs_BC = self.outputs(examples)
         labels_B = torch.tensor([example.label for example in examples], device=self.device)
@@ -200,7 +204,7 @@ class Classifier:
         return class_loss(outputs_BC, labels_B.long(), balanced=balanced)
 
     @torch.no_grad()
-    def scores(self, examples: Sequence[Encoded], batch_size: int) -> dict[str, float]:
+    def scores(self, examples: Sequence[EncodedExample], batch_size: int) -> dict[str, float]:
         """The task's metrics on an evaluation set."""
         self.model.eval()
         rows = by_length([example.length() for example in examples], range(len(examples)))
@@ -209,14 +213,17 @@ class Classifier:
             batch = rows[start : start + batch_size]
             outputs_BC = self.outputs([examples[row] for row in batch])
             predictions[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
-        return {metric: measure(metric, labels, predictions) for metric in (self.task.metric, *self.task.also)}
+        return {
+            metric: compute_metric(metric, labels, predictions)
+            for metric in (self.task.metric, *self.task.extra_metrics)
+        }
 
 
 def fine_tune(
     classifier: Classifier,
-    train: Sequence[Encoded],
-    evaluation_sets: Mapping[str, Sequence[Encoded]],
-    settings: FineTuning,
+    train: Sequence[EncodedExample],
+    evaluation_sets: Mapping[str, Sequence[EncodedExample]],
+    settings: FineTuningSettings,
     seed: int,
 ) -> Iterator[EpochScores]:
     """Trains in place and yields after each epoch. UserError once the loss is no longer finite."""
@@ -267,12 +274,12 @@ class InitialModel:
 class FineTuningRun:
     """Fine-tunes one model on one task, for any number of seeds; texts are encoded once."""
 
-    def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuning) -> None:
+    def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> None:
         self.initial_model, self.data, self.settings = initial_model, data, settings
         tokenizer = load_tokenizer_folder(initial_model.folder)
         padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
         self._padding = next(token for token in padding if token is not None)
-        longest = context_length(initial_model.folder) or settings.max_length
+        longest = read_context_length(initial_model.folder) or settings.max_length
         encoder = ExampleEncoder(tokenizer, min(settings.max_length, longest))
         self._train = encoder.encode(data.train)
         self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
@@ -297,7 +304,7 @@ class FineTuningResult:
     task: str
     seed: int
     train_rows: int
-    halved: bool
+    trains_on_dev: bool
     """Whether half of the dev split was the training set, because the task has no training split."""
 
     epochs: list[EpochScores]
@@ -317,7 +324,7 @@ class FineTuningResult:
         return sum(epoch.seconds for epoch in self.epochs)
 
 
-PlannedRun = tuple[InitialModel, TaskData, FineTuning, int]
+PlannedRun = tuple[InitialModel, TaskData, FineTuningSettings, int]
 """The model, the task, its settings and the seed of a run."""
 
 
@@ -343,9 +350,11 @@ class FineTuningResults:
     def add(self, run: PlannedRun, epochs: Sequence[EpochScores]) -> FineTuningResult:
         """Stores a finished run, in place of an earlier one with the same settings."""
         initial_model, data, _, seed = run
-        result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
-        facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
-        values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
+        result = FineTuningResult(
+            initial_model.name, data.name, seed, len(data.train), data.trains_on_dev, list(epochs)
+        )
+        fields = {"train_rows": result.train_rows, "halved": data.trains_on_dev, "metric": data.task.metric}
+        values = {**fields, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
         self._cache.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
         return result
 
@@ -406,11 +415,12 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
 
 
 def _result(entry: Mapping[str, Any]) -> FineTuningResult:
-    facts = {name: entry[name] for name in ("model", "task", "seed", "train_rows", "halved")}
-    return FineTuningResult(**facts, epochs=[EpochScores(**epoch) for epoch in entry["epochs"]])
+    run = {name: entry[name] for name in ("model", "task", "seed", "train_rows")}
+    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
+    return FineTuningResult(**run, trains_on_dev=entry["halved"], epochs=epochs)
 
 
-def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
+def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, seed: int) -> dict[str, Any]:
     """Everything that a result depends on. With random weights only the folder's shape and tokenizer count."""
     folder = initial_model.folder
     shape = [folder / "config.json", folder / "tokenizer.json"]
@@ -431,7 +441,7 @@ class Comparison:
     def __init__(
         self,
         initial_models: Sequence[InitialModel],
-        tasks: Sequence[tuple[TaskData, FineTuning]],
+        tasks: Sequence[tuple[TaskData, FineTuningSettings]],
         seeds: Sequence[int],
         cache: FineTuningResults,
     ) -> None:
@@ -474,11 +484,13 @@ class Comparison:
         )
 
 
-def _epoch_cost(data: TaskData, settings: FineTuning) -> int:
+def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
     """The relative cost of an epoch, in characters; to estimate the time left."""
-    at_most = _CHARACTERS_PER_TOKEN * settings.max_length
-    trained = sum(example.characters(at_most) for example in data.train)
-    tested = sum(example.characters(at_most) for example in chain.from_iterable(data.evaluation_sets.values()))
+    max_characters = _CHARACTERS_PER_TOKEN * settings.max_length
+    trained = sum(example.num_characters(max_characters) for example in data.train)
+    tested = sum(
+        example.num_characters(max_characters) for example in chain.from_iterable(data.evaluation_sets.values())
+    )
     return _TRAINING_COST * trained + tested
 
 
@@ -489,14 +501,14 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
     for model in dict.fromkeys(result.model for result in results):
-        own = [result for result in results if result.model == model]
-        halved = {result.task for result in own if result.halved}
-        for summary in summarise(own):
-            task = summary.task + (" (half of dev)" if summary.task in halved else "")
+        model_results = [result for result in results if result.model == model]
+        tasks_on_dev = {result.task for result in model_results if result.trains_on_dev}
+        for summary in summarise(model_results):
+            task = summary.task + (" (half of dev)" if summary.task in tasks_on_dev else "")
             test = "" if summary.test == summary.task.split("/")[-1] else summary.test
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = format_duration(sum(result.seconds() for result in own))
+        time_row[model] = format_duration(sum(result.seconds() for result in model_results))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())

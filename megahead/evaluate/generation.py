@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megahead.errors import FieldError
-from megahead.evaluate.scoring import first_token, special_ids
-from megahead.hf.published import WordStreamer, context_of
+from megahead.evaluate.scoring import special_ids, start_token_id
+from megahead.hf.published import WordStreamer, context_length
 from megahead.wording import pluralize
 
 
-def continuation(
+def generate_continuation(
     model: Any,
     tokenizer: Any,
     prompt: str,
@@ -30,10 +30,10 @@ def continuation(
     A prompt longer than the model's context minus `max_tokens` is cut at its beginning; `report` receives a sentence
     about it.
     """
-    room = context_of(model) - max_tokens
+    room = context_length(model) - max_tokens
     if room < 1:
         raise FieldError("--max-new-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
-    ids = _end_of(tokenizer(prompt, verbose=False)["input_ids"], room, report) or [first_token(tokenizer)]
+    ids = _end_of(tokenizer(prompt, verbose=False)["input_ids"], room, report) or [start_token_id(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     if stream is not None:
@@ -77,7 +77,7 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
 
 
 @torch.inference_mode()
-def unmasked_continuation(
+def generate_by_unmasking(
     model: Any,
     tokenizer: Any,
     prompt: str,
@@ -92,7 +92,7 @@ def unmasked_continuation(
     A prompt longer than the model's context minus these and [CLS], [SEP] is cut at its beginning, and `report`
     receives a sentence about it. Random numbers are torch's, on the CPU.
     """
-    room = context_of(model) - max_tokens - 2
+    room = context_length(model) - max_tokens - 2
     if room < 0:
         raise FieldError(
             "--max-new-tokens", f"leave 2 of the model's context ({room + max_tokens + 2})", got=max_tokens

@@ -23,7 +23,7 @@ LossName = Literal["balanced", "regular"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuning:
+class FineTuningSettings:
     """Settings of one task's runs; AdamW with a constant learning rate after a linear warm-up."""
 
     loss: LossName
@@ -52,18 +52,18 @@ class FineTuning:
         require_at_least(8, max_length=self.max_length)
 
 
-def paper_settings(task: str, loss: LossName | None = None, **changes: float | None) -> FineTuning:
+def paper_settings(task: str, loss: LossName | None = None, **changes: float | None) -> FineTuningSettings:
     """The paper's settings for a task (tables 11 and 13; XNLI as in its text), except for `changes` that are not None.
 
     GLUE and SuperGLUE: balanced at 1e-5 without decay, or regular at 5e-6 with 0.01. XNLI: regular, 2e-5, batches of
     128. The paper names no lengths: these are what its encoders read in pretraining.
     """
     if task.startswith("xnli/"):
-        chosen = FineTuning(loss=loss or "regular", learning_rate=2e-5, weight_decay=0.0, batch_size=128)
+        chosen = FineTuningSettings(loss=loss or "regular", learning_rate=2e-5, weight_decay=0.0, batch_size=128)
     elif loss == "regular":
-        chosen = FineTuning(loss="regular", learning_rate=5e-6, weight_decay=0.01, batch_size=32)
+        chosen = FineTuningSettings(loss="regular", learning_rate=5e-6, weight_decay=0.01, batch_size=32)
     else:
-        chosen = FineTuning(loss="balanced", learning_rate=1e-5, weight_decay=0.0, batch_size=32)
+        chosen = FineTuningSettings(loss="balanced", learning_rate=1e-5, weight_decay=0.0, batch_size=32)
     return replace(chosen, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
 
@@ -76,8 +76,8 @@ class Published:
 
     rows: list[Row]
 
-    short: int = 0
-    """Lines that lack a column and were left out, as every loader of GLUE does: QQP was published with some."""
+    num_skipped: int = 0
+    """Lines without all columns, skipped as by every loader of GLUE: QQP was published with some."""
 
     source: str = ""
     """The files, or the repository, for error messages."""
@@ -87,17 +87,21 @@ class Published:
 class Example:
     """One question to a classifier."""
 
-    first: str
+    first_text: str
 
-    seconds: tuple[str | None, ...]
-    """What `first` is paired with: for a class, one text or None; for a choice, all that can be chosen."""
+    second_texts: tuple[str | None, ...]
+    """The texts that `first_text` is paired with: for a class, one text or None; for a choice, all alternatives."""
 
     label: float
     """The right class or choice; a number on a scale for regression."""
 
-    def characters(self, at_most: int) -> int:
-        """Number of characters of all its sequences, at most `at_most` of each."""
-        return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
+    def __repr__(self) -> str:
+        """The text that `TaskData.fingerprint` hashes: names of the fields are those of earlier results."""
+        return f"Example(first={self.first_text!r}, seconds={self.second_texts!r}, label={self.label!r})"
+
+    def num_characters(self, max_characters: int) -> int:
+        """Number of characters of all its sequences, at most `max_characters` of each."""
+        return sum(min(len(self.first_text) + len(text or ""), max_characters) for text in self.second_texts)
 
 
 Reader = Callable[[Path], Published]
@@ -155,7 +159,7 @@ def translated(file: Path) -> Published:
     found = tsv(premise=0, hypothesis=1, label=2)(file)
     labels = {"contradictory": "contradiction"}
     rows = [{**row, "label": labels.get(row["label"], row["label"])} for row in found.rows if row["label"] != "label"]
-    return Published(rows, found.short)
+    return Published(rows, found.num_skipped)
 
 
 def texts(first: str, second: str | None = None) -> Builder:
@@ -226,7 +230,7 @@ class Task:
     metric: str = "accuracy"
     """What the paper reports; it also chooses the best epoch."""
 
-    also: tuple[str, ...] = ()
+    extra_metrics: tuple[str, ...] = ()
     """Other metrics that are reported."""
 
     rows_per_unit: int = 1
@@ -284,18 +288,18 @@ _OF_CB = ("entailment", "contradiction", "neutral")
 _OF_COPA = ("premise", "choice1", "choice2", "question")
 
 TASKS: Mapping[str, Task] = {
-    "glue/cola": _glue("CoLA", _NUMBERS, texts("sentence"), _COLA, metric="matthews", also=("accuracy",)),
+    "glue/cola": _glue("CoLA", _NUMBERS, texts("sentence"), _COLA, metric="matthews", extra_metrics=("accuracy",)),
     "glue/sst2": _glue("SST-2", _NUMBERS, texts("sentence"), _SST2),
-    "glue/mrpc": _glue("MRPC", _NUMBERS, _PAIR, _MRPC, also=("f1",)),
-    "glue/stsb": _glue("STS-B", (), similarity, _STSB, metric="spearman", also=("pearson",)),
-    "glue/qqp": _glue("QQP", _NUMBERS, texts("question1", "question2"), _QQP, also=("f1",)),
+    "glue/mrpc": _glue("MRPC", _NUMBERS, _PAIR, _MRPC, extra_metrics=("f1",)),
+    "glue/stsb": _glue("STS-B", (), similarity, _STSB, metric="spearman", extra_metrics=("pearson",)),
+    "glue/qqp": _glue("QQP", _NUMBERS, texts("question1", "question2"), _QQP, extra_metrics=("f1",)),
     "glue/mnli": _glue("MNLI", _NLI, texts("premise", "hypothesis"), _MNLI, "_matched+_mismatched"),
     "glue/qnli": _glue("QNLI", _ENTAILMENT, texts("question", "sentence"), _QNLI),
     "glue/rte": _glue("RTE", _ENTAILMENT, _PAIR, _TWO_SENTENCES),
     "glue/wnli": _glue("WNLI", _NUMBERS, _PAIR, _TWO_SENTENCES),
     "superglue/boolq": _superglue("BoolQ", _TRUTH, texts("question", "passage"), ("question", "passage")),
     "superglue/cb": _superglue(
-        "CB", _OF_CB, texts("premise", "hypothesis"), ("premise", "hypothesis"), also=("macro_f1",)
+        "CB", _OF_CB, texts("premise", "hypothesis"), ("premise", "hypothesis"), extra_metrics=("macro_f1",)
     ),
     "superglue/copa": _superglue("COPA", ("choice1", "choice2"), alternatives, _OF_COPA),
     "superglue/wic": _superglue("WiC", _TRUTH, same_sense, ("word", "sentence1", "sentence2"), _WIC),
@@ -318,11 +322,11 @@ class TaskData:
     evaluation_sets: Mapping[str, Sequence[Example]]
     """By name: labelled dev splits. As in the paper, the best epoch is chosen on the first, which is also reported."""
 
-    halved: bool
+    trains_on_dev: bool
     """Whether half of the dev split is `train`, because there is no training split."""
 
-    short: int = 0
-    """Lines of the files that lacked a column and were left out."""
+    num_skipped: int = 0
+    """Lines of the files that lacked a column and were skipped."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -332,7 +336,7 @@ class TaskData:
 
 
 @dataclass(frozen=True)
-class Sources:
+class DataSource:
     """Where rows come from."""
 
     folder: Path | None
@@ -356,7 +360,7 @@ class Sources:
         train = replace(form.read(self.folder / form.train), source=form.train) if self._have(form.train) else None
         files = [form.read(self.folder / path) for path in form.test.split("+")]
         rows = [row for file in files for row in file.rows]
-        return train, Published(rows, sum(file.short for file in files), form.test)
+        return train, Published(rows, sum(file.num_skipped for file in files), form.test)
 
     def have(self, name: str) -> bool:
         """Whether the folder has the task's dev split."""
@@ -366,7 +370,7 @@ class Sources:
         return self.folder is not None and all((self.folder / path).is_file() for path in paths.split("+"))
 
 
-def expand(names: Sequence[str], sources: Sources) -> list[str]:
+def expand_task_names(names: Sequence[str], sources: DataSource) -> list[str]:
     """Task names, with `glue`, `superglue` or `xnli` standing for all of their tasks in the folder."""
     chosen: dict[str, None] = {}
     for name in names:
@@ -383,7 +387,7 @@ def expand(names: Sequence[str], sources: Sources) -> list[str]:
 
 
 def load_task(
-    name: str, sources: Sources, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
+    name: str, sources: DataSource, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
 ) -> TaskData:
     """The examples of a task; `xnli/fr` trains on French and is evaluated in French, then in the other `languages`.
 
@@ -391,32 +395,33 @@ def load_task(
     Raises DataError for files that are missing or not as published.
     """
     data = _examples(name, sources)
-    train, evaluation_sets, short = data.train, dict(data.evaluation_sets), data.short
+    train, evaluation_sets, num_skipped = data.train, dict(data.evaluation_sets), data.num_skipped
     for language in languages if name.startswith("xnli/") else ():
         if language not in evaluation_sets and sources.have(f"xnli/{language}"):
             other = _examples(f"xnli/{language}", sources)
-            evaluation_sets, short = {**evaluation_sets, **other.evaluation_sets}, short + other.short
+            evaluation_sets |= other.evaluation_sets
+            num_skipped += other.num_skipped
     if max_train_rows is not None and len(train) > max_train_rows:
         train = random.Random(0).sample(train, max_train_rows)
-    return replace(data, train=train, evaluation_sets=evaluation_sets, short=short)
+    return replace(data, train=train, evaluation_sets=evaluation_sets, num_skipped=num_skipped)
 
 
-def _examples(name: str, sources: Sources) -> TaskData:
+def _examples(name: str, sources: DataSource) -> TaskData:
     """Examples to train and to evaluate on: from two splits, or (without a training split) every other unit of one."""
     train, test = sources.splits(name)
     task, examples, split = TASKS[name], _build(name, test), name.split("/")[1]
     if train is not None:
-        return TaskData(name, task, _build(name, train), {split: examples}, False, train.short + test.short)
-    if test.short and task.rows_per_unit > 1:
+        return TaskData(name, task, _build(name, train), {split: examples}, False, train.num_skipped + test.num_skipped)
+    if test.num_skipped and task.rows_per_unit > 1:
         raise DataError(
-            f"The files of {name} must have all columns to be cut in halves, but lack one in {test.short:,} lines; "
-            "get them again."
+            f"The files of {name} must have all columns to be cut in halves, but lack one in {test.num_skipped:,} "
+            "lines; get them again."
         )
     units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
     if len(units) < 2:
         raise DataError(f"The files of {name} must hold examples to be cut in halves, but hold {len(examples)}.")
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
-    return TaskData(name, task, halves[0], {split: halves[1]}, True, test.short)
+    return TaskData(name, task, halves[0], {split: halves[1]}, True, test.num_skipped)
 
 
 def _build(name: str, published: Published) -> list[Example]:
@@ -424,7 +429,7 @@ def _build(name: str, published: Published) -> list[Example]:
     for number, row in enumerate(published.rows, 1):
         try:
             examples.append(task.build(row, task.labels))
-            if not all(isinstance(text, str | None) for text in (examples[-1].first, *examples[-1].seconds)):
+            if not all(isinstance(text, str | None) for text in (examples[-1].first_text, *examples[-1].second_texts)):
                 raise TypeError
         except (KeyError, ValueError, TypeError):
             known = ", ".join(task.labels) or "numbers"

@@ -23,10 +23,10 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megahead.evaluate.harness_tasks import TASKS, OwnTask, require_for_encoder, task_rows, write_tasks
+from megahead.evaluate.harness_tasks import TASKS, LogProbabilityTask, require_for_encoder, task_rows, write_tasks
 from megahead.evaluate.results import HarnessResult, Score, TaskResult
 from megahead.evaluate.scoring import LanguageModel, open_language_model
-from megahead.hf.published import context_of, is_encoder
+from megahead.hf.published import context_length, is_encoder
 
 
 def evaluate_harness(
@@ -52,7 +52,7 @@ def evaluate_tasks(
     for name, file in files.items():
         task = TASKS[name]
         with forward_progress(model.model, f"{model_dir.name}: {name}"):
-            if isinstance(task, OwnTask):
+            if isinstance(task, LogProbabilityTask):
                 rows = task_rows(name, file, limit)
                 yield TaskResult(name, len(rows), task.score(model, rows), limit)
             else:
@@ -103,7 +103,10 @@ def evaluate_with_lm_eval(
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
     """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
     config = model.config
-    tokens, inner = min(tokens, context_of(model)), getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    tokens, inner = (
+        min(tokens, context_length(model)),
+        getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+    )
     floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * inner + 8 * config.hidden_size)
     return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
 

@@ -223,7 +223,7 @@ def _mean(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
 
 
 @dataclass(frozen=True)
-class LocalTask:
+class LMEvalTask:
     """A task that lm-eval ships, bound to a file of ours."""
 
     definition: str
@@ -236,7 +236,7 @@ class LocalTask:
 
 
 @dataclass(frozen=True)
-class OwnTask:
+class LogProbabilityTask:
     """A task that is scored here, by the log-probabilities of whole texts."""
 
     file: str | None
@@ -257,24 +257,24 @@ _BOOLQ = json_lines("passage", "question", "label", changed=boolq)
 _OPENBOOKQA = json_lines("question_stem", "choices", "answerKey")
 _SCIQ = json_lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
-TASKS: Mapping[str, LocalTask | OwnTask] = {
-    "cloze": LocalTask("lambada/lambada_openai.yaml", None, passages),
-    "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", passages),
-    "arc_easy": LocalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _ARC),
-    "arc_challenge": LocalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", _ARC),
-    "boolq": LocalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", _BOOLQ),
-    "crows_pairs_english": LocalTask(
+TASKS: Mapping[str, LMEvalTask | LogProbabilityTask] = {
+    "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, passages),
+    "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", passages),
+    "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _ARC),
+    "arc_challenge": LMEvalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", _ARC),
+    "boolq": LMEvalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", _BOOLQ),
+    "crows_pairs_english": LMEvalTask(
         "crows_pairs/crows_pairs_english.yaml", "eval/crows_pairs/crows_pairs_anonymized.csv", crows_pairs
     ),
-    "race": LocalTask("race/race.yaml", "eval/race/test-high.jsonl", _RACE),
-    "sciq": LocalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _SCIQ),
-    "pubmedqa": LocalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", pubmedqa),
-    "qasper_bool": LocalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", qasper),
-    "piqa": LocalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", json_lines("goal", "sol1", "sol2", "label")),
-    "openbookqa": LocalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _OPENBOOKQA),
-    "blimp": OwnTask("eval/blimp", blimp, accuracy_by("field"), for_encoders=True),
-    "blimp_paradigms": OwnTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
-    "bits_per_byte": OwnTask(None, documents, bits_per_byte, for_encoders=False),
+    "race": LMEvalTask("race/race.yaml", "eval/race/test-high.jsonl", _RACE),
+    "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _SCIQ),
+    "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", pubmedqa),
+    "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", qasper),
+    "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", json_lines("goal", "sol1", "sol2", "label")),
+    "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _OPENBOOKQA),
+    "blimp": LogProbabilityTask("eval/blimp", blimp, accuracy_by("field"), for_encoders=True),
+    "blimp_paradigms": LogProbabilityTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
+    "bits_per_byte": LogProbabilityTask(None, documents, bits_per_byte, for_encoders=False),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
@@ -305,7 +305,7 @@ def task_files(
 
 def require_for_encoder(names: Iterable[str]) -> None:
     """FieldError for a task that only a decoder can be scored on."""
-    fit = [name for name, task in TASKS.items() if isinstance(task, OwnTask) and task.for_encoders]
+    fit = [name for name, task in TASKS.items() if isinstance(task, LogProbabilityTask) and task.for_encoders]
     for name in names:
         if name not in fit:
             raise FieldError("--tasks", f"name tasks of {', '.join(fit)} for an encoder", got=name)
@@ -315,7 +315,7 @@ def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
     """The (first `limit`) examples of a task, as its definition or score function reads them; DataError for a file that
     is not the task's."""
     task = TASKS[name]
-    rows = task.read(file, limit) if isinstance(task, OwnTask) else task.read(file)[:limit]
+    rows = task.read(file, limit) if isinstance(task, LogProbabilityTask) else task.read(file)[:limit]
     if not rows:
         raise DataError(f"`{file}` must hold examples, but is empty.")
     return rows
@@ -331,7 +331,7 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
     definitions.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
         task = TASKS[name]
-        if isinstance(task, OwnTask):
+        if isinstance(task, LogProbabilityTask):
             continue
         rows = folder / f"{name}.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows(name, file)), encoding="utf-8")

@@ -84,7 +84,7 @@ class ValidationSet:
         self._group = group
 
     @staticmethod
-    def of(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
+    def from_config(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
         """As a run of `config` scores it."""
         rows, collator, auxiliary = (
             config.training.evaluate_samples,
@@ -174,10 +174,10 @@ def evaluate_checkpoint(
     checkpoint: a step folder, or a run folder for its newest. head: `tied` scores with the embedding alone, `pmi` adds
     log q (the training-free head), `trained` uses the head's own matrix. In fp32 on the CPU.
     """
-    return evaluate_on_each(checkpoint, head, [dataset])[0]
+    return evaluate_on_datasets(checkpoint, head, [dataset])[0]
 
 
-def evaluate_on_each(
+def evaluate_on_datasets(
     checkpoint: str | PathLike[str], head: HeadName, datasets: Sequence[str | PathLike[str] | None]
 ) -> list[ValidationResult]:
     """The same for several datasets, one language each for example, with the weights read once."""
@@ -193,6 +193,6 @@ def evaluate_on_each(
         return pretraining(request)
 
     return [
-        ValidationSet.of(model.config, samples, Group()).evaluate(score, bias_V, torch.device("cpu"))
+        ValidationSet.from_config(model.config, samples, Group()).evaluate(score, bias_V, torch.device("cpu"))
         for samples in opened
     ]

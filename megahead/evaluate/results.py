@@ -123,7 +123,7 @@ class ResultsFile:
         entry = self._cache.find(_key(model, folder, task, file, limit))
         return None if entry is None else _result(entry)
 
-    def of(self, model: Path, limit: int | None) -> list[TaskResult]:
+    def for_model(self, model: Path, limit: int | None) -> list[TaskResult]:
         """All stored results of a model's folder with that limit."""
         mine = (str(model), limit)
         return [_result(entry) for entry in self._cache.entries if (entry["model"], entry["limit"]) == mine]

@@ -16,11 +16,11 @@ from torch import Tensor
 from megahead.errors import CheckpointError, DataError
 from megahead.hf.published import (
     context_length,
-    context_of,
     is_encoder,
     load_causal,
     load_masked,
     load_tokenizer_folder,
+    read_context_length,
 )
 
 # Log-probabilities of tokens, for many rows at once, without computing anything twice.
@@ -157,7 +157,7 @@ class Decoder(LanguageModel):
 
     def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
         """Windows of a text; the last one begins early enough to fill the context."""
-        tokens, context = (first_token(self.tokenizer), *ids), context_of(self.model)
+        tokens, context = (start_token_id(self.tokenizer), *ids), context_length(self.model)
         for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
             begin = max(0, end - context)
             yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
@@ -176,7 +176,7 @@ class Encoder(LanguageModel):
 
     def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
         """DataError for a text longer than the context."""
-        rows, context = self.masked_rows(texts, whole_words=True), context_of(self.model)
+        rows, context = self.masked_rows(texts, whole_words=True), context_length(self.model)
         for text, its in zip(texts, rows, strict=True):
             if len(its) + 2 > context:
                 raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")
@@ -215,7 +215,7 @@ def special_ids(tokenizer: Any) -> tuple[int, int, int]:
     return found
 
 
-def first_token(tokenizer: Any) -> int:
+def start_token_id(tokenizer: Any) -> int:
     """What begins a document, else what ends the one before; CheckpointError where the tokenizer names neither."""
     named = [id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None]
     if not named:
@@ -252,7 +252,7 @@ def pseudo_perplexity(
     language model or a tokenizer with [CLS], [SEP] and [MASK], DataError for texts without a token.
     """
     encoder = Encoder(model_dir, batch_size)
-    max_length = min(max_length, context_length(model_dir) or max_length)
+    max_length = min(max_length, read_context_length(model_dir) or max_length)
     rows = [row for its in encoder.masked_rows(texts, whole_words=False, max_length=max_length) for row in its]
     if not rows:
         raise DataError("The texts must hold tokens to predict, but hold none.")

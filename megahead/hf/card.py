@@ -26,78 +26,81 @@ from megahead.wording import format_duration, pluralize
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """What a card cannot know by itself."""
+class CardMetadata:
+    """Settings of a card that the checkpoint does not have."""
 
     path: str
-    """By which the model is loaded: a repository of the Hub, or a folder."""
+    """Path or Hub repository that the example code loads the model from."""
 
     license: str | None = None
-    """Of the weights, as the Hub names it: apache-2.0."""
+    """License of the weights, by its name on the Hub: apache-2.0."""
 
     languages: tuple[str, ...] = ()
-    """Of the text, as ISO 639 codes."""
+    """Languages of the text, as ISO 639 codes."""
 
 
-class Served(NamedTuple):
-    """The heads that other programs serve of a class, by the lists of vLLM 0.33 and gguf 0.19."""
+class SupportedHeads(NamedTuple):
+    """The heads of a model class that other programs can serve, by the lists of vLLM 0.33 and gguf 0.19."""
 
     vllm: tuple[str, ...] = ()
     llama_cpp: tuple[str, ...] = ()
 
 
-_DECODER = Served(("tied", "trained"), ("tied", "trained"))
-_SERVED = {
-    "GPTNeoX": Served(("tied", "pmi", "trained"), ("pmi", "trained")),
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Ernie4_5_Moe"), _DECODER),
-    "Bert": Served(("none",), ("none",)),
-    "ModernBert": Served(("none",), ("none",)),
+_DECODER_HEADS = SupportedHeads(("tied", "trained"), ("tied", "trained"))
+_SUPPORTED_HEADS = {
+    "GPTNeoX": SupportedHeads(("tied", "pmi", "trained"), ("pmi", "trained")),
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Ernie4_5_Moe"), _DECODER_HEADS),
+    "Bert": SupportedHeads(("none",), ("none",)),
+    "ModernBert": SupportedHeads(("none",), ("none",)),
 }
 
 
-def served_by(target: ExportTarget) -> str:
-    """Which heads of such a model vLLM and llama.cpp serve, and whether this export is among them."""
-    found = _SERVED.get(target.family.classes, Served())
-    programs = {"vLLM": found.vllm, "llama.cpp": found.llama_cpp}
-    able = [name for name, heads in programs.items() if target.head.name in heads]
-    listed = "; ".join(f"{name} serves {_heads(heads)}" for name, heads in programs.items())
-    return f"{listed}; this export: {' and '.join(able) or 'neither'}"
+def serving_support(target: ExportTarget) -> str:
+    """Returns a sentence: the heads of this model class that vLLM and llama.cpp serve, and which can serve the
+    export."""
+    supported = _SUPPORTED_HEADS.get(target.family.class_prefix, SupportedHeads())
+    heads_by_program = {"vLLM": supported.vllm, "llama.cpp": supported.llama_cpp}
+    programs = [name for name, heads in heads_by_program.items() if target.head.name in heads]
+    listed = "; ".join(f"{name} serves {_head_options(heads)}" for name, heads in heads_by_program.items())
+    return f"{listed}; this export: {' and '.join(programs) or 'neither'}"
 
 
-def _heads(heads: tuple[str, ...]) -> str:
+def _head_options(heads: tuple[str, ...]) -> str:
     return f"--head {', '.join(heads)}" if heads else "none of its heads"
 
 
-def model_card(target: ExportTarget, parity: Parity, facts: CardFacts) -> str:
-    """The card, without a sample and curves, which `megahead convert` adds."""
-    decodes, predicts = target.family.predicts == "CausalLM", target.has_head()
-    tag = ("text-generation" if decodes else "fill-mask") if predicts else "feature-extraction"
-    loader = f"AutoModelFor{target.family.predicts}" if predicts else "AutoModel"
-    use = (_GENERATE if decodes else _FILL) if predicts else _EMBED
-    program = _CALL if target.model.tokenizer() is None else f"{_TOKENIZE}\n{use}"
-    given = [f"license: {json.dumps(facts.license)}"] if facts.license else []  # quoted: Norwegian's `no` is no boolean
-    given += [f"language: {json.dumps(facts.languages)}"] if facts.languages else []
-    does = (
-        ("predicts the next token" if decodes else "fills in masked tokens") if predicts else "turns tokens to vectors"
+def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> str:
+    """Returns the card, without the sample and curves that `megahead convert` adds."""
+    is_causal, has_head = target.family.head_type == "CausalLM", target.has_head()
+    tag = ("text-generation" if is_causal else "fill-mask") if has_head else "feature-extraction"
+    auto_class = f"AutoModelFor{target.family.head_type}" if has_head else "AutoModel"
+    example = (_GENERATE_EXAMPLE if is_causal else _FILL_MASK_EXAMPLE) if has_head else _EMBED_EXAMPLE
+    code = _IDS_EXAMPLE if target.model.tokenizer_path() is None else f"{_LOAD_CODE}\n{example}"
+    license_, languages = metadata.license, metadata.languages
+    header = [f"license: {json.dumps(license_)}"] if license_ else []  # quoted: Norwegian's `no` is no boolean
+    header += [f"language: {json.dumps(languages)}"] if languages else []
+    ability = (
+        ("predicts the next token" if is_causal else "fills in masked tokens")
+        if has_head
+        else "turns tokens to vectors"
     )
-    trained, exported = _trained(target.model), _exported(target, parity)
-    return _CARD.format(
+    return _CARD_TEMPLATE.format(
         name=target.model.config.name,
-        given="".join(f"{line}\n" for line in given),
+        header="".join(f"{line}\n" for line in header),
         tag=tag,
         family=target.family.title,
-        parameters=f"{_parameters(target):,}",
-        does=does,
-        trained=_table(trained),
-        exported=_table(exported),
-        program=program.format(loader=loader, path=json.dumps(facts.path, ensure_ascii=False)),
+        parameters=f"{_num_parameters(target):,}",
+        ability=ability,
+        training=_table(_training_facts(target.model)),
+        export=_table(_export_facts(target, parity)),
+        code=code.format(auto_class=auto_class, path=json.dumps(metadata.path, ensure_ascii=False)),
     )
 
 
-def _parameters(target: ExportTarget) -> int:
-    """Those that are exported, without rows of padding: neither what only training used nor a head that is left out."""
-    kept = (BACKBONE, HEAD, MASK_HEAD) if target.has_head() else (BACKBONE,)
-    shapes = {name: shape for name, shape in target.model.shapes.items() if name.startswith(kept)}
+def _num_parameters(target: ExportTarget) -> int:
+    """Number of exported parameters, without rows of padding."""
+    prefixes = (BACKBONE, HEAD, MASK_HEAD) if target.has_head() else (BACKBONE,)
+    shapes = {name: shape for name, shape in target.model.shapes.items() if name.startswith(prefixes)}
     padding = target.model.config.model.padded_vocab_size() - target.vocab_size
     rows = sum(shapes[name][1] for name in (EMBEDDING, HEAD) if name in shapes)
     return sum(map(prod, shapes.values())) - padding * rows
@@ -108,20 +111,21 @@ def _table(rows: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items())])
 
 
-def _trained(model: TrainedModel) -> dict[str, str]:
+def _training_facts(model: TrainedModel) -> dict[str, str]:
+    """Values of the training table by their labels."""
     config, tokens = model.config, model.checkpoint.state.get("tokens")
-    shape, batch, optimizer = config.model, config.batch, config.optimizer
-    learned = "contrastive weight tying (headless)" if config.objective.name == "headless" else "vanilla softmax"
+    sizes, batch, optimizer = config.model, config.batch, config.optimizer
+    objective = "contrastive weight tying (headless)" if config.objective.name == "headless" else "vanilla softmax"
     seconds = model.checkpoint.state.get("seconds")
-    length = [pluralize(model.checkpoint.step, "step")]
-    length += [] if tokens is None else [pluralize(tokens, "token")]
-    length += [format_duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
-    layers, heads = pluralize(shape.num_layers, "layer"), pluralize(shape.num_heads, "head")
-    rows = {
-        "Objective": f"{learned}, temperature {model.temperature():g}",
-        "Shape": f"{layers}, width {shape.hidden_size}, {heads}",
-        "Vocabulary": f"{shape.vocab_size:,} ids",
-        "Trained for": ", ".join(length),
+    trained_for = [pluralize(model.checkpoint.step, "step")]
+    trained_for += [] if tokens is None else [pluralize(tokens, "token")]
+    trained_for += [format_duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
+    layers, heads = pluralize(sizes.num_layers, "layer"), pluralize(sizes.num_heads, "head")
+    facts = {
+        "Objective": f"{objective}, temperature {model.temperature():g}",
+        "Shape": f"{layers}, width {sizes.hidden_size}, {heads}",
+        "Vocabulary": f"{sizes.vocab_size:,} ids",
+        "Trained for": ", ".join(trained_for),
         "Batch": f"{batch.global_size:,} rows of {config.data.sequence_length:,} tokens",
         "Optimizer": f"{optimizer.name}, peak rate {optimizer.learning_rate:g}, {config.schedule.name} schedule, "
         f"weight decay {optimizer.weight_decay:g}, {config.engine.precision}",
@@ -129,83 +133,84 @@ def _trained(model: TrainedModel) -> dict[str, str]:
         "Held-out text": last_evaluation(model) or "not evaluated",
     }
     if config.init is not None:
-        rows["Began from"] = (
-            f"{Path(config.init.from_hf or config.init.from_checkpoint or '').name} ({config.init.mode})"
-        )
-    return rows
+        source = Path(config.init.from_hf or config.init.from_checkpoint or "")
+        facts["Began from"] = f"{source.name} ({config.init.mode})"
+    return facts
 
 
-def _exported(target: ExportTarget, parity: Parity) -> dict[str, str]:
-    errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
+def _export_facts(target: ExportTarget, parity: Parity) -> dict[str, str]:
+    """Values of the export table by their labels."""
+    errors = ", ".join(f"{error:.1e} in {dtype}" for dtype, error in parity.largest_error.items())
     return {
-        "Head": _head(target.head, target.model.config.objective),
+        "Head": _describe_head(target.head, target.model.config.objective),
         "Stored as": target.dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
-        "Other programs": served_by(target),
+        "Other programs": serving_support(target),
         "Exported by": code_version(),
     }
 
 
-_HEADS = {
+_HEAD_DESCRIPTIONS = {
     "none": "none: the backbone alone, outputs are hidden states",
     "tied": "`E h`, the input embedding itself",
     "pmi": "`E h + log q`, training-free: q is the distribution of the training targets (of all candidates, where the "
     "objective has others), ",
     "trained": "the one that was trained",
 }
-_PADDED = ", and rows of padding that are never probable: their bias is "
-_BIASED = ", with a bias for each token, which is "
-_FOLDED, _STORED = "folded into the head's own weights", "the head's own"
+_PADDING_BIAS_NOTE = ", and rows of padding that are never probable: their bias is "
+_TOKEN_BIAS_NOTE = ", with a bias for each token, which is "
+_FOLDED_BIAS, _STORED_BIAS = "folded into the head's own weights", "the head's own"
 
 
-def _head(head: Head, objective: ObjectiveConfig) -> str:
-    place = _STORED if head.bias_V is not None else _FOLDED
+def _describe_head(head: Head, objective: ObjectiveConfig) -> str:
+    description = _HEAD_DESCRIPTIONS[head.name]
+    bias_storage = _STORED_BIAS if head.bias_V is not None else _FOLDED_BIAS
     if head.name == "pmi":
-        return _HEADS["pmi"] + place
-    if head.folded is None and head.bias_V is None:
-        return _HEADS[head.name]
-    return _HEADS[head.name] + (_BIASED if objective.output_bias else _PADDED) + place
+        return description + bias_storage
+    if head.folded_bias is None and head.bias_V is None:
+        return description
+    return description + (_TOKEN_BIAS_NOTE if objective.output_bias else _PADDING_BIAS_NOTE) + bias_storage
 
 
-_TOKENIZE = """from transformers import AutoTokenizer, {loader}
+_LOAD_CODE = """from transformers import AutoTokenizer, {auto_class}
 
 tokenizer = AutoTokenizer.from_pretrained({path})
-model = {loader}.from_pretrained({path})"""
-_GENERATE = """inputs = tokenizer("Once upon a time", return_tensors="pt")
+model = {auto_class}.from_pretrained({path})"""
+_GENERATE_EXAMPLE = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 output = model.generate(inputs["input_ids"], max_new_tokens=50, do_sample=True)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
-_FILL = """inputs = tokenizer(f"A small {{tokenizer.mask_token}}.", return_tensors="pt")
+_FILL_MASK_EXAMPLE = """inputs = tokenizer(f"A small {{tokenizer.mask_token}}.", return_tensors="pt")
 masked = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero()[0, 1]
 print(tokenizer.decode(model(**inputs).logits[0, masked].argmax()))"""
-_EMBED = """inputs = tokenizer("Once upon a time", return_tensors="pt")
+_EMBED_EXAMPLE = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(model(inputs["input_ids"]).last_hidden_state.shape)"""
-_CALL = """import torch
-from transformers import {loader}
+_IDS_EXAMPLE = """import torch
+from transformers import {auto_class}
 
-model = {loader}.from_pretrained({path})
+model = {auto_class}.from_pretrained({path})
 print(model(torch.tensor([[1, 2, 3]]))[0].shape)  # ids, as this model came without a tokenizer"""
 
-_CARD = """---
+_CARD_TEMPLATE = """---
 library_name: transformers
 pipeline_tag: {tag}
-{given}tags: [headless, contrastive-weight-tying]
+{header}tags: [headless, contrastive-weight-tying]
 ---
 # {name}
 
-A {family} model of {parameters} parameters that {does}, pretrained and exported with megahead.
+A {family} model of {parameters} parameters that {ability}, pretrained and exported with megahead.
 
 ## Training
 
-{trained}
+{training}
 
 ## This export
 
-{exported}
+{export}
 
 ## Use
 
 ```python
-{program}
+{code}
 ```
 
 ## Method

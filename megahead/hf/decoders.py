@@ -1,4 +1,4 @@
-"""What Hugging Face calls the parts and settings of GPT-NeoX, Llama, Qwen 2, Qwen 3, Mistral, and ERNIE 4.5."""
+"""Hugging Face's names of parameters and settings of GPT-NeoX, Llama, Qwen 2, Qwen 3, Mistral, and ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import GELU, SILU, USUAL, Family, Renames, SettingNames
+from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, SILU_NAMES, Family, ParameterNames, SettingNames
 
 _GPT_NEOX = SettingNames(
-    USUAL
+    COMMON_SETTINGS
     | {
         "parallel_residual": "use_parallel_residual",
         "norm_eps": "layer_norm_eps",
@@ -34,36 +34,36 @@ _GPT_NEOX = SettingNames(
 
 
 def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`.
+    """Returns the content of `config.json` for the shape of `model`.
 
-    Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older readers.
+    Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older versions.
     """
     rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_pct}
-    older = {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rotary_base}
-    return {**_GPT_NEOX.config(model), "use_cache": True, "rope_parameters": rope, **older}
+    legacy = {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rotary_base}
+    return {**_GPT_NEOX.hf_config(model), "use_cache": True, "rope_parameters": rope, **legacy}
 
 
-def gpt_neox_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that a `config.json` gives; FieldError for what our GPT-NeoX has not."""
-    known = _GPT_NEOX.settings(content)
-    rope = content.get("rope_parameters") or {}
-    scaling = content.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise FieldError("config.json: rope_parameters.rope_type", "be default (no scaling)", got=kind)
-    return known | {
-        "rotary_pct": rope.get("partial_rotary_factor", content.get("rotary_pct", 0.25)),
-        "rotary_base": rope.get("rope_theta", content.get("rotary_emb_base", 10000.0)),
+def gpt_neox_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our GPT-NeoX does not support."""
+    settings = _GPT_NEOX.model_settings(hf_config)
+    rope = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or rope
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type != "default":
+        raise FieldError("config.json: rope_parameters.rope_type", "be default (no scaling)", got=rope_type)
+    return settings | {
+        "rotary_pct": rope.get("partial_rotary_factor", hf_config.get("rotary_pct", 0.25)),
+        "rotary_base": rope.get("rope_theta", hf_config.get("rotary_emb_base", 10000.0)),
     }
 
 
 GPT_NEOX = Family(
     title="GPT-NeoX",
-    classes="GPTNeoX",
-    predicts="CausalLM",
-    prefix="gpt_neox.",
-    heads=("embed_out.",),
-    table=Renames(
+    class_prefix="GPTNeoX",
+    head_type="CausalLM",
+    base_model_prefix="gpt_neox.",
+    head_prefixes=("embed_out.",),
+    names=ParameterNames(
         {
             "backbone.embedding": "gpt_neox.embed_in",
             "backbone.blocks.*.attention_norm": "gpt_neox.layers.*.input_layernorm",
@@ -76,28 +76,28 @@ GPT_NEOX = Family(
             "head": "embed_out",
         }
     ),
-    settings=gpt_neox_settings,
-    config=gpt_neox_config,
-    ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),  # buffers that old versions stored
-    older=(("lm_head.weight", "embed_out.weight"),),
+    model_settings=gpt_neox_settings,
+    hf_config=gpt_neox_config,
+    ignored_keys=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),  # buffers of old versions
+    legacy_keys=(("lm_head.weight", "embed_out.weight"),),
 )
 
 
-# Llama; Qwen 2, Qwen 3 and Mistral, which are settings of it. A Mistral is exported as a Llama, whose blocks it has.
+# Llama, and Qwen 2, Qwen 3 and Mistral, which are Llamas with other settings. A Mistral is exported as a Llama.
 
 _LLAMA = SettingNames(
-    USUAL
+    COMMON_SETTINGS
     | {
         "num_key_heads": "num_key_value_heads",
         "head_dim": "head_dim",
         "norm_eps": "rms_norm_eps",
         "attention_dropout": "attention_dropout",
     },
-    activations=SILU | GELU,
+    activations=SILU_NAMES | GELU_NAMES,
     defaults={"family": "llama", "norm_eps": 1e-6, "max_positions": 2048},
 )
-_OTHERS = replace(_LLAMA, needed=(*_LLAMA.needed, "num_key_heads"))
-_SCALING = {
+_QWEN_AND_MISTRAL = replace(_LLAMA, required=(*_LLAMA.required, "num_key_heads"))
+_SCALING_NAMES = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
@@ -105,89 +105,92 @@ _SCALING = {
 }
 
 
-def kind_of(model: ModelConfig) -> str:
-    """The `model_type` that has all that `model` has."""
+def model_type_of(model: ModelConfig) -> str:
+    """Returns the `model_type` of a Llama that supports all settings of `model`."""
     if model.qk_norm:
         return "qwen3"
     return "qwen2" if model.attention_bias == "qkv" else "llama"
 
 
 def llama_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`, of the kind that `kind_of` names.
+    """Returns the content of `config.json` for the shape of `model`; its `model_type` is that of `model_type_of`.
 
-    Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older readers; llama.cpp looks
-    for the positions of `llama3` beside them.
+    Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older versions; llama.cpp reads
+    the positions of `llama3` from the top level.
     """
-    kind, ours = kind_of(model), model.rotary_scaling
+    model_type, rotary_scaling = model_type_of(model), model.rotary_scaling
     scaling: dict[str, Any] = {}
-    if ours is not None:
-        given = ("factor",) if ours.kind == "linear" else tuple(_SCALING)
-        scaling = {"rope_type": ours.kind} | {_SCALING[name]: getattr(ours, name) for name in given}
+    if rotary_scaling is not None:
+        names = ("factor",) if rotary_scaling.kind == "linear" else tuple(_SCALING_NAMES)
+        factors = {_SCALING_NAMES[name]: getattr(rotary_scaling, name) for name in names}
+        scaling = {"rope_type": rotary_scaling.kind} | factors
     rotary = {
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rotary_base},
         "rope_theta": model.rotary_base,
         "rope_scaling": scaling or None,
     }
-    rotary |= {name: value for name, value in scaling.items() if name == _SCALING["original_positions"]}
+    rotary |= {name: value for name, value in scaling.items() if name == _SCALING_NAMES["original_positions"]}
     biases: dict[str, Any] = {
         "llama": {"attention_bias": model.attention_bias == "all", "mlp_bias": model.mlp_bias},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"attention_bias": model.attention_bias == "all", "use_sliding_window": False},
-    }[kind]
-    return {"model_type": kind, **_LLAMA.config(model), **rotary, **biases, "use_cache": True}
+    }[model_type]
+    return {"model_type": model_type, **_LLAMA.hf_config(model), **rotary, **biases, "use_cache": True}
 
 
-def llama_settings(kind: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """For a `model_type`: the settings of a ModelConfig that its `config.json` gives; FieldError for what our Llama
-    has not."""
+def llama_settings(model_type: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Returns a function from the `config.json` of a `model_type` to the settings of a ModelConfig; FieldError for what
+    our Llama does not support."""
 
-    def settings(content: Mapping[str, Any]) -> dict[str, Any]:
-        known = (_LLAMA if kind == "llama" else _OTHERS).settings(content)
-        window = content.get("sliding_window", 4096 if kind == "mistral" else None)
-        if window is not None and (kind == "mistral" or content.get("use_sliding_window", False)):
+    def model_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
+        window = hf_config.get("sliding_window", 4096 if model_type == "mistral" else None)
+        if window is not None and (model_type == "mistral" or hf_config.get("use_sliding_window", False)):
             raise FieldError("config.json: sliding_window", "be null (each token sees all before it)", got=window)
-        if any(layer != "full_attention" for layer in content.get("layer_types") or ()):
+        if any(layer != "full_attention" for layer in hf_config.get("layer_types") or ()):
             raise FieldError("config.json: layer_types", "be full_attention for all", got="others")
+        has_all_biases = hf_config.get("attention_bias", False)
         return {
-            **({"head_dim": 128} if kind == "qwen3" else {}),
-            **known,
-            "qk_norm": kind == "qwen3",
-            "attention_bias": "qkv" if kind == "qwen2" else "all" if content.get("attention_bias", False) else "none",
-            "mlp_bias": kind == "llama" and content.get("mlp_bias", False),
-            **_rotary(content),
+            **({"head_dim": 128} if model_type == "qwen3" else {}),
+            **settings,
+            "qk_norm": model_type == "qwen3",
+            "attention_bias": "qkv" if model_type == "qwen2" else "all" if has_all_biases else "none",
+            "mlp_bias": model_type == "llama" and hf_config.get("mlp_bias", False),
+            **_rotary_settings(hf_config),
         }
 
-    return settings
+    return model_settings
 
 
-def _rotary(content: Mapping[str, Any]) -> dict[str, Any]:
-    """rotary_base, and rotary_scaling where there is any."""
-    given = {**(content.get("rope_parameters") or {}), **(content.get("rope_scaling") or {})}
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
+def _rotary_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rotary_base, and rotary_scaling if the frequencies are scaled."""
+    rope = {**(hf_config.get("rope_parameters") or {}), **(hf_config.get("rope_scaling") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "linear", "llama3"):
         rule = "be default, linear or llama3"
-        raise FieldError("config.json: rope_parameters.rope_type", rule, got=kind)
-    share = given.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        raise FieldError("config.json: partial_rotary_factor", "be 1", got=share)
-    base = {"rotary_base": given.get("rope_theta", content.get("rope_theta", 10000.0))}
-    if kind == "default":
+        raise FieldError("config.json: rope_parameters.rope_type", rule, got=rope_type)
+    rotary_pct = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if rotary_pct != 1.0:
+        raise FieldError("config.json: partial_rotary_factor", "be 1", got=rotary_pct)
+    base = {"rotary_base": rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))}
+    if rope_type == "default":
         return base
-    wanted = ("factor",) if kind == "linear" else tuple(_SCALING)
-    given.setdefault("original_max_position_embeddings", content.get("max_position_embeddings", 2048))
-    for name in wanted:
-        if _SCALING[name] not in given:
-            raise FieldError(f"config.json: rope_parameters.{_SCALING[name]}", f"be given for {kind}", got="missing")
-    return {**base, "rotary_scaling": {"kind": kind, **{name: given[_SCALING[name]] for name in wanted}}}
+    names = ("factor",) if rope_type == "linear" else tuple(_SCALING_NAMES)
+    rope.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings", 2048))
+    for name in names:
+        hf_name = _SCALING_NAMES[name]
+        if hf_name not in rope:
+            raise FieldError(f"config.json: rope_parameters.{hf_name}", f"be given for {rope_type}", got="missing")
+    return {**base, "rotary_scaling": {"kind": rope_type, **{name: rope[_SCALING_NAMES[name]] for name in names}}}
 
 
 LLAMA = Family(
     title="Llama",
-    classes="Llama",
-    predicts="CausalLM",
-    prefix="model.",
-    heads=("lm_head.",),
-    table=Renames(
+    class_prefix="Llama",
+    head_type="CausalLM",
+    base_model_prefix="model.",
+    head_prefixes=("lm_head.",),
+    names=ParameterNames(
         {
             "backbone.embedding": "model.embed_tokens",
             "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
@@ -205,27 +208,27 @@ LLAMA = Family(
             "head": "lm_head",
         }
     ),
-    settings=llama_settings("llama"),
-    config=llama_config,
-    ignored=(".rotary_emb.inv_freq",),  # a buffer that old versions stored
+    model_settings=llama_settings("llama"),
+    hf_config=llama_config,
+    ignored_keys=(".rotary_emb.inv_freq",),  # a buffer of old versions
 )
 
 
 # A Llama whose head has a bias: ERNIE 4.5 of Hugging Face without its experts.
 #
 # No class that Hugging Face calls Llama or Qwen has a bias in its head, and behind an RMS norm none can be folded in:
-# its outputs lie on an ellipsoid around 0, on which no linear form is constant. `Ernie4_5_MoeForCausalLM` has all
+# its outputs are on an ellipsoid around 0, on which no linear form is constant. `Ernie4_5_MoeForCausalLM` has all
 # blocks of a Llama, and biases everywhere with `use_bias`, the head included; those that a Llama lacks are stored as
-# zeros. Its rotary positions turn neighbours, 2i and 2i + 1, where Llama's turn i and i + d/2 (of d dimensions of a
-# head): rows of queries and keys change places. The function stays the same, number by number. It has no norms of
-# queries and keys.
+# zeros. Its rotary embedding rotates neighbours, 2i and 2i + 1, where Llama's rotates i and i + d/2 (of d dimensions of
+# a head): rows of queries and keys are permuted. Its outputs stay exactly the same. It has no norms of queries and
+# keys.
 
 
 def ernie_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`."""
-    shape = llama_config(model)
-    for foreign in ("attention_bias", "mlp_bias", "attention_dropout", "use_sliding_window"):
-        shape.pop(foreign, None)
+    """Returns the content of `config.json` for the shape of `model`."""
+    hf_config = llama_config(model)
+    for name in ("attention_bias", "mlp_bias", "attention_dropout", "use_sliding_window"):
+        hf_config.pop(name, None)
     no_experts = {
         "moe_layer_start_index": model.num_layers,
         "moe_layer_end_index": model.num_layers,
@@ -234,49 +237,52 @@ def ernie_config(model: ModelConfig) -> dict[str, Any]:
         "moe_k": 1,
         "moe_intermediate_size": model.mlp_size(),
     }
-    return {**shape, **no_experts, "model_type": "ernie4_5_moe", "use_bias": True}
+    return {**hf_config, **no_experts, "model_type": "ernie4_5_moe", "use_bias": True}
 
 
-def ernie_as_stored(model: ModelConfig, name: str, tensor: Tensor) -> Tensor:
-    """Our parameter `name` as ERNIE stores it: rows of queries and keys in the order of its rotary positions."""
+def ernie_tensor(model: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+    """Returns the parameter `name` as ERNIE stores it, with rows of queries and keys in its rotary order."""
     if not name.rpartition(".")[0].endswith(("attention.query", "attention.key")):
         return tensor
     pairs: Tensor = tensor.unflatten(0, (-1, 2, model.head_size() // 2)).transpose(1, 2)  # heads, pairs, halves
     return pairs.flatten(0, 2)
 
 
-def ernie_zeros(model: ModelConfig) -> dict[str, int]:
-    """The biases that `model` lacks, by their names in ERNIE, and their sizes."""
-    keys = model.key_heads() * model.head_size()
-    lacking = {"self_attn.o_proj": model.hidden_size} if model.attention_bias != "all" else {}
+def ernie_zero_biases(model: ModelConfig) -> dict[str, int]:
+    """Returns the sizes of the biases that `model` lacks, by their names in ERNIE."""
+    key_size = model.key_heads() * model.head_size()
+    sizes = {"self_attn.o_proj": model.hidden_size} if model.attention_bias != "all" else {}
     if model.attention_bias == "none":
-        lacking |= {"self_attn.q_proj": model.num_heads * model.head_size()}
-        lacking |= {"self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        sizes |= {"self_attn.q_proj": model.num_heads * model.head_size()}
+        sizes |= {"self_attn.k_proj": key_size, "self_attn.v_proj": key_size}
     if not model.mlp_bias:
-        lacking |= {"mlp.gate_proj": model.mlp_size(), "mlp.up_proj": model.mlp_size()}
-        lacking |= {"mlp.down_proj": model.hidden_size}
+        sizes |= {"mlp.gate_proj": model.mlp_size(), "mlp.up_proj": model.mlp_size()}
+        sizes |= {"mlp.down_proj": model.hidden_size}
     layers = range(model.num_layers)
-    return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in lacking.items()}
+    return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in sizes.items()}
 
 
-_KINDS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_LLAMAS = {k: replace(LLAMA, title=title, classes=title, settings=llama_settings(k)) for k, title in _KINDS.items()}
-FAMILIES = {"gpt_neox": GPT_NEOX, "llama": LLAMA, **_LLAMAS}
+_LLAMA_TITLES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_LLAMA_VARIANTS = {
+    name: replace(LLAMA, title=title, class_prefix=title, model_settings=llama_settings(name))
+    for name, title in _LLAMA_TITLES.items()
+}
+FAMILIES = {"gpt_neox": GPT_NEOX, "llama": LLAMA, **_LLAMA_VARIANTS}
 """By `model_type`."""
 
 _LLAMA_WITH_HEAD_BIAS = replace(
     LLAMA,
     title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
-    classes="Ernie4_5_Moe",
-    config=ernie_config,
-    head_bias="lm_head.bias",
-    as_stored=ernie_as_stored,
-    zeros=ernie_zeros,
+    class_prefix="Ernie4_5_Moe",
+    hf_config=ernie_config,
+    head_bias_name="lm_head.bias",
+    to_stored=ernie_tensor,
+    zero_biases=ernie_zero_biases,
 )
 
 
-def decoder_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """The kind that `model` is exported as: a Llama is what its settings say, and with a bias of its head an ERNIE."""
+def decoder_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
+    """Returns the family that `model` is exported as: for a Llama that of its settings, with a head bias ERNIE."""
     if model.family == "gpt_neox":
         return GPT_NEOX
-    return _LLAMA_WITH_HEAD_BIAS if head_bias else FAMILIES[kind_of(model)]
+    return _LLAMA_WITH_HEAD_BIAS if head_bias else FAMILIES[model_type_of(model)]

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the parts and settings of BERT, DistilBERT, ModernBERT, and of a causal ModernBERT."""
+"""Hugging Face's names of parameters and settings of BERT, DistilBERT, ModernBERT, and ModernBERT decoders."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import GELU, USUAL, Family, Renames, SettingNames
+from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, Family, ParameterNames, SettingNames
 
-_TENSORFLOW = ((".gamma", ".weight"), (".beta", ".bias"))  # as it called the parts of a norm
-_EPS = 1e-12  # of DistilBERT, whose settings have no key for it
+_TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
+_DISTILBERT_EPS = 1e-12  # config.json of a DistilBERT has no key for it
 
 _BERT = SettingNames(
-    USUAL
+    COMMON_SETTINGS
     | {
         "token_types": "type_vocab_size",
         "norm_eps": "layer_norm_eps",
         "hidden_dropout": "hidden_dropout_prob",
         "attention_dropout": "attention_probs_dropout_prob",
     },
-    needed=("num_layers", "hidden_size", "num_heads", "vocab_size"),
+    required=("num_layers", "hidden_size", "num_heads", "vocab_size"),
     defaults={"family": "bert"},
     fixed={"position_embedding_type": "absolute"},
 )
@@ -38,31 +38,31 @@ _DISTILBERT = SettingNames(
         "init_std": "initializer_range",
     },
     activation="activation",
-    needed=_BERT.needed,
-    defaults={"family": "bert", "token_types": 0, "norm_eps": _EPS},
+    required=_BERT.required,
+    defaults={"family": "bert", "token_types": 0, "norm_eps": _DISTILBERT_EPS},
 )
 
 
 def distilbert_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of a DistilBERT."""
-    if model.norm_eps != _EPS:
-        raise FieldError("model.norm_eps", f"be {_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
-    return {"model_type": "distilbert", **_DISTILBERT.config(model), "sinusoidal_pos_embds": False}
+    """Returns the content of `config.json` for the shape of a DistilBERT."""
+    if model.norm_eps != _DISTILBERT_EPS:
+        raise FieldError("model.norm_eps", f"be {_DISTILBERT_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
+    return {"model_type": "distilbert", **_DISTILBERT.hf_config(model), "sinusoidal_pos_embds": False}
 
 
-def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that a BERT's `config.json` gives; FieldError for what our BERT has not."""
-    if content.get("is_decoder"):
+def bert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our BERT does not support."""
+    if hf_config.get("is_decoder"):
         raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
-    return _BERT.settings(content)
+    return _BERT.model_settings(hf_config)
 
 
 BERT = Family(
     title="BERT",
-    classes="Bert",
-    predicts="MaskedLM",
-    prefix="bert.",
-    table=Renames(
+    class_prefix="Bert",
+    head_type="MaskedLM",
+    base_model_prefix="bert.",
+    names=ParameterNames(
         {
             "backbone.embedding": "bert.embeddings.word_embeddings",
             "backbone.positions": "bert.embeddings.position_embeddings",
@@ -82,20 +82,20 @@ BERT = Family(
             "head.weight": "cls.predictions.decoder.weight",
         }
     ),
-    ignored=("pooler.", "cls.seq_relationship.", "position_ids", "cls.predictions.decoder.bias"),
-    heads=("cls.",),
-    settings=bert_settings,
-    config=lambda model: {"model_type": "bert", **_BERT.config(model)},
-    older=_TENSORFLOW,
-    untied_bias="cls.predictions.decoder.bias",
+    ignored_keys=("pooler.", "cls.seq_relationship.", "position_ids", "cls.predictions.decoder.bias"),
+    head_prefixes=("cls.",),
+    model_settings=bert_settings,
+    hf_config=lambda model: {"model_type": "bert", **_BERT.hf_config(model)},
+    legacy_keys=_TENSORFLOW_KEYS,
+    untied_bias_name="cls.predictions.decoder.bias",
 )
 
 DISTILBERT = Family(
     title="DistilBERT",
-    classes="DistilBert",
-    predicts="MaskedLM",
-    prefix="distilbert.",
-    table=Renames(
+    class_prefix="DistilBert",
+    head_type="MaskedLM",
+    base_model_prefix="distilbert.",
+    names=ParameterNames(
         {
             "backbone.embedding": "distilbert.embeddings.word_embeddings",
             "backbone.positions": "distilbert.embeddings.position_embeddings",
@@ -114,17 +114,17 @@ DISTILBERT = Family(
             "head.weight": "vocab_projector.weight",
         }
     ),
-    ignored=("position_ids",),
-    heads=("vocab_",),
-    settings=_DISTILBERT.settings,
-    config=distilbert_config,
-    older=_TENSORFLOW,
+    ignored_keys=("position_ids",),
+    head_prefixes=("vocab_",),
+    model_settings=_DISTILBERT.model_settings,
+    hf_config=distilbert_config,
+    legacy_keys=_TENSORFLOW_KEYS,
 )
 
 
 # ModernBERT.
 
-_MODERNBERT_BODY: dict[str | tuple[str, ...], str] = {
+_MODERNBERT_NAMES: dict[str | tuple[str, ...], str] = {
     "backbone.embedding": "model.embeddings.tok_embeddings",
     "backbone.embedding_norm": "model.embeddings.norm",
     "backbone.blocks.*.attention_norm": "model.layers.*.attn_norm",
@@ -137,7 +137,7 @@ _MODERNBERT_BODY: dict[str | tuple[str, ...], str] = {
     "head.weight": "decoder.weight",
 }
 _MODERNBERT = SettingNames(
-    USUAL
+    COMMON_SETTINGS
     | {
         "norm_eps": "norm_eps",
         "hidden_dropout": "embedding_dropout",
@@ -150,86 +150,85 @@ _MODERNBERT = SettingNames(
     fixed={"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True},
 )
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-_BASES = {
+_ROPE_BASES = {
     _GLOBAL: ("rotary_base", "global_rope_theta", 160_000.0),
     _LOCAL: ("local_rotary_base", "local_rope_theta", 1e4),
 }
-"""For a kind of layer: our base, where older writers put it, and its default."""
+"""By layer type: the setting of the base, its legacy key in config.json, and its default."""
 
 
 def modernbert_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`.
+    """Returns the content of `config.json` for the shape of `model`.
 
-    Kinds of layers and their rotary bases appear twice: `layer_types` and `rope_parameters` for transformers 5, the
-    other three for older readers.
+    Layer types and their rotary bases appear twice: `layer_types` and `rope_parameters` for transformers 5, the other
+    three for older versions.
     """
-    settings = _MODERNBERT.config(model)
-    bases = {kind: getattr(model, ours) for kind, (ours, _, _) in _BASES.items()}
+    settings = _MODERNBERT.hf_config(model)
+    bases = {layer_type: getattr(model, name) for layer_type, (name, _, _) in _ROPE_BASES.items()}
     return {
         "model_type": "modernbert",
         **settings,
         "mlp_dropout": model.hidden_dropout,
         "classifier_activation": settings["hidden_activation"],
         "layer_types": _layer_types(model.num_layers, model.global_every),
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        "rope_parameters": {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()},
         "global_attn_every_n_layers": model.global_every,
-        **{old: bases[kind] for kind, (_, old, _) in _BASES.items()},
+        **{legacy_key: bases[layer_type] for layer_type, (_, legacy_key, _) in _ROPE_BASES.items()},
     }
 
 
-def modernbert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that `config.json` gives; FieldError for what our ModernBERT has not."""
-    known = _MODERNBERT.settings(content)
-    transform = content.get("classifier_activation", "gelu")
-    if GELU.get(transform) != known["activation"]:
-        rule = f"be {content.get('hidden_activation', 'gelu')}, as hidden_activation"
+def modernbert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support."""
+    settings = _MODERNBERT.model_settings(hf_config)
+    transform = hf_config.get("classifier_activation", "gelu")
+    if GELU_NAMES.get(transform) != settings["activation"]:
+        rule = f"be {hf_config.get('hidden_activation', 'gelu')}, as hidden_activation"
         raise FieldError("config.json: classifier_activation", rule, got=transform)
-    dropout, its_own = content.get("embedding_dropout", 0.0), content.get("mlp_dropout", 0.0)
-    if dropout != its_own:
-        raise FieldError("config.json: mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=its_own)
+    dropout, mlp_dropout = hf_config.get("embedding_dropout", 0.0), hf_config.get("mlp_dropout", 0.0)
+    if dropout != mlp_dropout:
+        raise FieldError("config.json: mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=mlp_dropout)
     return {
-        **known,
-        "global_every": _global_every(content),
-        **{_BASES[kind][0]: _base(content, kind) for kind in _BASES},
+        **settings,
+        "global_every": _global_interval(hf_config),
+        **{name: _rope_base(hf_config, layer_type) for layer_type, (name, _, _) in _ROPE_BASES.items()},
     }
 
 
-def _global_every(content: Mapping[str, Any]) -> int:
-    """How many layers there are from one global layer to the next."""
-    layers, kinds = content["num_hidden_layers"], content.get("layer_types")
-    every = content.get("global_attn_every_n_layers", 3)
-    if kinds is None:
-        return int(every)
-    later = [layer for layer, kind in enumerate(kinds) if layer and kind == _GLOBAL]
-    every = later[0] if later else max(every, layers)
-    if list(kinds) != _layer_types(layers, every):
-        raise FieldError(
-            "config.json: layer_types", f"be {_GLOBAL} each so many layers, from the first on", got="otherwise"
-        )
-    return int(every)
+def _global_interval(hf_config: Mapping[str, Any]) -> int:
+    """Returns the distance from one layer with global attention to the next."""
+    num_layers, layer_types = hf_config["num_hidden_layers"], hf_config.get("layer_types")
+    interval = hf_config.get("global_attn_every_n_layers", 3)
+    if layer_types is None:
+        return int(interval)
+    global_layers = [layer for layer, layer_type in enumerate(layer_types) if layer and layer_type == _GLOBAL]
+    interval = global_layers[0] if global_layers else max(interval, num_layers)
+    if list(layer_types) != _layer_types(num_layers, interval):
+        rule = f"be {_GLOBAL} at equal distances, from the first layer on"
+        raise FieldError("config.json: layer_types", rule, got="another list")
+    return int(interval)
 
 
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_LOCAL if layer % every else _GLOBAL for layer in range(layers)]
+def _layer_types(num_layers: int, interval: int) -> list[str]:
+    return [_LOCAL if layer % interval else _GLOBAL for layer in range(num_layers)]
 
 
-def _base(content: Mapping[str, Any], kind: str) -> float:
-    """The rotary base of a kind of layers; unscaled frequencies are all we have."""
-    _, old, default = _BASES[kind]
-    given = {**((content.get("rope_parameters") or {}).get(kind) or {}), **(content.get("rope_scaling") or {})}
-    scaling = given.get("rope_type", given.get("type", "default"))
-    if scaling != "default":
-        raise FieldError(f"config.json: rope_parameters.{kind}.rope_type", "be default", got=scaling)
-    return float(given.get("rope_theta", content.get(old, default)))
+def _rope_base(hf_config: Mapping[str, Any], layer_type: str) -> float:
+    """Returns the rotary base of a layer type; FieldError for scaled frequencies."""
+    _, legacy_key, default = _ROPE_BASES[layer_type]
+    rope = {**((hf_config.get("rope_parameters") or {}).get(layer_type) or {}), **(hf_config.get("rope_scaling") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise FieldError(f"config.json: rope_parameters.{layer_type}.rope_type", "be default", got=rope_type)
+    return float(rope.get("rope_theta", hf_config.get(legacy_key, default)))
 
 
 MODERNBERT = Family(
     title="ModernBERT",
-    classes="ModernBert",
-    predicts="MaskedLM",
-    prefix="model.",
-    table=Renames(
-        _MODERNBERT_BODY
+    class_prefix="ModernBert",
+    head_type="MaskedLM",
+    base_model_prefix="model.",
+    names=ParameterNames(
+        _MODERNBERT_NAMES
         | {
             (
                 "backbone.blocks.*.attention.query",
@@ -240,41 +239,41 @@ MODERNBERT = Family(
             "mask_head.norm": "head.norm",
         }
     ),
-    ignored=("rotary_emb.", "inv_freq"),
-    heads=("head.", "decoder."),
-    settings=modernbert_settings,
-    config=modernbert_config,
+    ignored_keys=("rotary_emb.", "inv_freq"),
+    head_prefixes=("head.", "decoder."),
+    model_settings=modernbert_settings,
+    hf_config=modernbert_config,
 )
 
 
-# A ModernBERT that is causal, and where it differs from one that is not (Weller et al. 2025, arXiv 2507.11412).
+# ModernBERT decoders: where they differ from encoders (Weller et al. 2025, arXiv 2507.11412).
 
-_ITSELF = 2
-"""Their window is twice the number of tokens that one sees with itself, ours twice that of those before it."""
+_WINDOW_OFFSET = 2
+"""Hugging Face's window is twice the number of visible tokens with the token itself, ours twice that without."""
 
 
 def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for the shape of `model`."""
-    window = {"local_attention": model.local_window + _ITSELF}
+    """Returns the content of `config.json` for the shape of `model`."""
+    window = {"local_attention": model.local_window + _WINDOW_OFFSET}
     return modernbert_config(model) | {"model_type": "modernbert-decoder"} | window
 
 
-def modernbert_decoder_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ModelConfig that `config.json` gives; FieldError for what our ModernBERT has not."""
-    window = content.get("local_attention", 128)
+def modernbert_decoder_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support."""
+    window = hf_config.get("local_attention", 128)
     if not isinstance(window, int) or window < 4 or window % 2:
         raise FieldError("config.json: local_attention", "be an even number of at least 4", got=window)
-    known = modernbert_settings({**content, "local_attention": window - _ITSELF})
-    return {**known, "is_causal": True}
+    settings = modernbert_settings({**hf_config, "local_attention": window - _WINDOW_OFFSET})
+    return {**settings, "is_causal": True}
 
 
 MODERNBERT_DECODER = replace(
     MODERNBERT,
     title="ModernBERT decoder",
-    classes="ModernBertDecoder",
-    predicts="CausalLM",
-    table=Renames(
-        _MODERNBERT_BODY
+    class_prefix="ModernBertDecoder",
+    head_type="CausalLM",
+    names=ParameterNames(
+        _MODERNBERT_NAMES
         | {
             "backbone.blocks.*.attention.query": "model.layers.*.attn.q_proj",
             "backbone.blocks.*.attention.key": "model.layers.*.attn.k_proj",
@@ -283,18 +282,18 @@ MODERNBERT_DECODER = replace(
             "mask_head.norm": "lm_head.norm",
         }
     ),
-    heads=("lm_head.", "decoder."),
-    settings=modernbert_decoder_settings,
-    config=modernbert_decoder_config,
+    head_prefixes=("lm_head.", "decoder."),
+    model_settings=modernbert_decoder_settings,
+    hf_config=modernbert_decoder_config,
 )
 
 FAMILIES = {"bert": BERT, "distilbert": DISTILBERT, "modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT_DECODER}
 """By `model_type`; one of them is causal."""
 
 
-def encoder_of(model: ModelConfig) -> Family:
-    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
-    of that name. FieldError for a causal BERT."""
+def encoder_family(model: ModelConfig) -> Family:
+    """Returns the family that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT a
+    ModernBERT decoder. FieldError for a causal BERT."""
     if model.family == "modernbert":
         return MODERNBERT_DECODER if model.is_causal else MODERNBERT
     if model.is_causal:

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder, which appears only once its outputs equal the checkpoint's."""
+"""Exports a checkpoint as a Hugging Face folder, once its outputs have been verified against the checkpoint's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
 from megahead.files import atomic_folder, sha256_of
-from megahead.hf.card import CardFacts, model_card, served_by
+from megahead.hf.card import CardMetadata, model_card, serving_support
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
 from megahead.hf.settings import write_json, write_settings
@@ -36,21 +36,21 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported, and how exactly."""
+    """Facts about an export, and the errors of its outputs."""
 
     folder: Path
     head: HeadName
     dtype: str
     parity: Parity
     tokenizer: Path | None
-    """The source of the tokenizer; None if the run has none, and so the export."""
+    """Source of the tokenizer; None if run and export have none."""
 
-    conflict: str | None
-    """Why settings of the folder that the run began from were left out; None where they were not."""
+    settings_conflict: str | None
+    """Why settings of the folder that the run started from were not used, or None."""
 
     seconds: float
 
-    served: str
+    serving_support: str
     """Which heads of such a model vLLM and llama.cpp serve."""
 
 
@@ -62,7 +62,7 @@ def export(
     dtype: str = "float32",
     keep_padding: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    card: CardFacts | None = None,
+    card: CardMetadata | None = None,
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
@@ -72,147 +72,146 @@ def export(
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
-    shard_bytes: larger weights are written as several files. card: what the model card says beside what it knows.
+    shard_bytes: larger weights are written as several files. card: settings of the model card.
     At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
-    replaced; after an error (UserError) nothing of the new one is left.
+    replaced; after an error (UserError) nothing is written.
 
     Cost: memory for a block of 16,384 rows of a table, the largest other tensor and the logits of the comparison, for
-    which transformers then reads the exported tables one at a time (an encoder is held whole). The comparison reads
-    both models from disk once more.
+    which transformers reads the exported layers one at a time (an encoder is loaded whole). The comparison reads both
+    models from disk once more.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     if dtype not in DTYPES:
         raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
     if shard_bytes < 1:
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
-    target = ExportTarget.of(model, head, dtype, keep_padding=keep_padding)
+    target = ExportTarget.from_model(model, head, dtype, keep_padding=keep_padding)
     with atomic_folder(output_dir, replaceable=PARITY_FILE) as folder:
-        write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
+        write_shards(folder, list(iter_export_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
         parity = verify(folder, target)
-        origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
-        write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **origin})
-        (folder / "README.md").write_text(
-            model_card(target, parity, card or CardFacts(output_dir.name)), encoding="utf-8"
-        )
-    return ExportReport(
-        output_dir, head, dtype, parity, tokenizer, conflict, time.monotonic() - begin, served_by(target)
-    )
+        fingerprints = {"source": checkpoint_fingerprint(model)} | _tokenizer_fingerprint(model, folder)
+        write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})
+        card_text = model_card(target, parity, card or CardMetadata(output_dir.name))
+        (folder / "README.md").write_text(card_text, encoding="utf-8")
+    seconds, support = time.monotonic() - start, serving_support(target)
+    return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, seconds, support)
 
 
-def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
-    """By what the tokenizer that was written is known; CheckpointError where the run's file is no longer the one that
-    it was trained with."""
-    fingerprint, source, written = model.tokenizer_fingerprint(), model.tokenizer(), folder / "tokenizer.json"
+def _tokenizer_fingerprint(model: TrainedModel, folder: Path) -> dict[str, str]:
+    """Returns the `tokenizer` entry of parity.json, empty without a tokenizer; CheckpointError if the run's file is not
+    the tokenizer that it was trained with."""
+    fingerprint, source, exported = model.tokenizer_fingerprint(), model.tokenizer_path(), folder / "tokenizer.json"
     if fingerprint is not None and source is not None and not has_fingerprint(source, fingerprint):
         raise CheckpointError(f"`{source}` must be the tokenizer of the run, but is another one; put that back.")
-    return {"tokenizer": tokenizer_fingerprint(written)} if written.is_file() else {}
+    return {"tokenizer": tokenizer_fingerprint(exported)} if exported.is_file() else {}
 
 
-def fingerprint(model: TrainedModel) -> str:
-    """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
+def checkpoint_fingerprint(model: TrainedModel) -> str:
+    """Returns the checksum of a checkpoint's manifest, which contains the checksums of all its files."""
     return sha256_of(model.checkpoint.folder / "checkpoint.json")
 
 
-# The tensors of an export under their Hugging Face names, made piece by piece when they are written.
+# The tensors of an export under their Hugging Face names, computed chunk by chunk while they are written.
 
 _NORM_BIAS = "backbone.final_norm.bias"
 _VOCABULARY_BIAS = "mask_head.bias"
-_PIECE_ROWS = 4096
+_CHUNK_ROWS = 4096
 
 
-def exported_tensors(target: ExportTarget) -> Iterator[Streamed]:
-    """Every tensor of the export, the head's last."""
+def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
+    """Yields every tensor of the export, the head's last."""
     model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
-    body = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
-    for theirs in dict.fromkeys(_hf_name(family, name) for name in (EMBEDDING, *body)):
-        names = family.ours(theirs)
-        rows, *columns = model.shapes[names[0]]
-        size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)
-        exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
-        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
-    for name, width in family.zeros(model.config.model).items():
-        yield _whole(name, torch.zeros(width))
+    backbone = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
+    for hf_name in dict.fromkeys(_hf_name(family, name) for name in (EMBEDDING, *backbone)):
+        names = family.parameter_names(hf_name)
+        num_rows, *columns = model.shapes[names[0]]
+        shape = (vocab_size if names == (EMBEDDING,) else num_rows * len(names), *columns)
+        exported_name = hf_name.removeprefix(family.base_model_prefix) if head.matrix is None else hf_name
+        yield StreamedTensor(exported_name, shape, partial(_backbone_chunks, model, head, family, names, shape[0]))
+    for name, size in family.zero_biases(model.config.model).items():
+        yield _streamed(name, torch.zeros(size))
     for name, tensor in (head.transform or {}).items():
-        part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
-        yield _whole(_hf_name(family, name), part)
-        if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
-            yield _whole(family.untied_bias, part)
-    if head.matrix is not None and not head.is_embedding():
-        size = (vocab_size, model.config.model.hidden_size)
-        yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
-    if head.bias_V is not None and family.head_bias is not None:
-        yield _whole(family.head_bias, head.bias_V[:vocab_size])
+        exported = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
+        yield _streamed(_hf_name(family, name), exported)
+        if name == _VOCABULARY_BIAS and family.untied_bias_name and not head.is_tied():
+            yield _streamed(family.untied_bias_name, exported)
+    if head.matrix is not None and not head.is_tied():
+        shape = (vocab_size, model.config.model.hidden_size)
+        yield StreamedTensor(_hf_name(family, HEAD), shape, partial(_head_chunks, model, head, head.matrix, vocab_size))
+    if head.bias_V is not None and family.head_bias_name is not None:
+        yield _streamed(family.head_bias_name, head.bias_V[:vocab_size])
 
 
-def _whole(name: str, tensor: Tensor) -> Streamed:
-    return Streamed(name, tuple(tensor.shape), lambda: [tensor])
+def _streamed(name: str, tensor: Tensor) -> StreamedTensor:
+    return StreamedTensor(name, tuple(tensor.shape), lambda: [tensor])
 
 
-def _backbone_pieces(
-    model: TrainedModel, head: Head, family: Family, names: Sequence[str], rows: int
+def _backbone_chunks(
+    model: TrainedModel, head: Head, family: Family, names: Sequence[str], num_rows: int
 ) -> Iterator[Tensor]:
-    """One after the other, what a stored tensor holds; of the embedding the first `rows`."""
+    """Yields the parameters of a stored tensor; of the embedding the first `num_rows` rows."""
     if names == (EMBEDDING,):
-        yield from _rows_of(model, EMBEDDING, rows)
+        yield from _row_chunks(model, EMBEDDING, num_rows)
         return
     for name in names:
-        weight = family.as_stored(model.config.model, name, model.weight(name))
-        yield head.norm_bias(weight) if name == _NORM_BIAS else weight
+        weight = family.to_stored(model.config.model, name, model.weight(name))
+        yield head.exported_norm_bias(weight) if name == _NORM_BIAS else weight
 
 
-def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
+def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) -> Iterator[Tensor]:
     first = 0
-    for stored_vD in _rows_of(model, matrix, rows):
-        yield head.rows(stored_vD, first)
+    for stored_vD in _row_chunks(model, matrix, num_rows):
+        yield head.exported_rows(stored_vD, first)
         first += len(stored_vD)
 
 
-def _rows_of(model: TrainedModel, matrix: str, rows: int) -> Iterator[Tensor]:
-    """Its first rows, some at a time."""
+def _row_chunks(model: TrainedModel, matrix: str, num_rows: int) -> Iterator[Tensor]:
+    """Yields the first `num_rows` rows of a parameter in chunks."""
     for block in model.blocks(matrix):
-        if rows > 0:  # behind them is padding
-            yield from block[:rows].split(_PIECE_ROWS)
-        rows -= len(block)
+        if num_rows > 0:  # padding follows
+            yield from block[:num_rows].split(_CHUNK_ROWS)
+        num_rows -= len(block)
 
 
 def _hf_name(family: Family, name: str) -> str:
-    theirs = family.table.theirs(name)
-    if theirs is None:
+    hf_name = family.names.to_hf(name)
+    if hf_name is None:
         raise ValueError(f"{name} has no Hugging Face name")
-    return theirs
+    return hf_name
 
 
-# Writes a safetensors file piece by piece, so that memory holds one piece and not the model.
+# Writes a safetensors file chunk by chunk, so that memory holds one chunk and not the model.
 #
 # The layout is public and tiny: the header's length (8 bytes, little-endian), a JSON header with each tensor's dtype,
-# shape and byte range, then the bytes, row-major and little-endian. The library's own writer wants all tensors at
+# shape and byte range, then the bytes, row-major and little-endian. The library's own writer needs all tensors at
 # once.
 
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """A tensor that is made while it is written."""
+class StreamedTensor:
+    """A tensor that is computed while it is written."""
 
     name: str
     shape: tuple[int, ...]
 
-    pieces: Callable[[], Iterable[Tensor]]
-    """Consecutive parts along dim 0, in any float type."""
+    chunks: Callable[[], Iterable[Tensor]]
+    """Consecutive parts along dim 0, in any float dtype."""
 
 
-def write_shards(folder: Path, tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
-    """Writes model.safetensors, or where that is above `shard_bytes` numbered files and their index; returns the files.
+def write_shards(folder: Path, tensors: Sequence[StreamedTensor], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
+    """Writes model.safetensors, or if that is larger than `shard_bytes`, numbered files and their index; returns the
+    files.
 
-    A tensor is never cut: one larger than `shard_bytes` has a file of its own.
+    A tensor is never split: one larger than `shard_bytes` has a file of its own.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,
-        get_storage_size=lambda tensor: _size(tensor, dtype),
+        get_storage_size=lambda tensor: _num_bytes(tensor, dtype),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
@@ -224,57 +223,57 @@ def write_shards(folder: Path, tensors: Sequence[Streamed], dtype: torch.dtype, 
     return [folder / file for file in split.filename_to_tensors]
 
 
-def write_safetensors(path: Path, tensors: Sequence[Streamed], dtype: torch.dtype) -> None:
+def write_safetensors(path: Path, tensors: Sequence[StreamedTensor], dtype: torch.dtype) -> None:
     """Writes `tensors` in order, rounded once to `dtype`, and waits until they are on disk.
 
-    Raises ValueError when pieces do not add up to the shape promised.
+    Raises ValueError if a tensor's chunks do not add up to its shape.
     """
     with path.open("wb") as file:
         file.write(_header(tensors, dtype))
         for tensor in tensors:
             start = file.tell()
-            for piece in tensor.pieces():
-                file.write(piece.detach().to(dtype).contiguous().view(torch.uint8).numpy().data)
-            if file.tell() - start != _size(tensor, dtype):
-                raise ValueError(f"the pieces of {tensor.name} do not make up {tensor.shape}")
+            for chunk in tensor.chunks():
+                file.write(chunk.detach().to(dtype).contiguous().view(torch.uint8).numpy().data)
+            if file.tell() - start != _num_bytes(tensor, dtype):
+                raise ValueError(f"the chunks of {tensor.name} do not add up to {tensor.shape}")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _header(tensors: Sequence[Streamed], dtype: torch.dtype) -> bytes:
+def _header(tensors: Sequence[StreamedTensor], dtype: torch.dtype) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + _size(tensor, dtype)
-        entries[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        start, end = end, end + _num_bytes(tensor, dtype)
+        entries[tensor.name] = {"dtype": _DTYPE_CODES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the bytes after it start aligned
     return len(text).to_bytes(8, "little") + text
 
 
-def _size(tensor: Streamed, dtype: torch.dtype) -> int:
+def _num_bytes(tensor: StreamedTensor, dtype: torch.dtype) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-# The Hugging Face folder of a model that a user names.
+# The Hugging Face folder of a model that a user names: exported first, where it is a run or checkpoint.
 
 
-def hf_folder(path: Path) -> Path:
-    """`path` if it is a Hugging Face folder; of a run or checkpoint, its export with the best head it has.
+def ensure_hf_folder(path: Path) -> Path:
+    """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the best head.
 
-    Exports are kept in RUN/exports/ and made again when the checkpoint is another one. CheckpointError if `path`
-    is neither.
+    Exports are written to RUN/exports/ and reused while the checkpoint is the same. CheckpointError if `path` is
+    neither.
     """
-    return _folder(path, best_head)
+    return _ensure_export(path, best_head)
 
 
-def hf_folder_to_classify(path: Path) -> Path:
-    """The same for what gets a classifier: of a decoder the body alone, since some classes that have its head are
-    none that transformers classifies with; of an encoder as it is, as ModernBERT's classifier begins with its head."""
-    return _folder(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
+def ensure_classifier_folder(path: Path) -> Path:
+    """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder is exported without a head, as some
+    classes with its head have no classifier; an encoder with it, as ModernBERT's classifier starts with its head."""
+    return _ensure_export(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
 
 
-def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path:
+def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path:
     if (path / "config.json").is_file():
         return path
     if find_checkpoint(path) is None:
@@ -282,25 +281,25 @@ def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path
     model = TrainedModel.open(path)
     head = choose_head(model)
     output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
-    lacks_tokenizer = model.tokenizer() is not None and not (output / "tokenizer.json").is_file()
+    is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
     try:
         source = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))["source"]
     except (OSError, ValueError, KeyError):
         source = None
-    if lacks_tokenizer or source != fingerprint(model):
+    if is_tokenizer_missing or source != checkpoint_fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output
 
 
 class Origin(NamedTuple):
-    """The run that an export came from, and how far it was."""
+    """The run that an export is from, and how many tokens it had been trained on."""
 
     run: str
     tokens: int
 
 
-def origin(folder: Path) -> Origin:
-    """Where an export of ours came from; CheckpointError for another folder."""
+def read_origin(folder: Path) -> Origin:
+    """Returns the origin of an export by megahead; CheckpointError for another folder."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))["megahead"]
         return Origin(content["run"], int(content["tokens"]))

@@ -1,4 +1,4 @@
-"""What Hugging Face calls a kind of model, its tensors and its settings: tables that are read in both directions."""
+"""Tables that translate a model's parameter names and settings to Hugging Face's, and back."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
 
 
-class Renames:
-    """Pairs of names of modules, whose leaves (`weight`) stay as they are, or of single parameters; ours to theirs.
+class ParameterNames:
+    """A table from parameter names of megahead to Hugging Face's, for modules (with their `weight`s and `bias`es) or
+    single parameters.
 
-    `*` stands for a layer's number. Where theirs holds several of ours, one below the other, ours are a tuple.
+    `*` stands for a layer's number. Where a tensor of Hugging Face stacks several of ours, the key is their tuple.
     """
 
     def __init__(self, pairs: Mapping[str | tuple[str, ...], str]) -> None:
-        self._ours = {theirs: (ours,) if isinstance(ours, str) else ours for ours, theirs in pairs.items()}
-        if len(self._ours) != len(pairs):
-            raise ValueError("two names of ours are one name of theirs")
-        self._theirs = {ours: (theirs,) for theirs, several in self._ours.items() for ours in several}
+        self._names = {hf_name: (key,) if isinstance(key, str) else key for key, hf_name in pairs.items()}
+        if len(self._names) != len(pairs):
+            raise ValueError("two names of megahead have the same Hugging Face name")
+        self._hf_names = {name: (hf_name,) for hf_name, names in self._names.items() for name in names}
 
-    def theirs(self, name: str) -> str | None:
-        """Their name of our parameter, or None where the table lacks it."""
-        return next(iter(_translate(name, self._theirs)), None)
+    def to_hf(self, name: str) -> str | None:
+        """Returns the Hugging Face name of a parameter, or None where the table lacks it."""
+        return next(iter(_translate(name, self._hf_names)), None)
 
-    def ours(self, name: str) -> tuple[str, ...]:
-        """Our names of what their parameter holds, from its first row on; none where the table lacks it."""
-        return _translate(name, self._ours)
+    def from_hf(self, hf_name: str) -> tuple[str, ...]:
+        """Returns the parameters that a stored tensor consists of, from its first row on; empty where the table lacks
+        it."""
+        return _translate(hf_name, self._names)
 
 
 def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     parts = name.split(".")
     pattern = ["*" if part.isdigit() else part for part in parts]
-    known = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
-    if known is None:
+    length = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
+    if length is None:
         return ()
-    found = []
-    for target in table[".".join(pattern[:known])]:
-        numbers = iter(part for part in parts if part.isdigit())
-        found.append(".".join([next(numbers) if part == "*" else part for part in target.split(".")] + parts[known:]))
-    return tuple(found)
+    names = []
+    for target in table[".".join(pattern[:length])]:
+        layers = iter(part for part in parts if part.isdigit())
+        names.append(".".join([next(layers) if part == "*" else part for part in target.split(".")] + parts[length:]))
+    return tuple(names)
 
 
-USUAL = {
+COMMON_SETTINGS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -55,124 +57,130 @@ USUAL = {
     "max_positions": "max_position_embeddings",
     "init_std": "initializer_range",
 }
-"""Settings of ours and theirs, in most kinds."""
+"""From settings of megahead to Hugging Face's, as most families have them."""
 
-GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-SILU = {"silu": "silu", "swish": "silu"}
-"""Activations of theirs and ours."""
+GELU_NAMES = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+SILU_NAMES = {"silu": "silu", "swish": "silu"}
+"""From activations of Hugging Face to ours."""
 
-_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-_DERIVED = {
+_HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_COMPUTED_SETTINGS = {
     "num_key_heads": ModelConfig.key_heads,
     "head_dim": ModelConfig.head_size,
     "intermediate_size": ModelConfig.mlp_size,
 }
-"""Settings of ours that a method fills in where they are left out."""
+"""Settings with a default that depends on others: the method that computes it."""
 
 
 @dataclass(frozen=True)
 class SettingNames:
-    """Settings of ours and theirs that mean the same, and the activation, whose values differ too."""
+    """A table from settings of megahead to keys of config.json with the same values, and the activation, whose values
+    differ too."""
 
-    same: Mapping[str, str]
-    """From ours to theirs."""
+    hf_names: Mapping[str, str]
 
     activation: str = "hidden_act"
-    activations: Mapping[str, str] = field(default_factory=lambda: GELU)
-    """From theirs to ours; the first is meant where config.json names none."""
+    """Key of the activation in config.json."""
 
-    needed: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size")
-    """Settings of ours that config.json must have."""
+    activations: Mapping[str, str] = field(default_factory=lambda: GELU_NAMES)
+    """From activations of Hugging Face to ours; the first is the default."""
+
+    required: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size")
+    """Settings of megahead that config.json must have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of ours where config.json says nothing else; the family is one."""
+    """Settings of megahead where config.json lacks them; the family is one."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of theirs that can have no other value."""
+    """Keys of config.json that must have this value."""
 
-    def config(self, model: ModelConfig) -> dict[str, Any]:
-        """The part of config.json for `model` that these settings make."""
-        values = {ours: _DERIVED[ours](model) if ours in _DERIVED else getattr(model, ours) for ours in self.same}
-        renamed = {theirs: values[ours] for ours, theirs in self.same.items()}
-        return {**renamed, self.activation: _THEIR_ACTIVATIONS[model.activation], **self.fixed}
+    def hf_config(self, model: ModelConfig) -> dict[str, Any]:
+        """Returns the entries of config.json that these settings make."""
+        values = {
+            name: _COMPUTED_SETTINGS[name](model) if name in _COMPUTED_SETTINGS else getattr(model, name)
+            for name in self.hf_names
+        }
+        renamed = {hf_name: values[name] for name, hf_name in self.hf_names.items()}
+        return {**renamed, self.activation: _HF_ACTIVATIONS[model.activation], **self.fixed}
 
-    def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our settings by config.json; FieldError for one that it lacks, or what is not ours."""
-        for theirs in (self.same[ours] for ours in self.needed):
-            if theirs not in content:
-                raise FieldError(f"config.json: {theirs}", "be given", got="missing")
-        activation = content.get(self.activation, next(iter(self.activations)))
+    def model_settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings of a ModelConfig; FieldError for one that config.json lacks, or that is unsupported."""
+        for hf_name in (self.hf_names[name] for name in self.required):
+            if hf_name not in hf_config:
+                raise FieldError(f"config.json: {hf_name}", "be given", got="missing")
+        activation = hf_config.get(self.activation, next(iter(self.activations)))
         if activation not in self.activations:
             rule = f"be one of {', '.join(self.activations)}"
             raise FieldError(f"config.json: {self.activation}", rule, got=activation)
-        for theirs, value in self.fixed.items():
-            if (given := content.get(theirs, value)) != value:
-                raise FieldError(f"config.json: {theirs}", f"be {value}".lower(), got=str(given).lower())
-        if content.get("quantization_config") is not None:
+        for hf_name, value in self.fixed.items():
+            if (stored := hf_config.get(hf_name, value)) != value:
+                raise FieldError(f"config.json: {hf_name}", f"be {value}".lower(), got=str(stored).lower())
+        if hf_config.get("quantization_config") is not None:
             raise FieldError("config.json: quantization_config", "be missing (weights as they are)", got="given")
-        known = {ours: content[theirs] for ours, theirs in self.same.items() if content.get(theirs) is not None}
-        return {**self.defaults, **known, "activation": self.activations[activation]}
+        items = self.hf_names.items()
+        settings = {name: hf_config[hf_name] for name, hf_name in items if hf_config.get(hf_name) is not None}
+        return {**self.defaults, **settings, "activation": self.activations[activation]}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model that is exported and imported: all names that differ."""
+    """A model architecture of Hugging Face that is exported and imported: its names of classes, tensors, settings."""
 
     title: str
-    """For people."""
+    """Name in messages and model cards."""
 
-    classes: str
-    """What the names of its classes begin with."""
+    class_prefix: str
+    """Prefix of its class names: `GPTNeoX`."""
 
-    predicts: str
-    """`CausalLM` or `MaskedLM`, which classes with a head are for."""
+    head_type: str
+    """`CausalLM` or `MaskedLM`, the suffix of its class with a head."""
 
-    prefix: str
-    """Begins the backbone's tensors in a model with a head; the backbone alone has them without."""
+    base_model_prefix: str
+    """Prefix of the backbone's tensors in a model with a head; a backbone alone stores them without it."""
 
-    heads: tuple[str, ...]
-    """What the names of the head's tensors begin with."""
+    head_prefixes: tuple[str, ...]
+    """Prefixes of the head's tensors."""
 
-    table: Renames
-    """Names of parameters."""
+    names: ParameterNames
 
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]]
+    model_settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From the content of config.json to the settings of a ModelConfig."""
 
-    config: Callable[[ModelConfig], dict[str, Any]]
+    hf_config: Callable[[ModelConfig], dict[str, Any]]
     """From a ModelConfig to the content of config.json."""
 
-    ignored: tuple[str, ...] = ()
-    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
+    ignored_keys: tuple[str, ...] = ()
+    """Substrings of names of tensors that are not imported: poolers, buffers, the head's copy of a tied weight."""
 
-    older: tuple[tuple[str, str], ...] = ()
-    """Parts of names that some writers spell otherwise, and how the table does."""
+    legacy_keys: tuple[tuple[str, str], ...] = ()
+    """Pairs of substrings of names: as some writers spell them, and as `names` does."""
 
-    untied_bias: str | None = None
-    """A second name of an encoder's output bias, wanted beside an output matrix of its own."""
+    untied_bias_name: str | None = None
+    """A second name of an encoder's output bias, which it needs beside an output matrix of its own."""
 
-    head_bias: str | None = None
+    head_bias_name: str | None = None
     """Name of a decoder's output bias; None where it has none."""
 
-    as_stored: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
-    """From a parameter of ours, with its name, to the tensor that theirs stores."""
+    to_stored: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
+    """From a parameter of megahead, with its name, to the stored tensor."""
 
-    zeros: Callable[[ModelConfig], dict[str, int]] = lambda _: {}
-    """Vectors that theirs has and ours does without: names and sizes."""
+    zero_biases: Callable[[ModelConfig], dict[str, int]] = lambda _: {}
+    """Sizes, by name, of biases that Hugging Face's class has and ours lacks."""
 
-    def with_head(self) -> str:
-        """The class of a model with a head."""
-        return f"{self.classes}For{self.predicts}"
+    def head_class(self) -> str:
+        """Returns the name of the class with a head."""
+        return f"{self.class_prefix}For{self.head_type}"
 
-    def ours(self, theirs: str) -> tuple[str, ...]:
-        """Our names of what a stored tensor of theirs holds, in a model with a head or without; none for what we leave
-        out. Raises FieldError for a name that this kind of model does not have."""
-        if any(part in theirs for part in self.ignored):
+    def parameter_names(self, hf_name: str) -> tuple[str, ...]:
+        """Returns the parameters that a stored tensor consists of, in a model with a head or without; empty for one
+        that is not imported. Raises FieldError for a name that this family does not have."""
+        if any(key in hf_name for key in self.ignored_keys):
             return ()
-        name = theirs
-        for spelled, usual in self.older:
-            name = name.replace(spelled, usual)
-        ours = self.table.ours(name if name.startswith((self.prefix, *self.heads)) else self.prefix + name)
-        if not ours:
-            raise FieldError("model", f"hold tensors of a {self.title} model only", got=f"one that has {theirs}")
-        return ours
+        name = hf_name
+        for legacy, current in self.legacy_keys:
+            name = name.replace(legacy, current)
+        has_prefix = name.startswith((self.base_model_prefix, *self.head_prefixes))
+        names = self.names.from_hf(name if has_prefix else self.base_model_prefix + name)
+        if not names:
+            raise FieldError("model", f"hold tensors of a {self.title} model only", got=f"one that has {hf_name}")
+        return names

@@ -31,7 +31,7 @@ MAX_PADDING = 1e-6
 
 _ROUNDING_FACTOR = 4  # tolerance of a half-precision export, in rounding errors of the source
 
-_ROWS, _TOKENS = 2, 64
+_NUM_ROWS, _ROW_TOKENS = 2, 64
 _MAX_LOGITS = 1 << 24
 """Limits the logits to 64 MiB: vocabularies above 65,536 are compared on fewer tokens."""
 
@@ -54,7 +54,7 @@ class Parity:
     """The error of the source itself when it computes in the stored dtype; 0 for float32."""
 
     padding: float
-    """Largest total probability of padding rows at any position and in any dtype."""
+    """Largest total probability of padding rows, over positions and dtypes."""
 
     tolerance: float
     """The largest error allowed in the stored dtype."""
@@ -71,14 +71,14 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     expected = expected_outputs(model, head, rows_BT)
     width = expected.shape[-1]
     errors, padding = {}, 0.0
-    for kind in dict.fromkeys(["float32", dtype]):
-        outputs = _exported_outputs(folder, target, rows_BT, DTYPES[kind])
-        errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
+    for compute_dtype in dict.fromkeys(["float32", dtype]):
+        outputs = _exported_outputs(folder, target, rows_BT, DTYPES[compute_dtype])
+        errors[compute_dtype] = _max_error(outputs[..., :width], expected)  # padding rows come last
         padding = max(padding, float(outputs.softmax(-1)[..., width:].sum(-1).max()))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
-    own_rounding = _distance(rounded, expected)
+    own_rounding = _max_error(rounded, expected)
     tolerance = TOLERANCE * max(scale, 10.0) + _ROUNDING_FACTOR * own_rounding
     if not errors[dtype] <= tolerance:  # also if one of them is NaN
         raise CheckpointError(
@@ -95,18 +95,18 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
 
 @torch.no_grad()
 def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, T, V] reference logits, such as `E h / T + log q`, or [B, T, D] hidden states.
+    """[B, T, V] reference logits, for example `E h / T + log q`, or [B, T, D] hidden states.
 
     Computed in `dtype` throughout, returned in fp32.
     """
-    backbone, vocab_size = _streamed(build_backbone, model, "backbone", dtype), model.config.model.vocab_size
+    backbone, vocab_size = _build_streamed(build_backbone, model, "backbone", dtype), model.config.model.vocab_size
     backbone.register_module("embedding", _StreamedEmbedding(model, dtype))
     hidden_BTD: Tensor = backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
-    bias_V = model.bias(head.name)
+    bias_V = model.head_bias(head.name)
     if f"{MASK_HEAD}bias" in model.shapes:
-        hidden_BTD = _streamed(MaskHead, model, "mask_head", dtype)(hidden_BTD)
+        hidden_BTD = _build_streamed(MaskHead, model, "mask_head", dtype)(hidden_BTD)
     logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
     for block in model.blocks(head.matrix):
         rows_vD = block[: max(vocab_size - first, 0)].to(dtype)
@@ -118,35 +118,37 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
     return logits_BTV
 
 
-def _streamed(
+def _build_streamed(
     build: Callable[[ModelConfig], nn.Module], model: TrainedModel, prefix: str, dtype: torch.dtype
 ) -> nn.Module:
-    """A part of the trained model, whose parameters' names begin with `prefix`, on the CPU in `dtype`. Layers read
-    their weights each time they are called: memory holds those of one at a time."""
+    """Builds the module of the trained model whose parameters' names start with `prefix`, on the CPU in `dtype`. A
+    layer reads its weights for each call and frees them after it: memory holds one layer at a time."""
     with torch.device("meta"):
-        part = build(model.config.model)
-    model.require(part.named_parameters(prefix))
-    for path, layer in part.named_modules(prefix=prefix):
-        stored = {name: f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
-        if stored:
-            layer.register_forward_pre_hook(partial(_fill, model, stored, dtype))
-            layer.register_forward_hook(partial(_empty, stored))
-    return part.eval()
+        module = build(model.config.model)
+    model.require_parameters(module.named_parameters(prefix))
+    for path, layer in module.named_modules(prefix=prefix):
+        full_names = {name: f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
+        if full_names:
+            layer.register_forward_pre_hook(partial(_load_weights, model, full_names, dtype))
+            layer.register_forward_hook(partial(_free_weights, full_names))
+    return module.eval()
 
 
-def _fill(model: TrainedModel, stored: Mapping[str, str], dtype: torch.dtype, layer: nn.Module, _inputs: Any) -> None:
-    for name, its in stored.items():
-        layer.register_parameter(name, nn.Parameter(model.weight(its).to(dtype), requires_grad=False))
+def _load_weights(
+    model: TrainedModel, full_names: Mapping[str, str], dtype: torch.dtype, layer: nn.Module, _inputs: Any
+) -> None:
+    for name, full_name in full_names.items():
+        layer.register_parameter(name, nn.Parameter(model.weight(full_name).to(dtype), requires_grad=False))
 
 
-def _empty(names: Iterable[str], layer: nn.Module, _inputs: Any, _output: Any) -> None:
+def _free_weights(names: Iterable[str], layer: nn.Module, _inputs: Any, _output: Any) -> None:
     for name in names:
         weight = layer.get_parameter(name)
         layer.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
 
 class _StreamedEmbedding(nn.Module):
-    """Looks rows up while it reads the table past them."""
+    """An embedding that reads its table from disk for each call, block by block."""
 
     def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -156,47 +158,48 @@ class _StreamedEmbedding(nn.Module):
         """[..., D]: the rows of `ids`."""
         rows, first = torch.empty(*ids.shape, self._model.config.model.hidden_size, dtype=self._dtype), 0
         for block in self._model.blocks(EMBEDDING):
-            inside = (ids >= first) & (ids < first + len(block))
-            rows[inside] = block[ids[inside] - first].to(self._dtype)
+            is_in_block = (ids >= first) & (ids < first + len(block))
+            rows[is_in_block] = block[ids[is_in_block] - first].to(self._dtype)
             first += len(block)
         return rows
 
 
 @torch.no_grad()
 def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    with tempfile.TemporaryDirectory(dir=folder) as converted:
+    with tempfile.TemporaryDirectory(dir=folder) as offload:
         if not target.has_head():
-            outputs: Tensor = load_backbone(folder, dtype, offload_folder=Path(converted))(rows_BT).last_hidden_state
-        elif target.predicts_masked():
+            outputs: Tensor = load_backbone(folder, dtype, offload_folder=Path(offload))(rows_BT).last_hidden_state
+        elif target.is_masked_lm():
             outputs = load_masked(folder, dtype)(rows_BT).logits
         else:
-            outputs = load_causal(folder, dtype, offload_folder=Path(converted))(rows_BT).logits
+            outputs = load_causal(folder, dtype, offload_folder=Path(offload))(rows_BT).logits
     return outputs.float()
 
 
-def _distance(outputs: Tensor, expected: Tensor) -> float:
+def _max_error(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs - expected).abs().max())
 
 
 def _token_rows(model: TrainedModel) -> Tensor:
-    """[B, T] random ids, and rows of the run's own text."""
+    """[B, T] rows of random ids, and of the run's dataset."""
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
-    needed = _TOKENS + window  # beyond the window of local layers
-    length = min(needed, model.config.data.sequence_length, max(1 + window, _MAX_LOGITS // (2 * _ROWS * vocab_size)))
-    random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
-    real_BT = _real_rows(model, length)
-    return random_BT if real_BT is None else torch.cat([random_BT, real_BT])
+    needed = _ROW_TOKENS + window  # beyond the window of local layers
+    max_tokens = max(1 + window, _MAX_LOGITS // (2 * _NUM_ROWS * vocab_size))
+    length = min(needed, model.config.data.sequence_length, max_tokens)
+    random_BT = torch.randint(vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+    dataset_BT = _dataset_rows(model, length)
+    return random_BT if dataset_BT is None else torch.cat([random_BT, dataset_BT])
 
 
-def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
+def _dataset_rows(model: TrainedModel, length: int) -> Tensor | None:
     prefix = model.config.data.validation or model.config.data.parts()[0].prefix
     if is_remote(prefix):
         return None  # does not download a dataset for a few rows
     try:
         dataset = IndexedDataset(prefix)
-        firsts = range(0, dataset.num_tokens - length, length)[:_ROWS]
-        rows = [torch.from_numpy(dataset.read(first, length).astype(np.int64)) for first in firsts]
+        starts = range(0, dataset.num_tokens - length, length)[:_NUM_ROWS]
+        rows = [torch.from_numpy(dataset.read(start, length).astype(np.int64)) for start in starts]
     except DataError:  # trained on another machine
         return None
     return torch.stack(rows) if rows else None

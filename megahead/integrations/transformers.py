@@ -20,7 +20,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.tensors import require_finite
 from megahead.errors import FieldError, UserError
 from megahead.files import atomic_folder
-from megahead.hf.card import CardFacts
+from megahead.hf.card import CardMetadata
 from megahead.hf.export import PARITY_FILE, export
 from megahead.hf.published import from_hf
 from megahead.losses.candidates import log_unigram, vocabulary_candidates
@@ -66,7 +66,7 @@ def save_plain(
             run = None  # an unsupported family or setting, or an encoder without a tokenizer
         if run is not None:
             with atomic_folder(folder, replaceable=PARITY_FILE) as staged:
-                export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."), card=CardFacts(str(folder)))
+                export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."), card=CardMetadata(str(folder)))
             return
     with atomic_folder(folder) as staged:
         if head == "none":

@@ -37,7 +37,7 @@ class Evaluation:
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
         samples = held_out_samples(validation, config.sample_length())
-        self._validation_set = ValidationSet.of(config, samples, data_group)
+        self._validation_set = ValidationSet.from_config(config, samples, data_group)
 
     def run(self, engine: Engine, state: TrainingState, should_stop: Callable[[], bool]) -> ValidationResult | None:
         """The result; None once `should_stop()`, which is called every few batches, is true. Collective."""

@@ -31,7 +31,7 @@ from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
-from megahead.hf.settings import KeptSettings
+from megahead.hf.settings import HFSettings
 from megahead.remote_files import is_remote, local_file
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
@@ -236,11 +236,11 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
     vocabulary."""
     kept = None
     if init.mode != "table" and init.from_hf is not None:
-        kept = KeptSettings.of_folder(Path(init.from_hf))
+        kept = HFSettings.from_folder(Path(init.from_hf))
     elif init.mode != "table" and init.from_checkpoint is not None and not is_remote(init.from_checkpoint):
-        kept = KeptSettings.of_run(RunFolder.of(Path(init.from_checkpoint)))
+        kept = HFSettings.from_run(RunFolder.of(Path(init.from_checkpoint)))
     if kept is not None and kept.files:
-        kept.keep(folder)
+        kept.save(folder)
 
 
 @contextlib.contextmanager

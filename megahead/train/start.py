@@ -190,7 +190,7 @@ class CheckpointWithHead:
 
 def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
     """[padded vocabulary]: that of the training-free head; zeros if the model in `checkpoint` needs none."""
-    model = TrainedModel.of(checkpoint)
+    model = TrainedModel.from_checkpoint(checkpoint)
     bias_V = model.training_free_bias()
     return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
 
@@ -288,7 +288,7 @@ def _published(config: RunConfig, init: InitConfig, world_group: Group) -> _Publ
         if not path.is_dir():
             raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
         there = PublishedModel.open(path)
-        there.refuse_another_shape(config.model)
+        there.require_same_architecture(config.model)
         if objective.name == "vanilla" and not init.copies_embedding() and objective.tied != there.is_tied():
             rule = f"be {str(there.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())

@@ -26,7 +26,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
-from megahead.hf.export import export, hf_folder
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.published import from_hf, load_causal
 from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
@@ -231,7 +231,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (wrong_head, "`--head trained` needs a run that trained a head, but this one was headless; use pmi, tied or none."),
     (spoken_without_a_head, "`F/out` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its checkpoint with --head pmi, or name the run itself."),
     (foreign_model, "`config.json: model_type` must be one of gpt_neox, llama, mistral, qwen2, qwen3, bert, distilbert, modernbert, modernbert-decoder, but is gpt2 instead."),
-    (hf_folder, "`F` must be a Hugging Face model folder, a run or a checkpoint, but is none."),
+    (ensure_hf_folder, "`F` must be a Hugging Face model folder, a run or a checkpoint, but is none."),
     (id_too_large, "token ids must lie below the vocabulary size 5, but one near document 0 is 9 instead; use the tokenizer the ids were made with."),
     (no_tokenizer, "`F/t.json` must be a tokenizer.json file, but cannot be read as one: Model missing. at line 1 column 2."),
     (lambda folder: load_tokenizer(folder / "t.json"), "`F/t.json` must be a tokenizer.json file or a .model, but there is none; check the path."),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
-from megahead.hf.export import export, hf_folder
-from megahead.hf.published import from_hf, input_embedding, load_causal
+from megahead.hf.export import ensure_hf_folder, export
+from megahead.hf.published import from_hf, load_causal, load_input_embedding
 from megahead.hf.revocabulary import revocabulary
 from megahead.integrations.transformers import Headless
 from megahead.objectives.pretraining import weight_shapes
@@ -73,7 +73,7 @@ FOLDER_DOORS: dict[str, Callable[[Path], object]] = {
     "from-hf": lambda hf: from_hf(hf, hf.parent / "out"),
     "init.from_hf": lambda hf: begin(hf, from_hf=True),
     "revocabulary": new_vocabulary,
-    "input_embedding": input_embedding,
+    "input_embedding": load_input_embedding,
     "load_causal": load_causal,
 }
 RUN_DOORS: dict[str, Callable[[Path], object]] = {
@@ -81,8 +81,8 @@ RUN_DOORS: dict[str, Callable[[Path], object]] = {
     "init.from_checkpoint": lambda run: begin(run, from_checkpoint=True),
     "resume": lambda run: read_all(starting_weights(CONFIG, Group(), open_checkpoint(run))),
     "revocabulary": new_vocabulary,
-    "input_embedding": input_embedding,
-    "evaluate": hf_folder,
+    "input_embedding": load_input_embedding,
+    "evaluate": ensure_hf_folder,
 }
 
 

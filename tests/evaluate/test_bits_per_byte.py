@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import bits_per_byte, task_files
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.stated import Stated
@@ -27,7 +27,7 @@ TEXTS = ["the cat sat on the mat " * 12, "où est le chat ?", "the dog saw the c
 def test_lm_eval_finds_the_same(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "max_positions": 32}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
-    folder, text = hf_folder(tmp_path / "run"), tmp_path / "text.jsonl"
+    folder, text = ensure_hf_folder(tmp_path / "run"), tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS))
     content = {
         "task": "bits",

@@ -28,7 +28,7 @@ from megahead.evaluate.finetuning import (
     summarise,
 )
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
-from megahead.hf.export import hf_folder, hf_folder_to_classify
+from megahead.hf.export import ensure_classifier_folder, ensure_hf_folder
 from megahead.hf.published import load_classifier, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
@@ -91,12 +91,12 @@ def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path
         )
         save_small(tmp_path / "run", config, scale=0.05)
         shutil.copyfile(tmp_path / "words/tokenizer.json", tmp_path / "run/tokenizer.json")
-        folder = hf_folder_to_classify(tmp_path / "run")
-        assert folder == hf_folder(tmp_path / "run")
+        folder = ensure_classifier_folder(tmp_path / "run")
+        assert folder == ensure_hf_folder(tmp_path / "run")
     else:
         save_small(tmp_path / "run", small_config(model={"family": kind, "vocab_size": 300}), scale=0.05)
         save_tokenizer(tmp_path / "run" / "tokenizer.json")
-        folder = hf_folder_to_classify(tmp_path / "run")
+        folder = ensure_classifier_folder(tmp_path / "run")
     task_run = FineTuningRun(InitialModel("small", folder), same_word(), SETTINGS)
     first, again, other = (list(task_run.run(seed)) for seed in (0, 0, 1))
     assert first[-1].scores["rte"]["accuracy"] == 1.0

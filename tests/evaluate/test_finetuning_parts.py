@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megahead.errors import FieldError
-from megahead.evaluate.finetuning import ExampleEncoder, class_loss, collate, measure, training_batches
+from megahead.evaluate.finetuning import ExampleEncoder, class_loss, collate, compute_metric, training_batches
 from megahead.evaluate.glue_tasks import Example, paper_settings
 from megahead.hf.published import load_tokenizer_folder
 from support.small_encoder import save_small_encoder
@@ -72,11 +72,11 @@ def test_balanced_loss_weighs_classes_alike_and_regular_loss_rows() -> None:
 def test_metrics_of_constant_predictions_are_zero_and_of_right_ones_one() -> None:
     right, constant = np.array([0.0, 1.0, 1.0, 0.0]), np.ones(4)
     for metric in ("matthews", "pearson", "spearman"):
-        assert measure(metric, right, constant) == 0.0
-        assert measure(metric, right, right) == pytest.approx(1.0)
-    assert measure("f1", right, constant) == pytest.approx(2 / 3)
-    assert measure("macro_f1", right, constant) == pytest.approx(1 / 3)
-    assert measure("accuracy", right, constant) == 0.5
+        assert compute_metric(metric, right, constant) == 0.0
+        assert compute_metric(metric, right, right) == pytest.approx(1.0)
+    assert compute_metric("f1", right, constant) == pytest.approx(2 / 3)
+    assert compute_metric("macro_f1", right, constant) == pytest.approx(1 / 3)
+    assert compute_metric("accuracy", right, constant) == 0.5
 
 
 def test_the_papers_settings_are_the_defaults() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.glue_tasks import TASKS, Example, Sources, expand, load_task
+from megahead.evaluate.glue_tasks import TASKS, DataSource, Example, expand_task_names, load_task
 
 CB = {"premise": "It rained.", "hypothesis": "It was wet.", "label": "contradiction", "idx": 0}
 COPA = {"premise": "I ran.", "choice1": "I was late.", "choice2": "I sat.", "question": "cause", "label": 1}
@@ -28,7 +28,7 @@ def put_lines(data: Path, folder: str, *rows: dict[str, Any]) -> None:
 
 
 def test_examples_of_every_form(tmp_path: Path) -> None:
-    sources = Sources(tmp_path)
+    sources = DataSource(tmp_path)
     put(tmp_path, "glue/CoLA/train.tsv", "gj04\t1\t\tThe sailors rode.\ngj04\t0\t*\tRode the.\n")
     put(tmp_path, "glue/CoLA/dev.tsv", 'gj04\t1\t\tHe said "yes.\r\n')
     put(tmp_path, "glue/MRPC/train.tsv", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tOne \tTwo\n")
@@ -44,7 +44,7 @@ def test_examples_of_every_form(tmp_path: Path) -> None:
     copa = Example("I ran. What was the cause of this?", ("I was late.", "I sat."), 1)
     assert load_task("superglue/copa", sources).train == [copa]
     assert load_task("superglue/wic", sources).train == [Example("bank: A bank.", ("The banks.",), 1)]
-    assert expand(["glue", "superglue/cb", "superglue"], sources) == [
+    assert expand_task_names(["glue", "superglue/cb", "superglue"], sources) == [
         "glue/cola",
         "glue/mrpc",
         "superglue/cb",
@@ -59,7 +59,7 @@ def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp
     for split in ("train", "dev"):
         put(tmp_path, f"superglue/WiC/{split}/{split}.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
         put(tmp_path, f"superglue/WiC/{split}/{split}.gold.txt", "T\n")
-    data = load_task("superglue/wic", Sources(tmp_path))
+    data = load_task("superglue/wic", DataSource(tmp_path))
     assert data.train == data.evaluation_sets["wic"] == [Example("go: Go !", ("They go .",), 1)]
 
 
@@ -68,27 +68,29 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
     for language in ("en", "fr"):
         rows = [f"{language} {k // 3}\t{language} {k}\t{labels[k % 3]}\n" for k in range(12)]
         put(tmp_path, f"xnli/dev-{language}.tsv", "".join(rows))
-    data = load_task("xnli/fr", Sources(tmp_path))
-    assert data.halved
+    data = load_task("xnli/fr", DataSource(tmp_path))
+    assert data.trains_on_dev
     assert list(data.evaluation_sets) == ["fr", "en"]
-    assert not {example.first for example in data.train} & {example.first for example in data.evaluation_sets["fr"]}
-    assert [e.seconds[0] for e in data.train] == ["fr 0", "fr 1", "fr 2", "fr 6", "fr 7", "fr 8"]
-    assert [e.seconds[0] for e in data.evaluation_sets["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
+    assert not {example.first_text for example in data.train} & {
+        example.first_text for example in data.evaluation_sets["fr"]
+    }
+    assert [e.second_texts[0] for e in data.train] == ["fr 0", "fr 1", "fr 2", "fr 6", "fr 7", "fr 8"]
+    assert [e.second_texts[0] for e in data.evaluation_sets["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
     assert [e.label for e in data.train] == [1, 2, 0, 1, 2, 0]
     put(tmp_path, "xnli/multinli.train.fr.tsv", "premise\thypo\tlabel\nA\tB\tcontradictory\n")
-    whole = load_task("xnli/fr", Sources(tmp_path), languages=["fr"])
-    assert (whole.halved, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
+    whole = load_task("xnli/fr", DataSource(tmp_path), languages=["fr"])
+    assert (whole.trains_on_dev, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
     assert len(whole.evaluation_sets["fr"]) == 12
 
 
 def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
     put_lines(tmp_path, "CB", *({**CB, "premise": str(k)} for k in range(50)))
-    first, again = (load_task("superglue/cb", Sources(tmp_path), max_train_rows=10) for _ in range(2))
+    first, again = (load_task("superglue/cb", DataSource(tmp_path), max_train_rows=10) for _ in range(2))
     assert first.train == again.train
     assert first.fingerprint == again.fingerprint
-    assert len({example.first for example in first.train}) == 10
+    assert len({example.first_text for example in first.train}) == 10
     assert len(first.evaluation_sets["cb"]) == 50
-    assert first.fingerprint != load_task("superglue/cb", Sources(tmp_path), max_train_rows=11).fingerprint
+    assert first.fingerprint != load_task("superglue/cb", DataSource(tmp_path), max_train_rows=11).fingerprint
 
 
 def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
@@ -99,8 +101,8 @@ def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
     put(tmp_path, "hub/aps/super_glue/README.md", f"{card}  - {{split: validation, path: v.jsonl}}\n---\n")
     for name in ("t", "v"):
         put(tmp_path, f"hub/aps/super_glue/{name}.jsonl", f"{row}\n")
-    from_hub = load_task("superglue/cb", Sources(None, hub=f"{tmp_path}/hub/"))
-    assert from_hub == load_task("superglue/cb", Sources(tmp_path))
+    from_hub = load_task("superglue/cb", DataSource(None, hub=f"{tmp_path}/hub/"))
+    assert from_hub == load_task("superglue/cb", DataSource(tmp_path))
 
 
 def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -109,11 +111,11 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
     broken = "4\t5\t6\tWhy not\nat all?\tWhy?\t0\n"
     put(tmp_path, "glue/QQP/train.tsv", header + row.format("me") + broken + row.format("you") + row.format("us"))
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now"))
-    data = load_task("glue/qqp", Sources(tmp_path))
-    assert [example.first for example in data.train] == ["Why me?", "Why you?", "Why us?"]
-    assert (data.short, len(data.evaluation_sets["qqp"])) == (2, 1)
+    data = load_task("glue/qqp", DataSource(tmp_path))
+    assert [example.first_text for example in data.train] == ["Why me?", "Why you?", "Why us?"]
+    assert (data.num_skipped, len(data.evaluation_sets["qqp"])) == (2, 1)
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now") * 2 + "7\t8\n")
-    assert load_task("glue/qqp", Sources(tmp_path)).short == 3
+    assert load_task("glue/qqp", DataSource(tmp_path)).num_skipped == 3
 
 
 @pytest.mark.parametrize(
@@ -172,23 +174,23 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
 def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str, content: str, sentence: str) -> None:
     put(tmp_path, file, content)
     with pytest.raises(DataError, match=sentence):
-        load_task(name, Sources(tmp_path))
+        load_task(name, DataSource(tmp_path))
 
 
 def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> None:
     with pytest.raises(
         FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole.*`glue/cola`\?$"
     ):
-        expand(["glue/cole"], Sources(tmp_path))
+        expand_task_names(["glue/cole"], DataSource(tmp_path))
     with pytest.raises(
         DataError,
         match=r"cannot be loaded from the Hugging Face hub: .*; download the files and name their folder with `--data`",
     ):
-        load_task("glue/cola", Sources(None, hub=f"{tmp_path}/"))
+        load_task("glue/cola", DataSource(None, hub=f"{tmp_path}/"))
 
 
 def test_real_files_are_read_whole(shared_data: Path) -> None:
-    sources = Sources(shared_data)
+    sources = DataSource(shared_data)
     counts = {
         "glue/cola": (8551, 1043),
         "glue/sst2": (67349, 872),
@@ -203,7 +205,7 @@ def test_real_files_are_read_whole(shared_data: Path) -> None:
         "superglue/wic": (5428, 638),
         "xnli/th": (1245, 1245),
     }
-    assert expand(["glue", "superglue"], sources) == list(counts)[:-1]
+    assert expand_task_names(["glue", "superglue"], sources) == list(counts)[:-1]
     for name, (train, test) in counts.items():
         data = load_task(name, sources, languages=["en"])
         assert (len(data.train), len(next(iter(data.evaluation_sets.values())))) == (train, test), name
@@ -215,4 +217,4 @@ def test_a_label_of_words_in_context_that_is_unknown_is_named(tmp_path: Path) ->
     put(tmp_path, "superglue/WiC/dev/dev.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
     put(tmp_path, "superglue/WiC/dev/dev.gold.txt", "X\n")
     with pytest.raises(DataError, match=r"labels of false, true.*example 1 is .*'label': 'X'"):
-        load_task("superglue/wic", Sources(tmp_path))
+        load_task("superglue/wic", DataSource(tmp_path))

@@ -15,7 +15,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness, fitting_batch_size
 from megahead.evaluate.harness_tasks import task_files, task_rows
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -26,7 +26,7 @@ PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on th
 def folder(tmp_path: Path) -> Path:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
-    return hf_folder(tmp_path / "run")
+    return ensure_hf_folder(tmp_path / "run")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_several_tasks_and_a_limit(folder: Path, passages: Path, tmp_path: Path)
 def test_lambada_as_pythia_reads_it(shared_data: Path, tmp_path: Path) -> None:
     vocabulary = shared_data / "tokenizers" / "20B_tokenizer.json"
     save_small(tmp_path / "run", small_config(model={"vocab_size": 50277}, data={"tokenizer": str(vocabulary)}))
-    folder = hf_folder(tmp_path / "run")
+    folder = ensure_hf_folder(tmp_path / "run")
     files = task_files(["lambada_openai"], shared_data)
     text = files["lambada_openai"].read_text(encoding="utf-8")[:20000]
     assert load_tokenizer_folder(folder)(text)["input_ids"] == load_tokenizer(vocabulary).encode_batch([text])[0]

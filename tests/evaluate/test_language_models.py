@@ -11,10 +11,10 @@ from lm_eval.models.huggingface import HFLM
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate.generation import continuation, sampling_options
+from megahead.evaluate.generation import generate_continuation, sampling_options
 from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.scoring import Row, TokenPredictor, open_language_model
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
@@ -27,7 +27,7 @@ LONG = "the cat sat on the mat and the dog saw the cat on the mat " * 5
 def decoder(tmp_path: Path) -> Path:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "max_positions": 32}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
-    return hf_folder(tmp_path / "run")
+    return ensure_hf_folder(tmp_path / "run")
 
 
 @pytest.fixture
@@ -121,14 +121,14 @@ def test_decoders_of_other_families_speak_and_are_scored(stranger: Path) -> None
     expected = [value for value, _ in lm_eval_of(stranger).loglikelihood(requests)]
     assert open_language_model(stranger).log_probabilities(SENTENCES) == pytest.approx(expected, rel=1e-5)
     assert fitting_batch_size(model, 32, 2**30) == 32
-    continuation(model, tokenizer, "the cat", 4, sampling_options(0, 0, 1))
+    generate_continuation(model, tokenizer, "the cat", 4, sampling_options(0, 0, 1))
 
 
 def test_an_empty_prompt_begins_after_an_end_token_or_is_refused(decoder: Path) -> None:
     model, tokenizer, greedy = load_causal(decoder), load_tokenizer_folder(decoder), sampling_options(0, 0, 1)
-    begun = continuation(model, tokenizer, "", 4, greedy)
+    begun = generate_continuation(model, tokenizer, "", 4, greedy)
     tokenizer.bos_token = None
-    assert continuation(model, tokenizer, "", 4, greedy) == begun
+    assert generate_continuation(model, tokenizer, "", 4, greedy) == begun
     tokenizer.eos_token = None
     with pytest.raises(CheckpointError, match="names a begin or end token, to begin a text with, but names neither"):
-        continuation(model, tokenizer, "", 4, greedy)
+        generate_continuation(model, tokenizer, "", 4, greedy)

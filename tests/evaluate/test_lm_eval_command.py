@@ -12,7 +12,7 @@ import pytest
 
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, write_tasks
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from support.forked import fork_pythons
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -25,7 +25,7 @@ def test_the_same_numbers(shared_data: Path, tmp_path: Path, monkeypatch: pytest
     fork_pythons(monkeypatch)
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "family": family}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
-    folder = hf_folder(tmp_path / "run")
+    folder = ensure_hf_folder(tmp_path / "run")
     files = task_files(["lambada_openai", "arc_easy"], shared_data)
     ours = evaluate_harness(folder, files, limit=LIMIT, batch_size=4)  # first: what it imports the fork need not
     definitions = write_tasks(files, tmp_path / "made")

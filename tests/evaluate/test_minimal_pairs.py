@@ -16,7 +16,7 @@ from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import accuracy_by, blimp, task_files, task_rows, write_tasks
 from megahead.evaluate.results import Score
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.blimp import write_blimp
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -63,7 +63,7 @@ def theirs(folder: Path, data: Path, name: str, made: Path, limit: int) -> float
 def test_lm_eval_finds_the_same(shared_data: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
-    folder, limit = hf_folder(tmp_path / "run"), 20
+    folder, limit = ensure_hf_folder(tmp_path / "run"), 20
     (task,) = evaluate_harness(folder, task_files(["blimp_paradigms"], shared_data), limit=limit).tasks
     assert (task.samples, len(task.scores)) == (34 * limit, 1 + 34)
     found = {score.metric: score.value for score in task.scores}

@@ -16,7 +16,7 @@ from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.geometry import similarities, synonym_pairs
 from megahead.hf.export import export
-from megahead.hf.published import input_embedding
+from megahead.hf.published import load_input_embedding
 from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.vocabularies import TEXT
@@ -53,7 +53,7 @@ def test_single_words_of_one_synset_are_synonyms(wordnet: Path) -> None:
 
 
 def test_cosines_are_those_of_words_that_are_one_token(wordnet: Path, run: Path) -> None:
-    weight_VD, vocabulary = input_embedding(run)
+    weight_VD, vocabulary = load_input_embedding(run)
     tokenizer = load_tokenizer(vocabulary)
     pairs = [("cat", "mat"), ("sat", "saw"), ("cat", "dog"), ("cat", "elephant")]
     found = similarities(weight_VD, tokenizer, pairs)
@@ -83,10 +83,10 @@ def test_an_embedding_is_the_same_from_a_run_and_from_its_export(run: Path) -> N
     for head in ("none", "pmi"):
         folder = export(run, run.parent / head, head).folder
         name = "embed_in.weight" if head == "none" else "gpt_neox.embed_in.weight"
-        weight_VD, tokenizer = input_embedding(folder)
+        weight_VD, tokenizer = load_input_embedding(folder)
         assert tokenizer == folder / "tokenizer.json"
         assert torch.equal(weight_VD, load_file(folder / "model.safetensors")[name])
-        assert torch.equal(weight_VD, input_embedding(run)[0])
+        assert torch.equal(weight_VD, load_input_embedding(run)[0])
 
 
 def test_the_command_draws_several_models(wordnet: Path, run: Path, monkeypatch, capsys) -> None:
@@ -102,7 +102,7 @@ def test_the_command_draws_several_models(wordnet: Path, run: Path, monkeypatch,
 
 
 def test_what_is_missing_is_reported(wordnet: Path, run: Path) -> None:
-    weight_VD, vocabulary = input_embedding(run)
+    weight_VD, vocabulary = load_input_embedding(run)
     with pytest.raises(DataError, match="knows none"):
         similarities(weight_VD, load_tokenizer(vocabulary), [("elephant", "pachyderm")])
     with pytest.raises(DataError, match="are too few"):
@@ -117,4 +117,4 @@ def test_what_is_missing_is_reported(wordnet: Path, run: Path) -> None:
         synonym_pairs(wordnet)
     (run / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"must hold a tokenizer\.json"):
-        input_embedding(run)
+        load_input_embedding(run)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import CheckpointError, FieldError
-from megahead.evaluate.generation import sampling_options, unmasked_continuation
+from megahead.evaluate.generation import generate_by_unmasking, sampling_options
 
 CLS, SEP, MASK, A, B, C = range(6)
 NAMES = ["[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]
@@ -64,7 +64,7 @@ def joint(places: int = 2) -> np.ndarray:
 def test_one_token_a_pass_writes_texts_as_often_as_the_model_finds_them() -> None:
     torch.manual_seed(0)
     model, draws = Conditional(joint(), given=2), 4000
-    texts = [unmasked_continuation(model, Letters(), "a", 2, PLAIN) for _ in range(draws)]
+    texts = [generate_by_unmasking(model, Letters(), "a", 2, PLAIN) for _ in range(draws)]
     found = np.array([texts.count(one + other) / draws for one, other in product("abc", repeat=2)]).reshape(3, 3)
     assert found == pytest.approx(joint(), abs=0.03)
     assert np.abs(found - np.outer(joint().sum(1), joint().sum(0))).max() > 0.05  # which tokens drawn apart would give
@@ -75,7 +75,7 @@ def test_one_token_a_pass_writes_texts_as_often_as_the_model_finds_them() -> Non
 )
 def test_each_pass_fills_its_share_of_the_places_that_are_left(passes: int | None, masked: list[int]) -> None:
     model = Conditional(joint(4), given=3)
-    text = unmasked_continuation(model, Letters(), "ab", 4, PLAIN, passes)
+    text = generate_by_unmasking(model, Letters(), "ab", 4, PLAIN, passes)
     assert len(text) == 4
     assert not set(text) - set("abc")
     assert [row.count(MASK) for row in model.read] == masked
@@ -86,7 +86,7 @@ def test_places_are_filled_in_any_order() -> None:
     torch.manual_seed(0)
     model = Conditional(joint(3), given=1)
     for _ in range(60):
-        unmasked_continuation(model, Letters(), "", 3, PLAIN)
+        generate_by_unmasking(model, Letters(), "", 3, PLAIN)
     assert {row.index(MASK) for row in model.read if row.count(MASK) == 1} == {1, 2, 3}
 
 
@@ -98,12 +98,12 @@ def test_the_likeliest_token_alone_is_drawn_where_that_is_asked(sampling: dict[s
     likely = np.full((3, 3), 0.01)
     likely[1, 2] = 0.92
     model = Conditional(likely, given=1)
-    assert {unmasked_continuation(model, Letters(), "", 2, sampling) for _ in range(20)} == {"bc"}
+    assert {generate_by_unmasking(model, Letters(), "", 2, sampling) for _ in range(20)} == {"bc"}
 
 
 def test_a_long_prompt_is_cut_at_its_beginning() -> None:
     model = Conditional(joint(), given=4, context=7)
-    unmasked_continuation(model, Letters(), "aaacab", 2, PLAIN)
+    generate_by_unmasking(model, Letters(), "aaacab", 2, PLAIN)
     assert model.read[0] == [CLS, C, A, B, MASK, MASK, SEP]
 
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
     letters = Letters()
     letters.mask_token_id = None  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match=r"`FOLDER` must hold a tokenizer with \[CLS\], \[SEP\] and \[MASK\]"):
-        unmasked_continuation(Conditional(joint(), 1), letters, "a", 2, PLAIN)
+        generate_by_unmasking(Conditional(joint(), 1), letters, "a", 2, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +124,4 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
 )
 def test_what_cannot_be_written_is_refused(tokens: int, passes: int | None, sentence: str) -> None:
     with pytest.raises(FieldError, match=sentence):
-        unmasked_continuation(Conditional(joint(), 1, context=7), Letters(), "", tokens, PLAIN, passes)
+        generate_by_unmasking(Conditional(joint(), 1, context=7), Letters(), "", tokens, PLAIN, passes)

@@ -29,9 +29,9 @@ from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, FieldError
 from megahead.hf.encoders import BERT, DISTILBERT
-from megahead.hf.export import export, hf_folder
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
-from megahead.hf.published import from_hf, input_embedding
+from megahead.hf.published import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.objectives.pretraining import weight_shapes
@@ -121,9 +121,9 @@ def test_the_tables_are_bijections(names: Family, token_types: int, theirs) -> N
     ours = list(weight_shapes(encoder_config({"name": "vanilla"}, token_types)))
     with torch.device("meta"):
         expected = {name for name, _ in theirs().named_parameters()} - {"cls.predictions.decoder.bias"}
-    renamed = [names.table.theirs(name) for name in ours]
+    renamed = [names.names.to_hf(name) for name in ours]
     assert set(renamed) == expected
-    assert [names.table.ours(name) for name in renamed if name] == [(name,) for name in ours]
+    assert [names.names.from_hf(name) for name in renamed if name] == [(name,) for name in ours]
 
 
 def save_theirs(folder: Path, model: torch.nn.Module) -> Path:
@@ -158,12 +158,12 @@ def test_pooler_and_next_sentence_head_are_left_out(tmp_path: Path) -> None:
     shape = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
     theirs = save_theirs(tmp_path / "theirs", BertForPreTraining(BertConfig(**shape, intermediate_size=100)))
     assert TrainedModel.open(from_hf(theirs, tmp_path / "run")).config.objective.name == "vanilla"
-    assert input_embedding(theirs)[0].shape == (61, 48)
+    assert load_input_embedding(theirs)[0].shape == (61, 48)
 
 
 def test_a_run_resolves_to_a_masked_language_model(tmp_path: Path) -> None:
     save_small(tmp_path / "run", encoder_config())
-    folder = hf_folder(tmp_path / "run")
+    folder = ensure_hf_folder(tmp_path / "run")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
     assert "AutoModelForMaskedLM" in (folder / "README.md").read_text()
 

@@ -16,7 +16,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import CheckpointError, DataError, UserError
 from megahead.hf import heads as export_heads
 from megahead.hf import settings as export_settings
-from megahead.hf.export import Origin, export, hf_folder, origin
+from megahead.hf.export import Origin, ensure_hf_folder, export, read_origin
 from megahead.hf.published import load_causal
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -43,7 +43,7 @@ def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     assert "2309.08351" in card
     assert "| Data | nowhere |" in card
     assert "| Held-out text | not evaluated |" in card
-    assert origin(folder) == Origin("small", 384)
+    assert read_origin(folder) == Origin("small", 384)
 
 
 def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_path: Path) -> None:
@@ -187,31 +187,31 @@ def test_real_text_is_compared_too_where_it_is_at_hand(tmp_path: Path) -> None:
 
 def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config())
-    first = hf_folder(tmp_path / "run")
+    first = ensure_hf_folder(tmp_path / "run")
     assert first == tmp_path / "run" / "exports" / "step-00000003-pmi"
     made = (first / "model.safetensors").stat().st_mtime_ns
-    assert hf_folder(tmp_path / "run") == hf_folder(first) == first
+    assert ensure_hf_folder(tmp_path / "run") == ensure_hf_folder(first) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == made
     save_small(tmp_path / "run", small_config(), seed=1)
-    assert hf_folder(tmp_path / "run") == first
+    assert ensure_hf_folder(tmp_path / "run") == first
     assert (first / "model.safetensors").stat().st_mtime_ns != made
 
 
 def test_an_export_without_a_tokenizer_is_made_again_once_the_run_has_one(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
-    assert not (hf_folder(tmp_path / "run") / "tokenizer.json").exists()
+    assert not (ensure_hf_folder(tmp_path / "run") / "tokenizer.json").exists()
     save_tokenizer(tmp_path / "run/tokenizer.json")
-    assert (hf_folder(tmp_path / "run") / "tokenizer.json").is_file()
+    assert (ensure_hf_folder(tmp_path / "run") / "tokenizer.json").is_file()
 
 
 def test_a_checkpoint_taken_out_of_its_run_is_exported_within_itself(tmp_path: Path) -> None:
     taken = save_small(tmp_path / "run", small_config()).rename(tmp_path / "step-00000003")
-    assert hf_folder(taken) == taken / "exports/step-00000003-pmi"
+    assert ensure_hf_folder(taken) == taken / "exports/step-00000003-pmi"
 
 
 def test_a_folder_of_nothing_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a run or a checkpoint, but is none"):
-        hf_folder(tmp_path)
+        ensure_hf_folder(tmp_path)
 
 
 def test_a_backbone_never_loads_as_a_language_model_with_a_random_head(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def largest_error(weight: Tensor, bias: Tensor, temperature: float, dtype: torch
 
     folded = fold_bias(weight, bias, log_q)
     head = Head("pmi", "backbone.embedding.weight", temperature, folded)
-    outputs = F.layer_norm(x, [WIDTH], weight, head.norm_bias(bias).float()).to(dtype)
-    pieces = [head.rows(matrix[first : first + 300], first) for first in range(0, VOCABULARY, 300)]
+    outputs = F.layer_norm(x, [WIDTH], weight, head.exported_norm_bias(bias).float()).to(dtype)
+    pieces = [head.exported_rows(matrix[first : first + 300], first) for first in range(0, VOCABULARY, 300)]
     return float((outputs @ torch.cat(pieces).to(dtype).T - expected).abs().max())
 
 

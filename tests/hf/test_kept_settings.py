@@ -220,7 +220,7 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     report = export(run, tmp_path / "back", "trained")
     after, why = report.folder, {"end": "ends texts with another token", "tokenizer": "has another tokenizer"}
     if way == "revocabulary":  # it keeps none
-        assert report.conflict is None
+        assert report.settings_conflict is None
     else:
         assert f"left out, since the run {why[way]}" in summary(report)
     ids = {name: id_ for name, id_ in read(after / "config.json").items() if name.endswith("_token_id")}

@@ -118,9 +118,9 @@ def test_there_and_back_is_bitwise(tmp_path: Path, kind: Any, settings: dict[str
 
 def test_a_published_decoder_may_begin_an_encoder(tmp_path: Path) -> None:
     published = PublishedModel.open(save_theirs(tmp_path / "theirs"))
-    theirs = ModelConfig(**published.settings())
+    theirs = ModelConfig(**published.model_settings())
     assert (theirs.is_causal, theirs.local_window) == (True, 14)
-    published.refuse_another_shape(theirs.model_copy(update={"is_causal": False}))
+    published.require_same_architecture(theirs.model_copy(update={"is_causal": False}))
 
 
 def test_a_prompt_is_framed_on_one_side_and_a_text_is_given_a_probability(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, UserError
 from megahead.hf import encoders
 from megahead.hf.export import export
-from megahead.hf.published import from_hf, input_embedding
+from megahead.hf.published import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config
@@ -180,7 +180,7 @@ def test_settings_of_older_writers_are_understood(tmp_path: Path) -> None:
         ({"hidden_activation": "relu"}, "hidden_activation` must be one of gelu"),
         ({"classifier_activation": "silu"}, "classifier_activation` must be gelu, as hidden_activation, but is silu"),
         ({"mlp_dropout": 0.1}, "mlp_dropout` must be 0, as embedding_dropout, but is 0.1"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types` must be full_attention each so many layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types` must be full_attention at equal distances"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
             "rope_parameters.full_attention.rope_type` must be default, but is yarn",
@@ -226,4 +226,4 @@ def test_the_tokenizer_the_table_and_a_classifier_come_along(tmp_path: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     assert model(**tokenizer(["the cat", "the"], padding=True, return_tensors="pt")).logits.shape == (2, 3)
-    assert torch.equal(input_embedding(folder)[0], input_embedding(tmp_path / "run")[0])
+    assert torch.equal(load_input_embedding(folder)[0], load_input_embedding(tmp_path / "run")[0])

@@ -71,7 +71,13 @@ def test_the_same_tokenizer_changes_no_bit(tmp_path: Path, kind: str, objective:
     config = (encoder if kind == "encoder" else decoder)(ids, objective)
     run = saved(tmp_path / "run", old, config)
     report = revocabulary(run, old.tokenizer.path, tmp_path / "same")
-    assert (report.kept, report.pieced, report.new, report.old_ids, report.new_ids) == (ids, 0, 0, ids, ids)
+    assert (report.num_kept, report.num_split, report.num_new, report.old_vocab_size, report.new_vocab_size) == (
+        ids,
+        0,
+        0,
+        ids,
+        ids,
+    )
     before, after = tensors(run), tensors(tmp_path / "same")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -88,7 +94,7 @@ def test_shared_rows_stay_and_others_are_means_of_pieces(tmp_path: Path, kind: s
     run = saved(tmp_path / "run", old, decoder(len(old.spellings), objective))
     report = revocabulary(run, new.tokenizer.path, tmp_path / "out")
     translation = map_vocabulary(old, new, {"end": 0})
-    assert (report.kept, report.pieced, report.new) == translation.counts()
+    assert (report.num_kept, report.num_split, report.num_new) == translation.counts()
     before, after = tensors(run), tensors(tmp_path / "out")
     assert not [name for name in after if name.startswith("state/")]  # counts of another cut of the text
     with_a_row_per_id = [name for name in before if "embedding" in name or "head" in name or "output_bias" in name]
@@ -206,5 +212,5 @@ def test_the_token_that_masks_a_decoders_inputs_comes_along(tmp_path: Path, kind
     assert moved.masked_inputs is not None
     mask = moved.masked_inputs.mask_token
     assert mask == (new.tokenizer.id_of("[MASK]") if kind == "encoder" else len(new.spellings))
-    assert moved.model.vocab_size == report.new_ids == len(new.spellings) + (kind == "bpe")
+    assert moved.model.vocab_size == report.new_vocab_size == len(new.spellings) + (kind == "bpe")
     assert torch.equal(tensors(tmp_path / "out")[EMBEDDING][mask], tensors(run)[EMBEDDING][ids])

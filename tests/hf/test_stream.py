@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megahead.hf.export import Streamed, write_safetensors, write_shards
+from megahead.hf.export import StreamedTensor, write_safetensors, write_shards
 
 
-def streamed(name: str, tensor: Tensor, rows: int) -> Streamed:
-    return Streamed(name, tuple(tensor.shape), lambda: tensor.split(rows))
+def streamed(name: str, tensor: Tensor, rows: int) -> StreamedTensor:
+    return StreamedTensor(name, tuple(tensor.shape), lambda: tensor.split(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -36,8 +36,8 @@ def test_float64_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_pieces_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
-    short = Streamed("x", (4, 2), lambda: [torch.zeros(3, 2)])
-    with pytest.raises(ValueError, match="do not make up"):
+    short = StreamedTensor("x", (4, 2), lambda: [torch.zeros(3, 2)])
+    with pytest.raises(ValueError, match="do not add up"):
         write_safetensors(tmp_path / "x", [short], torch.float32)
 
 

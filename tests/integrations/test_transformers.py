@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from megahead.errors import UserError
-from megahead.hf.heads import family_of
+from megahead.hf.heads import export_family
 from megahead.hf.published import from_hf
 from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless
@@ -67,10 +67,10 @@ def test_loss_and_gradients_are_those_of_our_own_pretraining(tmp_path: Path, nam
     loss = headless(**rows, num_items_in_batch=torch.tensor(17))["loss"]
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    family = family_of(TrainedModel.open(tmp_path / "run").config.model)
+    family = export_family(TrainedModel.open(tmp_path / "run").config.model)
     theirs = dict(model.named_parameters())
     for ours_named, parameter in ours.named_parameters():
-        gradient = theirs[str(family.table.theirs(ours_named))].grad
+        gradient = theirs[str(family.names.to_hf(ours_named))].grad
         assert gradient is not None
         joined = next((layers for layers in JOINED if name == "modernbert" and ours_named.split(".")[-2] in layers), ())
         gradient = gradient.chunk(len(joined))[joined.index(ours_named.split(".")[-2])] if joined else gradient

@@ -94,7 +94,11 @@ def pair(kind: str, shape: tuple[int, ...], scaling: str = "default") -> tuple[P
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.3).add_(1.0 if "norm.weight" in name else 0.0)
-    weights = {LLAMA.ours(name)[0]: parameter for name, parameter in model.named_parameters() if "lm_head" not in name}
+    weights = {
+        LLAMA.parameter_names(name)[0]: parameter
+        for name, parameter in model.named_parameters()
+        if "lm_head" not in name
+    }
     backbone = build_backbone(config)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -139,6 +143,8 @@ def test_gradients(kind: str, shape: tuple[int, ...]) -> None:
     weights = torch.randn(2, 17, shape[1])
     (model.model(ids).last_hidden_state * weights).mean().backward()
     (backbone(ids) * weights).mean().backward()
-    expected = {LLAMA.ours(f"model.{name}")[0]: parameter.grad for name, parameter in model.model.named_parameters()}
+    expected = {
+        LLAMA.parameter_names(f"model.{name}")[0]: parameter.grad for name, parameter in model.model.named_parameters()
+    }
     for name, parameter in backbone.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[f"backbone.{name}"], rtol=1e-4, atol=1e-5, msg=name)

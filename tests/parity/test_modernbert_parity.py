@@ -66,7 +66,7 @@ def in_ours(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """By our names, each the part that is its own."""
     found = {}
     for name, tensor in stored.items():
-        ours = MODERNBERT.ours(name)
+        ours = MODERNBERT.parameter_names(name)
         found.update(zip(ours, tensor.chunk(len(ours)), strict=True))
     return found
 

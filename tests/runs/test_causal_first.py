@@ -176,7 +176,7 @@ def test_targets_are_counted_anew_behind_the_switch(tmp_path: Path) -> None:
     samples = StreamSamples(IndexedDataset(config.data.train), config.sample_length(), config.seed)
     for step, first in ((SWITCH, 0), (STEPS, SWITCH)):
         found = open_checkpoint(folder_of(folder, step))
-        collator = training_collator(TrainedModel.of(found).config, [])
+        collator = training_collator(TrainedModel.from_checkpoint(found).config, [])
         size = config.batch.global_size
         expected = torch.zeros(64, dtype=torch.int64)
         for number in range(first, step):
@@ -220,7 +220,7 @@ def test_another_run_masks_what_a_causal_one_has_learned(tmp_path: Path) -> None
     still = {"training.steps": 1, "schedule.warmup_steps": 0, "optimizer.learning_rate": 1e-12}
     again = trained(tmp_path, 1, init | still | {"output_dir": str(tmp_path / "masked")})
     first, last = open_checkpoint(source), open_checkpoint(again)
-    assert not TrainedModel.of(last).config.model.is_causal
+    assert not TrainedModel.from_checkpoint(last).config.model.is_causal
     for name in (name for name in first.names() if name.startswith("weight/")):
         torch.testing.assert_close(last.read(name), first.read(name), rtol=0, atol=1e-9)
     export(again, tmp_path / "out", "pmi")

@@ -13,7 +13,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.evaluate.perplexity import evaluate_checkpoint
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.report.page import render_page
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
@@ -63,7 +63,7 @@ def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     alone = evaluate_checkpoint(tmp_path / "run", last["head"])
     assert alone.upper_bound
     assert alone.loss == pytest.approx(last["loss"], abs=1e-4)
-    exported = hf_folder(tmp_path / "run")
+    exported = ensure_hf_folder(tmp_path / "run")
     AutoModelForMaskedLM.from_pretrained(exported)
     assert f"perplexity at most {last['perplexity']:,.4g}" in (exported / "README.md").read_text()
     assert "\u2264 " in render_page(read_runs([tmp_path / "run"]))

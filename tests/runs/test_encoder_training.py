@@ -15,7 +15,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.report.read import read_metrics
 from megahead.train.describe import describe_run
 from megahead.train.run import pretrain
@@ -73,7 +73,7 @@ def test_it_learns_evaluates_and_exports(tmp_path: Path, objective: str, pack: s
     first, *_, last = read_metrics(tmp_path / "run").validation
     assert last["perplexity"] < first["perplexity"]
     assert last["bits_per_byte"] is None
-    AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
+    AutoModelForMaskedLM.from_pretrained(ensure_hf_folder(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("objective", "diffusion"), [("headless", False), ("vanilla", False), ("headless", True)])
@@ -156,7 +156,7 @@ def test_a_modernbert_learns_and_resumes_bitwise(tmp_path: Path) -> None:
     assert last["perplexity"] < first["perplexity"]
     on_ranks(1, run, encoder_config(tmp_path, {}, changes), str(tmp_path / "whole/checkpoints/step-00000015"))
     assert same_tensors(tmp_path / "run", tmp_path / "whole")
-    AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
+    AutoModelForMaskedLM.from_pretrained(ensure_hf_folder(tmp_path / "run"))
 
 
 def test_what_a_run_will_do_is_told_in_targets(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megahead.data.loader import held_out_collator, training_collator
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.hf.export import export, hf_folder
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
@@ -73,7 +73,7 @@ def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
         UserError, match=r"`--head pmi` needs .* but this one reads mask tokens from layer 2 on; use none"
     ):
         export(tmp_path / "run", tmp_path / "out", "pmi")
-    assert AutoModel.from_pretrained(hf_folder(tmp_path / "run")).config.vocab_size == 63
+    assert AutoModel.from_pretrained(ensure_hf_folder(tmp_path / "run")).config.vocab_size == 63
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_decoder_of_masks_is_trained_on_every_mesh_and_left_out_of_exports(
         assert not torch.equal(first.read(name), last.read(name))
     with pytest.raises(UserError, match=r"but this one reads mask tokens in a decoder of its own; use none"):
         export(tmp_path / "run", tmp_path / "out", "pmi")
-    exported = AutoModel.from_pretrained(hf_folder(tmp_path / "run"), add_pooling_layer=False)
+    exported = AutoModel.from_pretrained(ensure_hf_folder(tmp_path / "run"), add_pooling_layer=False)
     assert exported.config.num_hidden_layers == 3
     there = exported.encoder.layer[2].output.dense.weight
     assert torch.equal(there, last.read("weight/backbone.blocks.2.mlp.down.weight"))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.hf.export import hf_folder
+from megahead.hf.export import ensure_hf_folder
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -37,4 +37,4 @@ def test_the_course_is_the_same_on_two_ranks_and_after_a_resume(tmp_path: Path) 
     on_ranks(1, run, small_config(tmp_path, {"output_dir": str(tmp_path / "plain"), "model.vocab_size": 61}))
     plain = read_metrics(tmp_path / "plain")
     assert plain.training[0]["loss"] != one.training[0]["loss"]
-    assert AutoModelForCausalLM.from_pretrained(hf_folder(tmp_path / "run")).config.vocab_size == 61
+    assert AutoModelForCausalLM.from_pretrained(ensure_hf_folder(tmp_path / "run")).config.vocab_size == 61

@@ -131,7 +131,7 @@ def test_a_headless_run_takes_body_and_table_and_drops_the_head(tmp_path: Path) 
     on_ranks(1, run, config)
     published, checkpoint = PublishedModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
     names = [name for name in checkpoint.names() if name.startswith("weight/backbone.")]
-    assert len(names) == len(published.stored) - 1
+    assert len(names) == len(published.slices) - 1
     assert "weight/head.weight" not in checkpoint.names()
     for name in names:
         weight = checkpoint.read(name)

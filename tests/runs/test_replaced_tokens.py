@@ -16,7 +16,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.evaluate.perplexity import evaluate_checkpoint
-from megahead.hf.export import export, hf_folder
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -133,10 +133,10 @@ def test_the_body_alone_is_exported_and_the_generator_is_scored(tmp_path: Path, 
     on_ranks(1, run, config_of(tmp_path, family, **{"training.steps": 2, "training.evaluate_every": 2}))
     with pytest.raises(UserError, match=r"`--head pmi` needs .* tells replaced tokens and predicts none; use none"):
         export(tmp_path / "run", tmp_path / "out", "pmi")
-    exported = AutoModel.from_pretrained(hf_folder(tmp_path / "run"))
+    exported = AutoModel.from_pretrained(ensure_hf_folder(tmp_path / "run"))
     assert exported.config.num_hidden_layers == 2
     last = read_metrics(tmp_path / "run").validation[-1]
-    card = (hf_folder(tmp_path / "run") / "README.md").read_text()
+    card = (ensure_hf_folder(tmp_path / "run") / "README.md").read_text()
     assert f"{last['detection']['kept']:.1%} of others kept (step 2), its generator's perplexity" in card
     found = evaluate_checkpoint(tmp_path / "run", "pmi")
     assert found.loss == pytest.approx(last["loss"], abs=1e-5)

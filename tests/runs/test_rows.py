@@ -14,7 +14,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.evaluate.perplexity import evaluate_checkpoint, evaluate_on_each
+from megahead.evaluate.perplexity import evaluate_checkpoint, evaluate_on_datasets
 from megahead.hf.export import export
 from megahead.hf.trained import TrainedModel
 from megahead.report.read import read_metrics
@@ -89,7 +89,7 @@ def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
     assert "rows_late" not in read_metrics(dense).training[-1]
     assert evaluate_checkpoint(rows, "pmi").loss == pytest.approx(told, abs=1e-5)
     other = write_text(tmp_path, "other", documents=20, seed=1)
-    both = evaluate_on_each(rows, "pmi", [tmp_path / "text", other])
+    both = evaluate_on_datasets(rows, "pmi", [tmp_path / "text", other])
     assert both == [evaluate_checkpoint(rows, "pmi"), evaluate_checkpoint(rows, "pmi", dataset=other)]
     assert both[0] != both[1]
     assert read_metrics(dense).validation[-1]["loss"] == pytest.approx(told, abs=1e-5)

@@ -15,7 +15,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.evaluate.perplexity import evaluate_checkpoint
-from megahead.hf.export import export, hf_folder
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
@@ -72,4 +72,4 @@ def test_only_the_body_is_exported(tmp_path: Path) -> None:
     on_ranks(1, run, small_config(tmp_path, SCORES["cosine"] | {"training.steps": 2}))
     with pytest.raises(UserError, match=r"`--head pmi` needs .* but this one scores by `cosine`; use none"):
         export(tmp_path / "run", tmp_path / "out", "pmi")
-    assert AutoModel.from_pretrained(hf_folder(tmp_path / "run")).config.vocab_size == 60
+    assert AutoModel.from_pretrained(ensure_hf_folder(tmp_path / "run")).config.vocab_size == 60

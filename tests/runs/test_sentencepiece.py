@@ -19,12 +19,12 @@ from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import FieldError
-from megahead.evaluate.generation import continuation
+from megahead.evaluate.generation import generate_continuation
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.scoring import pseudo_perplexity
-from megahead.hf.export import export, hf_folder
-from megahead.hf.published import input_embedding
+from megahead.hf.export import ensure_hf_folder, export
+from megahead.hf.published import load_input_embedding
 from megahead.hf.revocabulary import revocabulary
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
@@ -73,7 +73,7 @@ def test_a_model_trains_scores_exports_and_generates(tmp_path: Path, kind: str) 
     assert (tmp_path / "store/tokenizer.model").read_bytes() == model.read_bytes()
     assert (folder / "tokenizer.model").read_bytes() == model.read_bytes()
     assert not (folder / "tokenizer.json").exists()
-    exported = hf_folder(folder)
+    exported = ensure_hf_folder(folder)
     assert (exported / "tokenizer.model").read_bytes() == model.read_bytes()
     theirs = AutoTokenizer.from_pretrained(exported)
     assert theirs(TEXTS)["input_ids"] == library.encode(TEXTS)
@@ -96,7 +96,7 @@ def test_the_space_before_what_follows_a_prompt_is_kept(tmp_path: Path) -> None:
         config=SimpleNamespace(max_position_embeddings=64),
         generate=lambda ids, **_: torch.tensor([[*ids[0], *more]]),
     )
-    assert continuation(model, tokenizer, "the cat", 9, {}) == " saw the"
+    assert generate_continuation(model, tokenizer, "the cat", 9, {}) == " saw the"
 
 
 def test_a_model_that_no_export_could_hold_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_run_of_before_whose_tokenizer_json_is_a_model_goes_on_and_exports(tmp
     preprocess([texts_file(tmp_path)], model, tmp_path / "text")
     folder = trained(tmp_path, model, 2)
     (folder / "tokenizer.model").rename(folder / "tokenizer.json")
-    assert AutoTokenizer.from_pretrained(hf_folder(folder))(TEXTS)["input_ids"] == (
+    assert AutoTokenizer.from_pretrained(ensure_hf_folder(folder))(TEXTS)["input_ids"] == (
         sentencepiece.SentencePieceProcessor(model_file=str(model)).encode(TEXTS)
     )
     trained(tmp_path, model, 2, {"training.steps": 4})
@@ -128,7 +128,7 @@ def test_an_encoder_masks_whole_words_of_a_model_and_scores_texts(tmp_path: Path
     masking = {"cls_token": cls, "sep_token": sep, "mask_token": mask, "strategy": "whole_word"}
     shape = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     changes = {f"model.{name}": value for name, value in shape.items()} | {"masking": masking}
-    exported = hf_folder(trained(tmp_path, model, sep, changes))
+    exported = ensure_hf_folder(trained(tmp_path, model, sep, changes))
     theirs = AutoTokenizer.from_pretrained(exported)
     assert theirs("the cat")["input_ids"] == [cls, *library.encode("the cat"), sep]
     words = theirs("the cat saw the naïve mat", add_special_tokens=False)
@@ -146,7 +146,7 @@ def test_a_model_takes_the_place_of_another_vocabulary_and_the_other_way_round(t
     before = trained(tmp_path, old.tokenizer.path, 0)
     revocabulary(before, model, tmp_path / "to")
     revocabulary(tmp_path / "to", old.tokenizer.path, tmp_path / "back")
-    rows = {name: input_embedding(tmp_path / name)[0] for name in ("run", "to", "back")}
+    rows = {name: load_input_embedding(tmp_path / name)[0] for name in ("run", "to", "back")}
     for word in (" the", " cat"):
         was, now = old.token_bytes.index(word.encode()), new.token_bytes.index(word.encode())
         assert torch.equal(rows["to"][now], rows["run"][was])

@@ -196,7 +196,7 @@ class ExperimentRunner:
         what = [word for option, value in given.items() if value is not None for word in (f"--{option}", value)]
         self.run("eval_harness.py", *what, "--model", *models)
         kept = ResultsFile(output)
-        return {model: list(kept.of(model, limit)) for model in models}
+        return {model: list(kept.for_model(model, limit)) for model in models}
 
     def fine_tune(self, output: str, models: Sequence[str], *what: str) -> list[FineTuningResult]:
         """Results of those runs, and of what else `output` has; `folder`/OUTPUT.json keeps them."""

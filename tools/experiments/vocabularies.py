@@ -16,7 +16,7 @@ from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
-from megahead.evaluate.perplexity import evaluate_on_each
+from megahead.evaluate.perplexity import evaluate_on_datasets
 from megahead.files import write_atomically
 from megahead.report.read import RunMetrics
 
@@ -155,7 +155,7 @@ def _bits_per_byte(runner: ExperimentRunner, name: str, step: int, head: HeadNam
     path = runner.folder / name / f"held-out-{step}.json"
     if not path.exists():
         checkpoint = runner.folder / name / f"checkpoints/step-{step:08d}"
-        results = evaluate_on_each(checkpoint, head, list(text.held_out.values()))
+        results = evaluate_on_datasets(checkpoint, head, list(text.held_out.values()))
         found = {language: one.bits_per_byte for language, one in zip(text.held_out, results, strict=True)}
         write_atomically(path, json.dumps(found).encode())
     bits: dict[str, float] = json.loads(path.read_text())
