@@ -41,7 +41,7 @@ def same_word(rows: int = 160, task: str = "glue/rte") -> TaskData:
     """Whether the second text is about the first one's word, or says no."""
     words = [(WORDS[k % 5], "no" if k // 5 % 2 else WORDS[k % 5]) for k in range(rows)]
     examples = [Example(f"the {a} sat", (f"it is the {b}",), int(b == "no")) for a, b in words]
-    return TaskData(task, TASKS[task], examples, {"rte": examples[:20]}, halved=False)
+    return TaskData(task, TASKS[task], examples, {"rte": examples[:20]}, trains_on_dev=False)
 
 
 def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_choices_and_numbers(tmp_path: Path) -> None:
     """The choice that says no is the right one; the number is how often it is said."""
     folder = save_small_encoder(tmp_path / "model")
     choices = [Example(f"the {WORDS[k % 5]}", ("it is", "no")[:: 1 - 2 * (k % 2)], 1 - k % 2) for k in range(100)]
-    copa = TaskData("superglue/copa", TASKS["superglue/copa"], choices, {"copa": choices}, halved=False)
+    copa = TaskData("superglue/copa", TASKS["superglue/copa"], choices, {"copa": choices}, trains_on_dev=False)
     (*_, last) = FineTuningRun(InitialModel("small", folder), copa, SETTINGS).run(0)
     assert last.scores == {"copa": {"accuracy": 1.0}}
     numbers = [Example("the cat", (" ".join(["no"] * (k % 6)) or "it",), float(k % 6)) for k in range(100)]
-    stsb = TaskData("glue/stsb", TASKS["glue/stsb"], numbers, {"stsb": numbers}, halved=False)
+    stsb = TaskData("glue/stsb", TASKS["glue/stsb"], numbers, {"stsb": numbers}, trains_on_dev=False)
     (*_, last) = FineTuningRun(InitialModel("small", folder), stsb, replace(SETTINGS, epochs=8)).run(0)
     assert last.scores["stsb"]["spearman"] > 0.8
 

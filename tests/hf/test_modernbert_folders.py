@@ -116,7 +116,7 @@ def test_the_check_of_an_export_looks_further_than_local_layers_see(
     config = RunConfig.model_validate({**tree, "data": {**tree["data"], "sequence_length": 400}})
     save_small(tmp_path / "run", config)
     assert export(tmp_path / "run", tmp_path / "out", "none").parity.tokens == 2 * (64 + 256)
-    monkeypatch.delitem(encoders._MODERNBERT.same, "local_window")
+    monkeypatch.delitem(encoders._MODERNBERT.hf_names, "local_window")
     with pytest.raises(CheckpointError, match="hidden states must be within"):
         export(tmp_path / "run", tmp_path / "out", "none")
 

@@ -81,5 +81,5 @@ def test_an_unknown_name_is_refused_rather_than_skipped() -> None:
 
 
 def test_a_table_that_cannot_be_reversed_is_refused() -> None:
-    with pytest.raises(ValueError, match="one name"):
+    with pytest.raises(ValueError, match="the same Hugging Face name"):
         ParameterNames({"a": "x", ("b", "c"): "x"})
