@@ -16,7 +16,7 @@ from megahead.data.indexed import Array, DatasetInfo
 
 
 class TokenSelection(NamedTuple):
-    """The tokens that some layers of an encoder compute alone: the others pass these layers by."""
+    """The only tokens that some layers of an encoder compute; all others skip these layers."""
 
     index_N: Tensor
     """int64, increasing: which of the B * T tokens, rows concatenated."""
@@ -28,16 +28,16 @@ class TokenSelection(NamedTuple):
     """Which layers."""
 
     first_layer_sees_all: bool = False
-    """Whether they still see the others in the first of these layers."""
+    """Whether they attend to all tokens in the first of these layers."""
 
     cu_seqlens: Tensor | None = None
-    """As `Batch.cu_seqlens`, of the shorter rows."""
+    """As `Batch.cu_seqlens`, for the shorter rows."""
 
     @staticmethod
-    def from_mask(kept_BT: Array, layers: range, first_layer_sees_all: bool = False) -> TokenSelection:
-        """Those that are true."""
-        most = int(kept_BT.sum(1).max(initial=1))
-        return TokenSelection(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_layer_sees_all)
+    def from_mask(mask_BT: Array, layers: range, first_layer_sees_all: bool = False) -> TokenSelection:
+        """Selects the tokens where `mask_BT` is true."""
+        max_per_row = int(mask_BT.sum(1).max(initial=1))
+        return TokenSelection(torch.from_numpy(np.flatnonzero(mask_BT)), max_per_row, layers, first_layer_sees_all)
 
 
 @dataclass(frozen=True)
@@ -67,33 +67,33 @@ class Batch:
     """In the order of their layers; all other layers compute all tokens."""
 
     auxiliary: Any = ()
-    """What an auxiliary objective has prepared: tensors in any nesting of tuples, lists and dicts."""
+    """Inputs of an auxiliary objective: tensors in nested tuples, lists and dicts."""
 
     weight_N: Tensor | None = None
-    """float32: how often the loss of each target counts; None: once."""
+    """float32: weight of each target's loss; None: 1."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same in page-locked memory, from which a CUDA device copies in the background."""
-        return self._mapped(Tensor.pin_memory)
+        """A copy in page-locked memory, from which a CUDA device copies in the background."""
+        return self._map_tensors(Tensor.pin_memory)
 
     def total_weight(self) -> float:
-        """How often all targets count together."""
+        """Sum of the targets' weights."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: tree_map_only(Tensor, change, value) for name, value in values.items()})
+        return Batch(**{name: tree_map_only(Tensor, function, value) for name, value in values.items()})
 
 
 class RowCollator:
-    """Makes batches of rows; what it makes of a row depends on the sample's number alone."""
+    """Makes batches of rows. A row's inputs and targets depend on its tokens and its sample's number alone."""
 
     upper_bound: ClassVar[bool] = False
-    """Whether the loss of its batches is an upper bound of the text's."""
+    """Whether its loss is an upper bound of the text's negative log-likelihood."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """The batch of a `RowSource`'s rows, int64 [B, t], negative where a row is empty, and its `document_starts`,
@@ -101,12 +101,12 @@ class RowCollator:
         raise NotImplementedError
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
-        """How many tokens of a dataset count in the loss; None if only some do."""
+        """The number of a dataset's tokens that the loss covers; None if these are a random part."""
         return None
 
 
 @dataclass(frozen=True)
-class CausalRows(RowCollator):
+class CausalCollator(RowCollator):
     """Next-token prediction for a decoder that reads whole rows, int64 [B, T+1], as they are."""
 
     data: DataConfig
@@ -143,12 +143,12 @@ def causal_batch(
     inputs_BT = np.ascontiguousarray(rows[:, :-1])
     targets = rows[:, 1:].reshape(-1)
     padding_BT = inputs_BT < 0
-    if padded := bool(padding_BT.any()) or bool((targets < 0).any()):
+    if has_padding := bool(padding_BT.any()) or bool((targets < 0).any()):
         inputs_BT = np.where(padding_BT, end_token, inputs_BT)
     last_token_BT = (inputs_BT == end_token) | (rows[:, 1:] < 0)
     if document_starts is not None:
         last_token_BT |= document_starts[:, 1:]
-    if boundary_targets and not padded:
+    if boundary_targets and not has_padding:
         target_index_N = np.arange(inputs_BT.size)
     else:
         no_target_BT = last_token_BT if not boundary_targets else padding_BT
@@ -167,7 +167,7 @@ def document_positions(last_token_BT: Array) -> Array:
 
     last_token_BT: bool, whether a token is the last of its document.
     """
-    place_T = np.arange(last_token_BT.shape[1])
+    column_T = np.arange(last_token_BT.shape[1])
     first_BT = np.zeros(last_token_BT.shape, np.int64)
-    first_BT[:, 1:] = np.where(last_token_BT[:, :-1], place_T[1:], 0)
-    return place_T - np.maximum.accumulate(first_BT, axis=1)
+    first_BT[:, 1:] = np.where(last_token_BT[:, :-1], column_T[1:], 0)
+    return column_T - np.maximum.accumulate(first_BT, axis=1)

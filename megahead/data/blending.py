@@ -20,8 +20,8 @@ from megahead.wording import pluralize
 
 # Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
 # are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
-# samples in it, its j-th sample may not come before place floor(j P / n) and must come before place ceil((j + 1) P /
-# n). Each place takes, among the samples that may come, the one with the earliest deadline (Tijdeman's chairman
+# samples in it, its j-th sample may not come before position floor(j P / n) and must come before ceil((j + 1) P / n).
+# Each position takes, among the samples that may come, the one with the earliest deadline (Tijdeman's chairman
 # assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
 
 PERIOD = 65_536
@@ -32,26 +32,26 @@ class BlendShare:
     """The share of one dataset of a blend in a run's samples."""
 
     name: str
-    asked: float
+    requested_share: float
     """Its weight over the sum of weights."""
 
-    rounded: float
+    rounded_share: float
     """Its share of each period."""
 
-    achieved: float
-    """Its share of the samples counted."""
+    actual_share: float
+    """Its share of the run's samples."""
 
     epochs: float
-    """How often its own rows are read in these samples."""
+    """How often these samples read its rows."""
 
     def describe(self) -> str:
         """One line, with a warning if the dataset is read more than once."""
-        again = (
-            f", REPEATED: {self.epochs:.2f} epochs"
-            if self.epochs > 1
-            else f", {pluralize(self.epochs, 'epoch', '.2g')}"
+        repeated = f"REPEATED: {self.epochs:.2f} epochs"
+        epochs = repeated if self.epochs > 1 else pluralize(self.epochs, "epoch", ".2g")
+        return (
+            f"{self.name}: asked {self.requested_share:.4%}, rounded {self.rounded_share:.4%}, "
+            f"achieved {self.actual_share:.4%}, {epochs}"
         )
-        return f"{self.name}: asked {self.asked:.4%}, rounded {self.rounded:.4%}, achieved {self.achieved:.4%}{again}"
 
 
 class Blend:
@@ -59,50 +59,50 @@ class Blend:
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
         self.parts = list(parts)
-        self.asked = np.asarray(weights, np.float64) / np.sum(weights)
-        self.quotas = round_shares(self.asked, PERIOD)
+        self.requested_shares = np.asarray(weights, np.float64) / np.sum(weights)
+        self.quotas = round_shares(self.requested_shares, PERIOD)
         self.sequence_length = parts[0].sequence_length
-        self._part_P, self._ordinal_P = schedule(self.quotas)
+        self._part_P, self._ordinal_P = build_schedule(self.quotas)
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """The samples' tokens, int64 [B, T+1]."""
-        part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
+        part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
         rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
         for part in np.unique(part_B):
-            (slots,) = np.nonzero(part_B == part)
-            rows[slots] = self.parts[part].rows(own_B[slots])
+            rows[part_B == part] = self.parts[part].rows(index_B[part_B == part])
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where documents begin, as far as the samples' datasets know it; None if none of them does."""
-        part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
-        known = {part: self.parts[part].document_starts(own_B[part_B == part]) for part in np.unique(part_B).tolist()}
-        if all(document_starts is None for document_starts in known.values()):
+        """bool [B, T+1]: where documents begin, false for datasets without boundaries; None if all are without."""
+        part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
+        parts = np.unique(part_B).tolist()
+        starts_by_part = {part: self.parts[part].document_starts(index_B[part_B == part]) for part in parts}
+        if all(starts is None for starts in starts_by_part.values()):
             return None
         document_starts = np.zeros((len(part_B), self.sequence_length + 1), bool)
-        for part, of_part in known.items():
-            document_starts[part_B == part] = False if of_part is None else of_part
+        for part, starts in starts_by_part.items():
+            document_starts[part_B == part] = False if starts is None else starts
         return document_starts
 
     def locate(self, indices_B: Array) -> tuple[Array, Array]:
-        """(which dataset, which of its own samples) for each sample; any sample in constant time."""
+        """(number of the dataset, index of its sample) for each sample; constant time per sample."""
         if indices_B.size and indices_B.min() < 0:
             raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
-        periods_B, places_B = np.divmod(indices_B, PERIOD)
-        part_B = self._part_P[places_B].astype(np.int64)
-        return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[places_B]
+        periods_B, positions_B = np.divmod(indices_B, PERIOD)
+        part_B = self._part_P[positions_B].astype(np.int64)
+        return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[positions_B]
 
     def shares(self, samples: int) -> list[BlendShare]:
         """Each dataset's share of the first `samples` samples."""
         periods, rest = divmod(samples, PERIOD)
-        taken = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
+        counts = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
         return [
             BlendShare(
                 str(part.dataset.prefix),
-                float(self.asked[i]),
+                float(self.requested_shares[i]),
                 float(self.quotas[i]) / PERIOD,
-                float(taken[i]) / max(samples, 1),
-                float(taken[i]) / part.rows_per_epoch,
+                float(counts[i]) / max(samples, 1),
+                float(counts[i]) / part.rows_per_epoch,
             )
             for i, part in enumerate(self.parts)
         ]
@@ -130,26 +130,26 @@ def round_shares(shares: Array, period: int) -> Array:
     return quotas
 
 
-def schedule(quotas: Array) -> tuple[Array, Array]:
-    """(dataset of each place of a period, how many of its samples come before that place), int32 [P] each."""
+def build_schedule(quotas: Array) -> tuple[Array, Array]:
+    """(dataset at each position of a period, how many of its samples come before), int32 [P] each."""
     period = int(quotas.sum())
     part_P, ordinal_P = np.empty(period, np.int32), np.empty(period, np.int32)
-    released = [(0, part, 0) for part in range(len(quotas))]  # (place from which it may come, dataset, its ordinal)
-    due: list[tuple[int, int, int]] = []  # (place before which it must come, dataset, its ordinal)
+    upcoming = [(0, part, 0) for part in range(len(quotas))]  # (first position allowed, dataset, ordinal)
+    eligible: list[tuple[int, int, int]] = []  # (deadline, dataset, ordinal)
     sizes = quotas.tolist()
-    for place in range(period):
-        while released and released[0][0] <= place:
-            _, part, ordinal = heapq.heappop(released)
-            heapq.heappush(due, (-(-(ordinal + 1) * period // sizes[part]), part, ordinal))
-        _, part, ordinal = heapq.heappop(due)
-        part_P[place], ordinal_P[place] = part, ordinal
+    for position in range(period):
+        while upcoming and upcoming[0][0] <= position:
+            _, part, ordinal = heapq.heappop(upcoming)
+            heapq.heappush(eligible, (-(-(ordinal + 1) * period // sizes[part]), part, ordinal))
+        _, part, ordinal = heapq.heappop(eligible)
+        part_P[position], ordinal_P[position] = part, ordinal
         if ordinal + 1 < sizes[part]:
-            heapq.heappush(released, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
+            heapq.heappush(upcoming, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
     return part_P, ordinal_P
 
 
 class RowSource(Protocol):
-    """Rows of tokens by number, from 0 without end: a pure function of the number."""
+    """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
@@ -162,21 +162,21 @@ class RowSource(Protocol):
 def training_samples(
     data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int | None = None
 ) -> Samples | Blend:
-    """The samples of `data.train`, whose datasets were opened in its order; rows have `length` + 1 tokens.
+    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens.
 
-    length: data.sequence_length when left out; masked rows have less (`RunConfig.sample_length`).
+    length: by default data.sequence_length; masked rows have less (`RunConfig.sample_length`).
     """
     length = length or data.sequence_length
     if data.read_ahead == "rows" and data.order == "shuffled":
         for dataset in datasets:
             dataset.expect_random_access()
     if isinstance(data.train, str):
-        return _rows_of(data, datasets[0], seed, length)
+        return _dataset_samples(data, datasets[0], seed, length)
     parts = [
-        _rows_of(data, dataset, derive_seed(seed, number, DATASET_SEED), length)
+        _dataset_samples(data, dataset, derive_seed(seed, number, DATASET_SEED), length)
         for number, dataset in enumerate(datasets)
     ]
-    weights = [part.weight or float(set_.num_tokens) for part, set_ in zip(data.train, datasets, strict=True)]
+    weights = [part.weight or float(dataset.num_tokens) for part, dataset in zip(data.train, datasets, strict=True)]
     return Blend(parts, temperature_weights(weights, data.blend_temperature).tolist())
 
 
@@ -196,25 +196,25 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
 
 
 def relative_epochs(samples: Samples | Blend) -> list[float]:
-    """How often each dataset is read in the time in which the most read one is read once; [1] for a single dataset."""
+    """Epochs of each dataset per epoch of the dataset that is read most often; [1.0] for a single dataset."""
     if not isinstance(samples, Blend):
         return [1.0]
     epochs = samples.quotas / [part.rows_per_epoch for part in samples.parts]
-    return [float(each) for each in epochs / epochs.max()]
+    return [float(ratio) for ratio in epochs / epochs.max()]
 
 
 def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, size: int) -> Tensor:
-    """int64 [size]: how often each id occurs in `samples` until the most read dataset is read once; datasets without
-    token counts add nothing. `datasets`: those of `samples`, in its order."""
+    """int64 [size]: how often each id occurs in `samples` in one epoch of the dataset that is read most often. Datasets
+    without token counts add nothing. `datasets`: those of `samples`, in order."""
     counts_V = torch.zeros(size, dtype=torch.int64)
     for dataset, epochs in zip(datasets, relative_epochs(samples), strict=True):
         if dataset.info is not None:
-            counted_V = torch.tensor(dataset.info.token_counts)
-            counts_V[: len(counted_V)] += (counted_V.double() * epochs).ceil().long()
+            dataset_counts_V = torch.tensor(dataset.info.token_counts)
+            counts_V[: len(dataset_counts_V)] += (dataset_counts_V.double() * epochs).ceil().long()
     return counts_V
 
 
-def _rows_of(data: DataConfig, dataset: IndexedDataset, seed: int, length: int) -> Samples:
+def _dataset_samples(data: DataConfig, dataset: IndexedDataset, seed: int, length: int) -> Samples:
     if data.order == "stored":
         return StoredSamples(dataset, length)
     if data.pack == "best_fit":

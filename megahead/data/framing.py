@@ -1,4 +1,4 @@
-"""An encoder's rows in their frame of special tokens, and next tokens of these; a decoder's rows with masked inputs."""
+"""Encoder rows framed by special tokens, next-token batches of them, and decoder batches with masked inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
-from megahead.data.batch import Batch, CausalRows, RowCollator, document_positions
+from megahead.data.batch import Batch, CausalCollator, RowCollator, document_positions
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 
@@ -28,7 +28,7 @@ class FramedRows:
     """int64."""
 
     maskable_BT: Array
-    """bool: tokens of the text but for special ones."""
+    """bool: tokens of the text that are not special."""
 
     ends_BT: Array
     """bool: the last token of each document, where another follows it in the row's text."""
@@ -36,21 +36,21 @@ class FramedRows:
     positions_BT: Array | None
     """int64, each token's position in its document; None if every row is one document."""
 
-    def batch(self, chosen_BT: Array, read_BT: Array) -> Batch:
-        """The chosen tokens (bool) are targets; `read_BT`, int64: what is read, in their places and in all others."""
-        index_N = np.flatnonzero(chosen_BT)
+    def to_batch(self, is_target_BT: Array, input_ids_BT: Array) -> Batch:
+        """The batch with these targets (bool) and inputs (int64)."""
+        index_N = np.flatnonzero(is_target_BT)
         return Batch(
-            torch.from_numpy(read_BT),
+            torch.from_numpy(input_ids_BT),
             None if self.positions_BT is None else torch.from_numpy(self.positions_BT),
             torch.from_numpy(index_N),
             torch.from_numpy(self.tokens_BT.reshape(-1)[index_N]),
-            max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
+            max_targets_per_row=int(is_target_BT.sum(1).max(initial=0)),
         )
 
 
 @dataclass(frozen=True)
 class Framing:
-    """Makes such rows."""
+    """Frames rows of text."""
 
     masking: MaskingConfig
     end_token: int
@@ -66,42 +66,42 @@ class Framing:
         document_starts: bool [B, t], where documents begin other than after end tokens.
         """
         rows, length = text.shape
-        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)  # what is empty is read as end tokens
+        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)  # the empty part is read as end tokens
         tokens_BT[:, 0] = self.masking.cls_token
         tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
         last_B = 1 + (text >= 0).sum(1)
         tokens_BT[np.arange(rows), last_B] = self.masking.sep_token
         ends_BT = tokens_BT == self.end_token
         if document_starts is not None:
-            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before one that begins a document
-        place_T = np.arange(length + 2)
-        ends_BT &= place_T < last_B[:, None]
-        closed_BT = place_T == last_B[:, None]
+            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before a document's first
+        column_T = np.arange(length + 2)
+        ends_BT &= column_T < last_B[:, None]
+        last_token_BT = column_T == last_B[:, None]
         if self.isolate_documents:
-            closed_BT |= ends_BT
-        isolated = bool((text < 0).any()) or bool(closed_BT[:, :-1].any())
-        positions_BT = document_positions(closed_BT) if isolated else None
+            last_token_BT |= ends_BT
+        has_several = bool((text < 0).any()) or bool(last_token_BT[:, :-1].any())
+        positions_BT = document_positions(last_token_BT) if has_several else None
         return FramedRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
 
 
 @dataclass(frozen=True)
-class NextTokens(RowCollator):
-    """Reads an encoder's rows as they are, while it learns as a decoder does: the target of each token is the next one
-    of the text, that of [CLS] the first. A sample is the same text as where tokens are masked."""
+class NextTokenCollator(RowCollator):
+    """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
+    token is the next one of the text, that of [CLS] the first. A sample has the same text as when it is masked."""
 
     framing: Framing
 
     boundary_targets: bool
-    """Whether a document's first token is a target, of the last token of the document before it."""
+    """Whether the first token of a document is the target of the last token of the document before it."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.frame`; t targets in a full row."""
+        """Arguments as in `Framing.frame`; a full row has t targets."""
         rows = self.framing.frame(text, document_starts)
-        known_BT = np.zeros(rows.tokens_BT.shape, bool)
-        known_BT[:, :-2] = text >= 0
+        has_target_BT = np.zeros(rows.tokens_BT.shape, bool)
+        has_target_BT[:, :-2] = text >= 0
         if not self.boundary_targets:
-            known_BT &= ~rows.ends_BT
-        index_N = np.flatnonzero(known_BT)
+            has_target_BT &= ~rows.ends_BT
+        index_N = np.flatnonzero(has_target_BT)
         return Batch(
             torch.from_numpy(rows.tokens_BT),
             None if rows.positions_BT is None else torch.from_numpy(rows.positions_BT),
@@ -111,9 +111,9 @@ class NextTokens(RowCollator):
 
 
 @dataclass(frozen=True)
-class MaskedInputs(RowCollator):
+class MaskedInputCollator(RowCollator):
     """Next-token batches of a decoder that reads some mask tokens and predicts the text: mask-enhanced autoregressive
-    prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Nothing else of training changes, and nothing at inference.
+    prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Everything else of training is as usual, and inference.
     """
 
     config: MaskedInputsConfig
@@ -121,8 +121,8 @@ class MaskedInputs(RowCollator):
     seed: int
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """As `CausalRows`, but for the inputs."""
-        plain = CausalRows(self.data).batch(text, sample_indices, document_starts)
+        """As `CausalCollator.batch`, with masked inputs."""
+        plain = CausalCollator(self.data).batch(text, sample_indices, document_starts)
         inputs_BT = plain.input_ids_BT.numpy()
         allowed_BT = inputs_BT != self.data.end_token
         count_B = np.rint(self.config.share * allowed_BT.sum(1))

@@ -1,4 +1,4 @@
-"""Reads samples by their numbers as batches, and checks the end tokens that they need."""
+"""Reads samples as batches, and checks the end tokens that batches need."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, CausalRows, RowCollator
+from megahead.data.batch import Batch, CausalCollator, RowCollator
 from megahead.data.blending import RowSource
-from megahead.data.framing import Framing, MaskedInputs, NextTokens
+from megahead.data.framing import Framing, MaskedInputCollator, NextTokenCollator
 from megahead.data.indexed import IndexedDataset
-from megahead.data.masking import Diffusion, MaskingCollator
+from megahead.data.masking import DiffusionCollator, MaskingCollator
 from megahead.data.strategies import Uniform, build_strategy
 from megahead.data.strategy import ErrorCounts, TrainingText
 from megahead.data.token_subsets import TokenSubsets
@@ -22,7 +22,7 @@ from megahead.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads batches, which depend on nothing but the samples' numbers."""
+    """Reads batches by the numbers of their samples, on which alone they depend."""
 
     samples: RowSource
     data: DataConfig
@@ -32,7 +32,7 @@ class BatchReader:
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
         rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
-        collator = self.collator or CausalRows(self.data)
+        collator = self.collator or CausalCollator(self.data)
         return collator.batch(rows, sample_indices, document_starts)
 
 
@@ -49,28 +49,30 @@ def training_collator(
     text. Some strategies read the text to count bigrams; `error_counts` is for those that adapt.
     """
     if config.masked_inputs is not None:
-        _refuse_in_text(config.masked_inputs.mask_token, datasets)
-        return MaskedInputs(config.masked_inputs, config.data, config.seed)
-    return _collator(config, TrainingText(config, datasets, "masking.strategy", error_counts), steps_before_masking)
+        _require_absent(config.masked_inputs.mask_token, datasets)
+        return MaskedInputCollator(config.masked_inputs, config.data, config.seed)
+    return _build_collator(
+        config, TrainingText(config, datasets, "masking.strategy", error_counts), steps_before_masking
+    )
 
 
 def held_out_collator(config: RunConfig) -> RowCollator:
     """The collator of held-out rows. It masks equal rows alike in every run, but for masked diffusion, whose rows are
     masked as in training."""
-    return _collator(config)
+    return _build_collator(config)
 
 
-def _collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
-    """`text`: that of a run; None for held-out rows, of which single tokens are masked by the same seed everywhere."""
+def _build_collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
+    """`text`: the run's training text; None for held-out rows, whose single tokens every run masks with seed 0."""
     if config.masking is None:
-        return CausalRows(config.data)
+        return CausalCollator(config.data)
     masking = config.masking.for_evaluation() if text is None else config.masking
     framing = Framing(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
-        return NextTokens(framing, config.data.boundary_targets)
+        return NextTokenCollator(framing, config.data.boundary_targets)
     strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
-        return Diffusion(framing, seed, strategy)
+        return DiffusionCollator(framing, seed, strategy)
     return MaskingCollator(
         framing,
         strategy,
@@ -83,8 +85,8 @@ def _collator(config: RunConfig, text: TrainingText | None = None, steps_before_
     )
 
 
-def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
-    """ConfigError if a dataset is known to have the token: it would stand for itself and for all others."""
+def _require_absent(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
+    """ConfigError if a dataset is known to contain the token: masked inputs would look like text."""
     for dataset in datasets:
         counts = () if dataset.info is None else dataset.info.token_counts
         if mask_token < len(counts) and counts[mask_token]:
@@ -94,41 +96,41 @@ def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None
             raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
 
 
-# Checks that the config's end token is the one that closes the documents. With a wrong id nothing would fail, but
-# documents in one row would attend to each other.
+# Checks that the config's end token closes the documents. With another id nothing would fail, but documents in one row
+# would attend to each other.
 
-NUM_CHECKED = 64
-"""How many documents or rows are checked, evenly spread over the dataset."""
+NUM_PROBES = 64
+"""Documents or rows that are checked, evenly spaced over the dataset."""
 
 
 def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_known: bool = False) -> None:
-    """ConfigError if `data` needs to know where documents end, but its end token does not close them.
+    """ConfigError if `data` needs the ends of documents, but its end token does not close them.
 
     boundaries_known: rows come with the boundaries of their documents (`pack: best_fit`). Reads the counts in
     PREFIX.json, and the first and last tokens of a few documents.
     """
-    needed = data.isolate_documents or not data.boundary_targets
-    flaw = None if boundaries_known or not needed else _flaw(dataset, data.end_token)
-    if flaw is not None:
+    needs_ends = data.isolate_documents or not data.boundary_targets
+    problem = None if boundaries_known or not needs_ends else _find_problem(dataset, data.end_token)
+    if problem is not None:
         raise ConfigError(
             "data.end_token",
             f"be the id that closes the documents of {dataset.prefix}",
-            got=f"{data.end_token} ({flaw})",
+            got=f"{data.end_token} ({problem})",
             hint="set it to theirs (`megahead inspect-dataset` shows them), or leave documents unseparated "
             "(isolate_documents: false, boundary_targets: true)",
         )
 
 
 def lacks_document_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
-    """Whether `data` isolates documents, but the dataset shows no boundaries: it has preshuffled rows, whose index
-    lists no documents, and none of the rows that were checked has an end token."""
+    """Whether `data` isolates documents, but the dataset has no boundaries: its index lists no documents (preshuffled
+    rows), and none of the rows that are checked has an end token."""
     if dataset.num_documents or not data.isolate_documents:
         return False
-    return not any((dataset[i] == data.end_token).any() for i in _spread(len(dataset)))
+    return not any((dataset[i] == data.end_token).any() for i in _evenly_spaced(len(dataset)))
 
 
-def _flaw(dataset: IndexedDataset, end_token: int) -> str | None:
-    """Why `end_token` cannot be right, in words; None if it may be right."""
+def _find_problem(dataset: IndexedDataset, end_token: int) -> str | None:
+    """Why `end_token` cannot be right; None if it may be right."""
     info = dataset.info
     if info is not None and dataset.num_documents:
         ends = info.token_counts[end_token] if end_token < len(info.token_counts) else 0
@@ -136,11 +138,11 @@ def _flaw(dataset: IndexedDataset, end_token: int) -> str | None:
             documents = int((np.diff(dataset.document_boundaries()) > 0).sum())  # an empty one needs no end
             if ends < documents:
                 return f"it occurs {ends:,} times in {documents:,} documents"
-    texts = [text for text in map(dataset.document, _spread(dataset.num_documents)) if len(text)]
-    open_ = sum(end_token not in (text[0], text[-1]) for text in texts)  # some tools put it before each document
-    return f"{open_} of {len(texts)} documents that were checked neither end nor begin with it" if open_ else None
+    texts = [text for text in map(dataset.document, _evenly_spaced(dataset.num_documents)) if len(text)]
+    without = sum(end_token not in (text[0], text[-1]) for text in texts)  # some tools put it before each document
+    return f"{without} of {len(texts)} documents that were checked neither end nor begin with it" if without else None
 
 
-def _spread(count: int) -> list[int]:
-    """Up to NUM_CHECKED numbers below `count`, evenly spread, the first and the last among them."""
-    return sorted(set(np.linspace(0, count - 1, min(count, NUM_CHECKED)).astype(int).tolist())) if count else []
+def _evenly_spaced(count: int) -> list[int]:
+    """Up to NUM_PROBES numbers below `count`, evenly spaced, the first and the last among them."""
+    return sorted(set(np.linspace(0, count - 1, min(count, NUM_PROBES)).astype(int).tolist())) if count else []

@@ -1,4 +1,4 @@
-"""From rows to masked rows: what an encoder reads and must predict; masked diffusion."""
+"""Masks rows of an encoder: masked language modeling, and masked diffusion."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megahead.data.token_subsets import TokenSubsets
 
 @dataclass(frozen=True)
 class MaskingCollator(RowCollator):
-    """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches; with a strategy
-    that adapts also on what the run had learned long enough before. The rows of a batch are of one step."""
+    """Masks rows. The masks depend on the sample's number alone, not on ranks or micro-batches; those of an adaptive
+    strategy also on the run's earlier errors. The rows of a batch belong to one step."""
 
     framing: Framing
     strategy: Strategy
@@ -34,21 +34,20 @@ class MaskingCollator(RowCollator):
 
     samples_per_step: int = 1
     steps: int = 1
-    """Optimizer steps of the run, for a masking rate that changes; it is the same for all samples of a step."""
+    """Optimizer steps of the run, for a schedule of the masking rate; all samples of a step have one rate."""
 
     steps_before_masking: int = 0
-    """How many of these come before the first one that masks, with which the rate's course begins."""
+    """How many of these come before the first that masks, with which the rate's schedule begins."""
 
     subsets: TokenSubsets | None = None
-    """What some layers compute of each row; None: all of it."""
+    """The tokens that some layers compute; None: all layers compute all."""
 
     @property
     def config(self) -> MaskingConfig:
-        """What is asked for."""
         return self.framing.masking
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.frame`."""
+        """Arguments as in `Framing.frame`."""
         return self.mask_rows(self.framing.frame(text, document_starts), text, sample_indices)
 
     def mask_rows(
@@ -56,17 +55,19 @@ class MaskingCollator(RowCollator):
         rows: FramedRows,
         text: Array,
         sample_indices: Sequence[int] | Array,
-        adapted: Callable[[Strategy], Strategy] | None = None,
+        adapt_strategy: Callable[[Strategy], Strategy] | None = None,
     ) -> Batch:
-        """The same of rows that were framed before; `adapted`: by which strategy they are masked, made of the run's."""
+        """As `batch`, for framed rows; `adapt_strategy` replaces the strategy of this step."""
         rng = CounterRng(self.seed, sample_indices)
         step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
-        strategy = self.strategy.at(step) if adapted is None else adapted(self.strategy.at(step))
-        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, rng)
-        read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, rng)
-        selections = () if self.subsets is None else self.subsets.select(chosen_BT, read_BT, text, step, rng)
-        return replace(rows.batch(chosen_BT, read_BT), selections=selections)
+        strategy = self.strategy.at(step)
+        strategy = strategy if adapt_strategy is None else adapt_strategy(strategy)
+        is_target_BT = self._select_targets(strategy, rows.tokens_BT, rows.maskable_BT, budget, rng)
+        input_ids_BT = self._corrupt(rows.tokens_BT, is_target_BT, rows.maskable_BT & ~is_target_BT, rng)
+        subsets = self.subsets
+        selections = () if subsets is None else subsets.select(is_target_BT, input_ids_BT, text, step, rng)
+        return replace(rows.to_batch(is_target_BT, input_ids_BT), selections=selections)
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
@@ -75,14 +76,14 @@ class MaskingCollator(RowCollator):
         rate_B = np.array([self.config.rate_at(progress) for progress in progress_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
-    def _select(
+    def _select_targets(
         self, strategy: Strategy, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], rng: CounterRng
     ) -> Array:
         """bool [B, T]: the targets.
 
-        With `count: bernoulli` each unit is drawn for itself, with `_probabilities`. With `count: fixed` units are put
-        in a random order, in which each is first with a probability proportional to its weight (exponential clocks),
-        and taken as long as they fit into the row's number of targets: no unit is cut.
+        With `count: bernoulli` each unit is drawn independently, with `_probabilities`. With `count: fixed` units are
+        sorted randomly, each being first with a probability proportional to its weight (exponential clocks), and
+        selected as long as they fit into the row's number of targets: no unit is split.
         """
         rows, length = tokens_BT.shape
         starts_BT = strategy.starts(tokens_BT, rng) | ~allowed_BT
@@ -97,31 +98,31 @@ class MaskingCollator(RowCollator):
         draw_U = rng.uniform(Purpose.MASKING_ORDER, length)[starts_BT]
         rate_B, count_B = budget
         if self.config.count == "bernoulli":
-            chosen_U = draw_U < _probabilities(row_U, weight_U, size_U, rate_B)
+            is_selected_U = draw_U < _probabilities(row_U, weight_U, size_U, rate_B)
         else:
             with np.errstate(divide="ignore"):
-                race_U = -np.log(draw_U) / weight_U
-            chosen_U = _fill(row_U, size_U, np.lexsort((race_U, row_U)), count_B)
-        chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
-        return chosen_BT
+                clock_U = -np.log(draw_U) / weight_U
+            is_selected_U = _select_units(row_U, size_U, np.lexsort((clock_U, row_U)), count_B)
+        is_target_BT: Array = is_selected_U[unit_M].reshape(rows, length) & allowed_BT
+        return is_target_BT
 
-    def _read_as(self, tokens_BT: Array, chosen_BT: Array, other_BT: Array, rng: CounterRng) -> Array:
-        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, and some of
-        the others by a random token, too."""
+    def _corrupt(self, tokens_BT: Array, is_target_BT: Array, other_BT: Array, rng: CounterRng) -> Array:
+        """The input ids: some targets are replaced by the mask token, some by a random token, and some of the other
+        tokens (`other_BT`) by a random token, too."""
         treatment_BT = rng.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
-        masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
-        random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
+        masked_BT = is_target_BT & (treatment_BT < self.config.mask_share)
+        random_BT = is_target_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
         random_BT |= other_BT & (treatment_BT < self.config.noise_share)
         special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
         draw_BT = rng.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
-        read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
+        input_ids_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
-        read_BT[random_BT] = _ordinary(number_N, special)
-        return read_BT
+        input_ids_BT[random_BT] = _nth_ordinary_ids(number_N, special)
+        return input_ids_BT
 
 
-def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
-    """The ids that are no special ones, counted from 0 in increasing order; `special` increases. No pass over all."""
+def _nth_ordinary_ids(number_N: Array, special: Sequence[int]) -> Array:
+    """The ids with these numbers when all ids but the `special` ones (increasing) are numbered from 0."""
     id_N = number_N.copy()
     for id_ in special:
         id_N += id_N >= id_
@@ -129,69 +130,68 @@ def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
 
 
 def _probabilities(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:
-    """float64 [U]: each unit's, in proportion to its weight but at most 1, so that `rate_B` of a row's tokens are
-    expected to be taken: where a weight asks for more than 1, the row's other units have the rest."""
+    """float64 [U]: the probability of each unit, in proportion to its weight but at most 1, so that on average `rate_B`
+    of a row's tokens are selected: what exceeds 1 is distributed among the row's other units."""
     tokens_B = np.bincount(row_U, size_U)
-    certain_U, left_B, total_B = np.zeros(len(size_U), bool), rate_B * tokens_B, np.bincount(row_U, weight_U * size_U)
+    certain_U, rest_B, total_B = np.zeros(len(size_U), bool), rate_B * tokens_B, np.bincount(row_U, weight_U * size_U)
     while True:
-        chance_U = weight_U * (left_B / np.where(total_B > 0, total_B, 1.0))[row_U]
-        over_U = ~certain_U & (chance_U > 1)
+        probability_U = weight_U * (rest_B / np.where(total_B > 0, total_B, 1.0))[row_U]
+        over_U = ~certain_U & (probability_U > 1)
         if not over_U.any():
-            return np.where(certain_U, 1.0, chance_U)
+            return np.where(certain_U, 1.0, probability_U)
         certain_U |= over_U
-        left_B = rate_B * tokens_B - np.bincount(row_U, size_U * certain_U)
+        rest_B = rate_B * tokens_B - np.bincount(row_U, size_U * certain_U)
         total_B = np.bincount(row_U, weight_U * size_U * ~certain_U)
 
 
-def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
-    """bool [U]: the units that are taken, in `order_U`, if they fit into what is left of their row's count."""
-    chosen_U = np.zeros(len(size_U), bool)
-    left = count_B.tolist()
+def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
+    """bool [U]: the units that are selected, in `order_U`, if they fit into the rest of their row's count."""
+    is_selected_U = np.zeros(len(size_U), bool)
+    rest = count_B.tolist()
     for unit, row, size in zip(order_U.tolist(), row_U[order_U].tolist(), size_U[order_U].tolist(), strict=True):
-        if 0 < size <= left[row]:
-            chosen_U[unit] = True
-            left[row] -= size
-    return chosen_U
+        if 0 < size <= rest[row]:
+            is_selected_U[unit] = True
+            rest[row] -= size
+    return is_selected_U
 
 
 # Masked diffusion language models (MDLM: Sahoo et al. 2024, arXiv 2406.07524) mask each token of a row with the chance
 # t, t uniform in (0, 1), and bound the row's negative log-likelihood by the mean of 1/t times the loss over its masked
-# tokens (their simplified bound, by the log-linear schedule; other schedules have the same). Which t it was says
-# nothing more once k of the row's n tokens are masked, so it is integrated out: then k is uniform on 1..n, and each of
-# the k tokens counts n / k times, as if t were k / n. It is the same bound (Ou et al. 2024, arXiv 2406.03736; so is
-# LLaDA evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, no row without a target, and a row's
-# weights add up to n. So it is where all tokens are masked alike, as held-out rows are; training may mask rare ones
-# before others (Kosmopoulou et al. 2025, arXiv 2509.05056).
+# tokens (their simplified bound, with the log-linear schedule; other schedules have the same). Given k, the number of
+# a row's n tokens that are masked, t is irrelevant and is integrated out: k is uniform on 1..n, and each of them
+# has the weight n / k, as if t were k / n. The bound is the same (Ou et al. 2024, arXiv 2406.03736; so is LLaDA
+# evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, every row has a target, and a row's weights
+# add up to n. This holds if all tokens are masked with equal probability, as in held-out rows; training may mask rare
+# ones before others (Kosmopoulou et al. 2025, arXiv 2509.05056).
 
 
 @dataclass(frozen=True)
-class Diffusion(RowCollator):
-    """Masks of each row another share, from one token to all; rows of any share count the same."""
+class DiffusionCollator(RowCollator):
+    """Masks a different share of each row, from one token to all; rows have equal weight whatever their share."""
 
     upper_bound: ClassVar = True
 
     framing: Framing
     seed: int
     strategy: Strategy = field(default_factory=Uniform)
-    """Of single tokens: by its weights some are masked before others; how many of a row stays as it is."""
+    """By its weights some tokens are masked before others, which does not change the number of masked tokens."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as of `Framing.frame`. All targets are read as the mask token; special tokens are none.
+        """Arguments as in `Framing.frame`. All targets are read as the mask token; special tokens are no targets.
 
-        The shares of consecutive samples are spread evenly (MDLM's low-discrepancy sampler; here of any number of
-        consecutive samples, wherever they begin).
+        The shares of any range of consecutive samples are evenly spaced (MDLM's low-discrepancy sampler).
         """
         rows = self.framing.frame(text, document_starts)
         rng = CounterRng(self.seed, sample_indices)
         tokens_B = rows.maskable_BT.sum(1)
         masked_B = np.ceil(rng.low_discrepancy(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
         weight_BT = self.strategy.weights(rows.tokens_BT)
-        chosen_BT = rng.choice(Purpose.DIFFUSION_POSITIONS, rows.maskable_BT, masked_B, weight_BT)
-        read_BT = np.where(chosen_BT, self.framing.masking.mask_token, rows.tokens_BT)
+        is_target_BT = rng.choice(Purpose.DIFFUSION_POSITIONS, rows.maskable_BT, masked_B, weight_BT)
+        input_ids_BT = np.where(is_target_BT, self.framing.masking.mask_token, rows.tokens_BT)
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
-        return replace(rows.batch(chosen_BT, read_BT), weight_N=torch.from_numpy(weight_N))
+        return replace(rows.to_batch(is_target_BT, input_ids_BT), weight_N=torch.from_numpy(weight_N))
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int:
-        """All that may be masked."""
+        """All tokens that are not special."""
         unmaskable = set(self.framing.unmaskable())
         return sum(count for id_, count in enumerate(info.token_counts) if id_ not in unmaskable)

@@ -1,4 +1,4 @@
-"""Layers of an encoder that compute a part of each row: those before mask tokens enter, and those that drop tokens."""
+"""Encoder layers that compute a part of each row: those before mask tokens enter, and those that drop tokens."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from megahead.data.strategy import Strategy, TrainingText
 # target shows in nothing but its mask. Here importance is the weight of a masking strategy, by default the share of
 # times that an id was missed (`error_counts`): whole numbers, which are the same on any mesh. B rows, T tokens per row.
 
-_MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # in the order in which tokens are kept
+_MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in which they are kept
 
 
 @dataclass(frozen=True)
 class TokenDropping:
-    """Keeps as many tokens of each row: mask tokens, then other special ones, then those of the largest weight."""
+    """Keeps a share of each row's tokens: mask tokens, then other special ones, then those of the largest weight."""
 
     framing: Framing
     layers: range
     share: float
     importance: Strategy
 
-    def select(self, read_BT: Array, text: Array, step: int, rng: CounterRng) -> TokenSelection:
-        """Of rows that are read so; `text`, int64 [B, T - 2], is negative where a row is empty."""
-        length = read_BT.shape[1]
+    def select(self, input_ids_BT: Array, text: Array, step: int, rng: CounterRng) -> TokenSelection:
+        """The tokens that are kept; `text`, int64 [B, T - 2], is negative where a row is empty."""
+        length = input_ids_BT.shape[1]
         draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
-        weights_BT = self.importance.at(step).weights(read_BT)
-        falling_BT = draw_BT if weights_BT is None else -weights_BT
-        order_BT = np.lexsort((draw_BT, falling_BT, self._kinds(read_BT, text)))
-        kept_BT = np.zeros(read_BT.shape, bool)
-        np.put_along_axis(kept_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return TokenSelection.from_mask(kept_BT, self.layers, first_layer_sees_all=True)
+        weights_BT = self.importance.at(step).weights(input_ids_BT)
+        rank_BT = draw_BT if weights_BT is None else -weights_BT
+        order_BT = np.lexsort((draw_BT, rank_BT, self._token_kinds(input_ids_BT, text)))
+        mask_BT = np.zeros(input_ids_BT.shape, bool)
+        np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
+        return TokenSelection.from_mask(mask_BT, self.layers, first_layer_sees_all=True)
 
-    def _kinds(self, read_BT: Array, text: Array) -> Array:
-        """int64 [B, T]: which are kept before which."""
-        kind_BT = np.where(np.isin(read_BT, self.framing.unmaskable()), _SPECIAL, _TEXT)
-        kind_BT[read_BT == self.framing.masking.mask_token] = _MASK
-        kind_BT[np.arange(read_BT.shape[1]) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
+    def _token_kinds(self, input_ids_BT: Array, text: Array) -> Array:
+        """int64 [B, T]: _MASK, _SPECIAL, _TEXT or _EMPTY."""
+        kind_BT = np.where(np.isin(input_ids_BT, self.framing.unmaskable()), _SPECIAL, _TEXT)
+        kind_BT[input_ids_BT == self.framing.masking.mask_token] = _MASK
+        kind_BT[np.arange(input_ids_BT.shape[1]) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
         return kind_BT
 
 
 @dataclass(frozen=True)
 class TokenSubsets:
-    """What the layers of a run's encoder compute of its rows."""
+    """Which tokens the layers of an encoder compute."""
 
     mask_token: int
 
     first_masked_layer: int = 0
-    """The first layer that sees mask tokens."""
+    """The first layer that computes mask tokens."""
 
     dropping: TokenDropping | None = None
-    """What middle layers leave out, if anything."""
+    """Token dropping in middle layers; None: no tokens are dropped."""
 
     @staticmethod
     def from_settings(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
-        """As the settings ask for; held-out rows, which have no `text` by which tokens are important, drop none."""
+        """The subsets of a run's settings. Held-out rows, without a training `text` to weigh tokens by, drop none."""
         masking, settings = framing.masking, framing.masking.dropping
         if text is None or settings is None:
             return TokenSubsets(masking.mask_token, masking.first_masked_layer(model))
@@ -74,11 +74,11 @@ class TokenSubsets:
         return TokenSubsets(masking.mask_token, masking.first_masked_layer(model), dropping)
 
     def select(
-        self, chosen_BT: Array, read_BT: Array, text: Array, step: int, rng: CounterRng
+        self, is_target_BT: Array, input_ids_BT: Array, text: Array, step: int, rng: CounterRng
     ) -> tuple[TokenSelection, ...]:
-        """In the order of layers; `chosen_BT`: targets, `read_BT`: what is read."""
-        kept = () if self.dropping is None else (self.dropping.select(read_BT, text, step, rng),)
+        """The selections of a batch, in the order of their layers."""
+        selections = () if self.dropping is None else (self.dropping.select(input_ids_BT, text, step, rng),)
         if self.first_masked_layer:
-            mask_BT = chosen_BT & (read_BT == self.mask_token)
-            kept = (TokenSelection.from_mask(~mask_BT, range(self.first_masked_layer)), *kept)
-        return kept
+            is_mask_BT = is_target_BT & (input_ids_BT == self.mask_token)
+            selections = (TokenSelection.from_mask(~is_mask_BT, range(self.first_masked_layer)), *selections)
+        return selections

@@ -15,7 +15,7 @@ from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.data import DataConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
-from megahead.data.batch import CausalRows, RowCollator
+from megahead.data.batch import CausalCollator, RowCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, require_end_tokens
 from megahead.data.samples import EvenlySpacedSamples, Samples, held_out_samples
@@ -77,7 +77,7 @@ class ValidationSet:
     ) -> None:
         self._samples, self._auxiliary = samples, auxiliary
         spread = EvenlySpacedSamples(samples, rows)
-        self._collator = collator or CausalRows(data)
+        self._collator = collator or CausalCollator(data)
         self._reader = BatchReader(spread, data, self._collator)
         self._rows = spread.count
         self._micro_size = micro_size

@@ -16,10 +16,10 @@ from megahead.config.data import DataConfig
 from megahead.data.blending import (
     PERIOD,
     Blend,
+    build_schedule,
     describe_samples,
     relative_epochs,
     round_shares,
-    schedule,
     temperature_weights,
     token_counts,
     training_samples,
@@ -48,7 +48,7 @@ def test_each_stands_within_one_sample_of_its_share_at_every_prefix(weights: lis
     quotas = round_shares(shares(weights), period)
     assert quotas.sum() == period
     assert quotas.min() >= 1
-    part_P, ordinal_P = schedule(quotas)
+    part_P, ordinal_P = build_schedule(quotas)
     counts = np.cumsum(part_P[:, None] == np.arange(len(weights)), axis=0)
     fair = np.arange(1, period + 1)[:, None] * (quotas / period)
     assert np.abs(counts - fair).max() < 1
@@ -83,7 +83,7 @@ def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: l
 def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
     blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
     first, second, third = blend.shares(200)
-    assert [first.asked, first.rounded, first.achieved] == [0.25, 0.25, 0.25]
+    assert [first.requested_share, first.rounded_share, first.actual_share] == [0.25, 0.25, 0.25]
     assert (first.epochs, second.epochs) == (50 / 99, 50 / 39)
     assert "REPEATED: 1.28 epochs" in second.describe()
     assert "REPEATED" not in first.describe() + third.describe()
@@ -125,8 +125,8 @@ def test_a_config_asks_for_a_blend(datasets: list[IndexedDataset]) -> None:
         assert isinstance(built, Blend)
         return built
 
-    assert samples().asked == pytest.approx([1000 / 4400, 400 / 4400, 3000 / 4400])  # by tokens
-    assert samples(blend_temperature=1e6).asked == pytest.approx([1 / 3] * 3, rel=1e-3)
+    assert samples().requested_shares == pytest.approx([1000 / 4400, 400 / 4400, 3000 / 4400])  # by tokens
+    assert samples(blend_temperature=1e6).requested_shares == pytest.approx([1 / 3] * 3, rel=1e-3)
     assert np.array_equal(samples().rows(range(50)), samples().rows(range(50)))
     assert len({part.seed for part in samples().parts}) == 3  # type: ignore[attr-defined]
 

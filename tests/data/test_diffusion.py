@@ -12,16 +12,16 @@ import pytest
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import Batch
 from megahead.data.framing import Framing
-from megahead.data.masking import Diffusion
+from megahead.data.masking import DiffusionCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import WeightedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
 
-def diffusion(seed: int = 7, isolate: bool = True) -> Diffusion:
+def diffusion(seed: int = 7, isolate: bool = True) -> DiffusionCollator:
     masking = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, special_tokens=[PAD], diffusion=True)
-    return Diffusion(Framing(masking, END, isolate), seed)
+    return DiffusionCollator(Framing(masking, END, isolate), seed)
 
 
 def texts(rows: int, length: int = 30, ends: float = 0.0) -> np.ndarray:

@@ -11,8 +11,8 @@ import torch
 
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig
-from megahead.data.batch import CausalRows, causal_batch
-from megahead.data.framing import MaskedInputs
+from megahead.data.batch import CausalCollator, causal_batch
+from megahead.data.framing import MaskedInputCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import held_out_collator, training_collator
 from megahead.errors import ConfigError
@@ -22,9 +22,9 @@ END, MASK = 0, 60
 PLAIN: dict[str, Any] = {"end_token": END, "isolate_documents": True, "boundary_targets": False}
 
 
-def masked(share: float = 0.15, seed: int = 5) -> MaskedInputs:
+def masked(share: float = 0.15, seed: int = 5) -> MaskedInputCollator:
     data = DataConfig(train="text", sequence_length=40, boundary_targets=False)
-    return MaskedInputs(MaskedInputsConfig(mask_token=MASK, share=share), data, seed)
+    return MaskedInputCollator(MaskedInputsConfig(mask_token=MASK, share=share), data, seed)
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -78,5 +78,5 @@ def test_a_mask_token_that_the_text_has_is_refused(tmp_path: Path) -> None:
     ):
         training_collator(config, datasets)
     beyond = small_config(tmp_path, {"model.vocab_size": 61, "masked_inputs": {"mask_token": 60}})
-    assert isinstance(training_collator(beyond, datasets), MaskedInputs)
-    assert isinstance(held_out_collator(beyond), CausalRows)  # held-out text is read as it is
+    assert isinstance(training_collator(beyond, datasets), MaskedInputCollator)
+    assert isinstance(held_out_collator(beyond), CausalCollator)  # held-out text is read as it is
