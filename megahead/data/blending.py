@@ -38,7 +38,7 @@ class BlendShare:
     rounded_share: float
     """Its share of each period."""
 
-    actual_share: float
+    achieved_share: float
     """Its share of the run's samples."""
 
     epochs: float
@@ -49,8 +49,8 @@ class BlendShare:
         repeated = f"REPEATED: {self.epochs:.2f} epochs"
         epochs = repeated if self.epochs > 1 else pluralize(self.epochs, "epoch", ".2g")
         return (
-            f"{self.name}: asked {self.requested_share:.4%}, rounded {self.rounded_share:.4%}, "
-            f"achieved {self.actual_share:.4%}, {epochs}"
+            f"{self.name}: requested {self.requested_share:.4%}, rounded {self.rounded_share:.4%}, "
+            f"achieved {self.achieved_share:.4%}, {epochs}"
         )
 
 

@@ -113,8 +113,7 @@ class NextTokenCollator(RowCollator):
 @dataclass(frozen=True)
 class MaskedInputCollator(RowCollator):
     """Next-token batches of a decoder that reads some mask tokens and predicts the text: mask-enhanced autoregressive
-    prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Everything else of training is as usual, and inference.
-    """
+    prediction (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Training is otherwise unchanged, and so is inference."""
 
     config: MaskedInputsConfig
     data: DataConfig

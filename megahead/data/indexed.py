@@ -201,9 +201,7 @@ class DatasetInfo:
             ) from error
 
 
-def verify_file(
-    path: Path, fingerprint: FileFingerprint, on_read: Callable[[int], None] = lambda num_bytes: None
-) -> None:
+def verify_file(path: Path, fingerprint: FileFingerprint, on_read: Callable[[int], None] = lambda _: None) -> None:
     """Reads all of `path` and compares its checksum; DataError if it differs. Calls `on_read` with the number of bytes
     of each block."""
     digest = hashlib.sha256()
@@ -262,11 +260,8 @@ def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
     return folder, store, {file: ExpectedFile(known.bytes, known.sha256) for file, known in fingerprints.items()}
 
 
-# Reads `PREFIX.bin` and `PREFIX.idx` in place, mapped into memory.
-
-
 class IndexedDataset:
-    """The sequences of an indexed dataset; `dataset[i]` is sequence i.
+    """The sequences of an indexed dataset, mapped into memory; `dataset[i]` is sequence i.
 
     Opening reads the header and the last entries only, whatever the number of sequences; `sizes`, `offsets` and
     `document_index` are copied (aligned) on first use. Arrays of tokens are read-only views of the file.

@@ -1,4 +1,4 @@
-"""What indexed datasets contain, whether they are as they were written, and several merged into one."""
+"""Inspects, verifies and merges indexed datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megahead.errors import DataError, FieldError
 from megahead.wording import pluralize
 
 BLOCK_TOKENS = 1 << 22
-CLOSINGS_READ = 1000
+MAX_DOCUMENTS_READ = 1000
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,20 @@ class Inspection:
             raise FieldError("--sequence", f"be below their number ({pluralize(len(self.dataset), 'sequence')})", got=i)
         return self.dataset[i]
 
-    def ends(self, end_token: int) -> int:
-        """How many tokens close a document."""
+    def count_end_tokens(self, end_token: int) -> int:
+        """How often `end_token` occurs."""
         return int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
 
-    def end_rate(self, end_token: int) -> float:
-        """Share of the tokens that close a document."""
-        return self.ends(end_token) / max(self.dataset.num_tokens, 1)
+    def end_token_share(self, end_token: int) -> float:
+        """Share of the tokens that are `end_token`."""
+        return self.count_end_tokens(end_token) / max(self.dataset.num_tokens, 1)
 
     def warnings(self, end_token: int, tokenizer: Tokenizer | None = None) -> list[str]:
-        """One sentence for each flaw that would spoil training unnoticed; `tokenizer`: what the text is shown by."""
+        """One sentence for each problem that training would not notice; `tokenizer`: the one to show the text with."""
         findings = []
         if not self.dataset.num_tokens:
             findings.append("there is no token: it cannot be trained on, and a merge leaves it out.")
-        ends = self.ends(end_token)
+        ends = self.count_end_tokens(end_token)
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
             often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
             findings.append(
@@ -74,26 +74,26 @@ class Inspection:
                 f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {tokenizer.vocab_size - 1}: "
                 "the dataset was made with another one."
             )
-        cut_by = self.dataset.tokenizer_identity()
-        if tokenizer is not None and cut_by is not None and cut_by.vocabulary != tokenizer.identity().vocabulary:
-            findings.append(f"the dataset was cut by {cut_by}, and not by {tokenizer.identity()}: its text is another.")
+        identity = self.dataset.tokenizer_identity()
+        if tokenizer is not None and identity is not None and identity.vocabulary != tokenizer.identity().vocabulary:
+            findings.append(f"the dataset was tokenized by {identity}, not by {tokenizer.identity()}: texts differ.")
         empty = int((self.dataset.sizes == 0).sum())
         if empty:
             findings.append(f"{pluralize(empty, 'sequence')} without a token.")
         return findings
 
-    def closings(self) -> str:
-        """By which ids documents are closed, the most frequent first, of those that are evenly spread over them."""
+    def describe_last_ids(self) -> str:
+        """The most frequent last ids of documents, in a sample of evenly spaced documents."""
         count = self.dataset.num_documents
-        places = range(0, count, max(1, count // CLOSINGS_READ))
-        last = Counter(int(text[-1]) for text in map(self.dataset.document, places) if len(text))
-        named = [f"id {id_} ({times / last.total():.1%})" for id_, times in last.most_common(3)]
-        more = f" and {len(last) - 3:,} others" if len(last) > 3 else ""
-        return f"{', '.join(named)}{more}" if named else "no id: none is listed"
+        sample = range(0, count, max(1, count // MAX_DOCUMENTS_READ))
+        last_ids = Counter(int(text[-1]) for text in map(self.dataset.document, sample) if len(text))
+        most_common = [f"id {id_} ({times / last_ids.total():.1%})" for id_, times in last_ids.most_common(3)]
+        others = f" and {len(last_ids) - 3:,} others" if len(last_ids) > 3 else ""
+        return f"{', '.join(most_common)}{others}" if most_common else "no id: none is listed"
 
     def histogram(self) -> list[tuple[str, int]]:
-        """(range of lengths, number of sequences), each range twice as wide as the one before; without empty ranges at
-        both ends."""
+        """(range of lengths, number of sequences), each range twice as wide as the one before, from the first to the
+        last that is not empty."""
         bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
         (filled,) = np.nonzero(bins)
         span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
@@ -108,8 +108,8 @@ class Inspection:
             ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
             ("lengths", _lengths(dataset.sizes)),
             ("ids used", f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"),
-            ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
-            ("documents end in", self.closings()),
+            ("end tokens", f"{self.end_token_share(end_token):.4%} of the tokens (id {end_token})"),
+            ("documents end in", self.describe_last_ids()),
             ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
         ]
         if info is not None:
@@ -130,20 +130,20 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
     progress.start(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, fingerprint in files:
-        verify_file(path, fingerprint, lambda read: progress.advance(read, read))
+        verify_file(path, fingerprint, lambda num_bytes: progress.advance(num_bytes, num_bytes))
     if verify:
-        check_back_to_back(dataset)
+        require_contiguous(dataset)
     counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
     return Inspection(dataset, counts, verified=bool(files))
 
 
-def check_back_to_back(dataset: IndexedDataset) -> None:
+def require_contiguous(dataset: IndexedDataset) -> None:
     """DataError when the sequences do not follow each other in the `.bin` file without gaps. Reads the index."""
-    (wrong,) = np.nonzero(dataset.offsets != dataset.sequence_boundaries()[:-1] * dataset.dtype.itemsize)
-    if len(wrong):
+    (misplaced,) = np.nonzero(dataset.offsets != dataset.sequence_boundaries()[:-1] * dataset.dtype.itemsize)
+    if len(misplaced):
         raise DataError(
-            f"the sequences in `{dataset.idx_path}` must lie back to back in the `.bin` file, but sequence {wrong[0]} "
-            "does not; it is damaged."
+            f"the sequences in `{dataset.idx_path}` must lie back to back in the `.bin` file, but sequence "
+            f"{misplaced[0]} does not; it is damaged."
         )
 
 
@@ -155,9 +155,9 @@ def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) 
         block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
         if block.min() < 0:
             raise DataError(f"token ids must not be negative, but `{dataset.bin_path}` holds {block.min()}.")
-        more = np.bincount(block, minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
+        block_counts = np.bincount(block, minlength=len(counts))
+        block_counts[: len(counts)] += counts
+        counts = block_counts
         progress.advance(block.nbytes, block.nbytes)
     return counts
 
@@ -172,9 +172,6 @@ def _lengths(sizes: Array) -> str:
     )
 
 
-# Concatenates several indexed datasets into one, with their document boundaries.
-
-
 def merge_datasets(
     prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress | None = None
 ) -> IndexedDataset:
@@ -186,76 +183,76 @@ def merge_datasets(
     if it exists.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    _check_alike(datasets, output)
-    there = next((path for path in dataset_paths(output) if path.exists()), None)
-    if there is not None and not overwrite:
-        raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
+    _require_compatible(datasets, output)
+    existing = next((path for path in dataset_paths(output) if path.exists()), None)
+    if existing is not None and not overwrite:
+        raise DataError(f"`{existing}` must not exist yet, but does; name another --output, or add --overwrite.")
     progress = progress or ByteProgress()
     progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
-    tokenizers = [
-        each.tokenizer_identity() or (None if each.info is None else each.info.tokenizer) for each in datasets
-    ]
-    vocab_size = max(map(_vocabulary, datasets))
+    infos = [dataset.info for dataset in datasets]
+    tokenizers = [info and (info.tokenizer_identity() or info.tokenizer) for info in infos]
+    vocab_size = max(map(_vocab_size, datasets))
     tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
-    file = next((path for each in datasets if tokenizer and (path := each.tokenizer_path())), None)
-    end = next((each.info.end_token for each in datasets if each.info and each.info.end_token is not None), None)
+    file = next((path for dataset in datasets if tokenizer and (path := dataset.tokenizer_path())), None)
+    end = next((info.end_token for info in infos if info and info.end_token is not None), None)
     with IndexedDatasetWriter(
         output, vocab_size=vocab_size, tokenizer=tokenizer, tokenizer_file=file, end_token=end
     ) as writer:
         for dataset in datasets:
-            check_back_to_back(dataset)
-            for tokens, lengths, documents in _blocks(dataset):
+            require_contiguous(dataset)
+            for tokens, lengths, documents in _read_blocks(dataset):
                 writer.add_documents(tokens, lengths, sequences=documents)
                 progress.advance(tokens.nbytes, tokens.nbytes)
-        sizes = [0 if each.info is None else each.info.text_bytes for each in datasets if each.num_tokens]
-        writer.text_bytes = sum(sizes) if all(sizes) else 0  # unknown if that of one is
+        text_bytes = [dataset.info.text_bytes if dataset.info else 0 for dataset in datasets if dataset.num_tokens]
+        writer.text_bytes = sum(text_bytes) if all(text_bytes) else 0  # unknown if one of them is
     return IndexedDataset(output)
 
 
-def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None:
+def _require_compatible(datasets: Sequence[IndexedDataset], output: str | Path) -> None:
     if not datasets:
         raise DataError("there must be at least one dataset to merge, but none was given.")
     if dataset_paths(output)[0].resolve() in {dataset.bin_path.resolve() for dataset in datasets}:
         raise DataError(f"the output must be a new dataset, but `{output}` is one of those to merge.")
-    require_same_tokenizer({f"`{each.prefix}`": each.tokenizer_identity() for each in datasets if len(each)})
-    kinds: dict[str, list[object]] = {
+    identities = {f"`{dataset.prefix}`": dataset.tokenizer_identity() for dataset in datasets if len(dataset)}
+    require_same_tokenizer(identities)
+    properties: dict[str, list[object]] = {
         "token types": [dataset.dtype.name for dataset in datasets],
         "vocabulary sizes": [dataset.info and dataset.info.vocab_size for dataset in datasets],
         "end tokens": [dataset.info and dataset.info.end_token for dataset in datasets],
         "kinds of rows": ["of documents" if dataset.num_documents else "preshuffled" for dataset in datasets],
     }
-    for what, values in kinds.items():
+    for name, values in properties.items():
         pairs = zip(values, datasets, strict=True)
         known = [(value, dataset) for value, dataset in pairs if value is not None and len(dataset)]
         for value, dataset in known[1:]:
             if value != known[0][0]:
                 raise DataError(
-                    f"datasets to merge must have equal {what}, but `{known[0][1].prefix}` has {known[0][0]} and "
+                    f"datasets to merge must have equal {name}, but `{known[0][1].prefix}` has {known[0][0]} and "
                     f"`{dataset.prefix}` {value}; make them the same way."
                 )
 
 
-def _vocabulary(dataset: IndexedDataset) -> int:
-    """The vocabulary size in `PREFIX.json`, or else the least that covers the ids and gives the same token type."""
+def _vocab_size(dataset: IndexedDataset) -> int:
+    """The vocabulary size in `PREFIX.json`, else the smallest that covers the ids and gives the same token type."""
     if dataset.info is not None:
         return dataset.info.vocab_size
     min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
     return max(min_size, len(count_tokens(dataset)))
 
 
-def _blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
+def _read_blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
     """(tokens, length of each sequence, sequences of each document) of about four million tokens each, whole documents.
 
     Preshuffled rows belong to no document: their third array is empty.
     """
-    ends = dataset.sequence_boundaries()
+    sequence_starts = dataset.sequence_boundaries()
     boundaries = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
-    first, starts = 0, ends[boundaries]
+    first, starts = 0, sequence_starts[boundaries]
     while first < len(boundaries) - 1:
         last = int(np.searchsorted(starts, starts[first] + BLOCK_TOKENS, side="right")) - 1
         last = max(last, first + 1)
         low, high = int(boundaries[first]), int(boundaries[last])
-        tokens = dataset.read(int(ends[low]), int(ends[high] - ends[low]))
+        tokens = dataset.read(int(sequence_starts[low]), int(sequence_starts[high] - sequence_starts[low]))
         documents = np.diff(boundaries[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
         yield tokens, dataset.sizes[low:high], documents
         first = last

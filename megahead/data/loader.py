@@ -51,18 +51,17 @@ def training_collator(
     if config.masked_inputs is not None:
         _require_absent(config.masked_inputs.mask_token, datasets)
         return MaskedInputCollator(config.masked_inputs, config.data, config.seed)
-    return _build_collator(
-        config, TrainingText(config, datasets, "masking.strategy", error_counts), steps_before_masking
-    )
+    text = TrainingText(config, datasets, "masking.strategy", error_counts)
+    return _make_collator(config, text, steps_before_masking)
 
 
 def held_out_collator(config: RunConfig) -> RowCollator:
     """The collator of held-out rows. It masks equal rows alike in every run, but for masked diffusion, whose rows are
     masked as in training."""
-    return _build_collator(config)
+    return _make_collator(config)
 
 
-def _build_collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
+def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
     """`text`: the run's training text; None for held-out rows, whose single tokens every run masks with seed 0."""
     if config.masking is None:
         return CausalCollator(config.data)

@@ -130,7 +130,7 @@ def _nth_ordinary_ids(number_N: Array, special: Sequence[int]) -> Array:
 
 
 def _probabilities(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:
-    """float64 [U]: the probability of each unit, in proportion to its weight but at most 1, so that on average `rate_B`
+    """float64 [U]: each unit's probability, in proportion to its weight but at most 1, so that on average `rate_B`
     of a row's tokens are selected: what exceeds 1 is distributed among the row's other units."""
     tokens_B = np.bincount(row_U, size_U)
     certain_U, rest_B, total_B = np.zeros(len(size_U), bool), rate_B * tokens_B, np.bincount(row_U, weight_U * size_U)
@@ -158,7 +158,7 @@ def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -
 # Masked diffusion language models (MDLM: Sahoo et al. 2024, arXiv 2406.07524) mask each token of a row with the chance
 # t, t uniform in (0, 1), and bound the row's negative log-likelihood by the mean of 1/t times the loss over its masked
 # tokens (their simplified bound, with the log-linear schedule; other schedules have the same). Given k, the number of
-# a row's n tokens that are masked, t is irrelevant and is integrated out: k is uniform on 1..n, and each of them
+# a row's n tokens that are masked, t is irrelevant and is integrated out: k is uniform on 1..n, and each masked token
 # has the weight n / k, as if t were k / n. The bound is the same (Ou et al. 2024, arXiv 2406.03736; so is LLaDA
 # evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, every row has a target, and a row's weights
 # add up to n. This holds if all tokens are masked with equal probability, as in held-out rows; training may mask rare

@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -98,7 +99,7 @@ class EncodedChunk:
     """Bytes of the input on disk."""
 
     held_out: Array | None = None
-    """bool: documents that are held out; None if their numbers decide."""
+    """bool: documents that are held out; None if that depends on their numbers."""
 
 
 class EncodingPool:
@@ -217,7 +218,7 @@ class Recipe:
 
 @dataclass
 class PreprocessReport:
-    """What one run wrote, and what it left out."""
+    """Counts of what a run wrote and left out."""
 
     documents: int = 0
     held_out: int = 0
@@ -283,11 +284,11 @@ def preprocess(
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` (a share of the documents) or
     `holdout_tail` (the end of each, where they are few) is given.
 
-    Documents keep their order and are closed by `end_token`; those without text are left out. An end token
-    inside a text splits its document: that is reported, or with `end_inside="fail"` an error. The result depends on
-    neither `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that
-    names file and line, also for a dataset that would have no document) nothing of this run is left, and older datasets
-    of these names are untouched.
+    Documents keep their order and are closed by `end_token`; those without text are left out. An end token inside a
+    text splits its document: that is reported, or with `end_inside="fail"` an error. The result depends on neither
+    `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that names
+    file and line, also for a dataset that would have no document) this run leaves no files, and existing datasets of
+    these names are untouched.
     """
     recipe = Recipe(
         tokenizer=Path(tokenizer),
@@ -319,17 +320,10 @@ def write_dataset(
     tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     end = end_token_id(tokenizer, recipe.end_token)
     encoder = ChunkTokenizer(tokenizer.path, tokenizer.engine, end, recipe.on_error, recipe.holdout_tail)
-    report, writers, identity = PreprocessReport(), list[IndexedDatasetWriter](), tokenizer.identity()
+    report, size, file, identity = PreprocessReport(), tokenizer.vocab_size, tokenizer.path, tokenizer.identity()
+    open_writer = partial(IndexedDatasetWriter, vocab_size=size, tokenizer=identity, tokenizer_file=file, end_token=end)
     with ExitStack() as stack:
-        for prefix in recipe.outputs(output):
-            writer = IndexedDatasetWriter(
-                prefix,
-                vocab_size=tokenizer.vocab_size,
-                tokenizer=identity,
-                tokenizer_file=tokenizer.path,
-                end_token=end,
-            )
-            writers.append(stack.enter_context(writer))
+        writers = [stack.enter_context(open_writer(prefix)) for prefix in recipe.outputs(output)]
         for encoded in pool.encode(chunks, encoder):
             _add_documents(encoded, writers, recipe.held_out_share)
             report.add(encoded.report)

@@ -157,14 +157,12 @@ class Chunk(ABC):
     def parse(self) -> ParsedChunk:
         """Its documents."""
 
-    def _parse_records(
-        self, records: Iterable[tuple[int, Any]], extract_text: Callable[[Any], str | None]
-    ) -> ParsedChunk:
-        """Parses (number, record) pairs; `extract_text` returns None for a record that is filtered out."""
+    def _parse_records(self, records: Iterable[tuple[int, Any]], get_text: Callable[[Any], str | None]) -> ParsedChunk:
+        """Parses (number, record) pairs; `get_text` returns None for a record that is filtered out."""
         parsed = ParsedChunk()
         for number, record in records:
             try:
-                parsed.add(f"{self.path}:{number}", extract_text(record))
+                parsed.add(f"{self.path}:{number}", get_text(record))
             except InvalidRecord as error:
                 parsed.errors.append(f"`{self.path}:{number}` {error}.")
         return parsed
@@ -176,9 +174,9 @@ class JsonLines(Chunk):
     def parse(self) -> ParsedChunk:
         """One document per line."""
         lines = enumerate(io.BytesIO(self.data), self.first_record)  # lazily: a list would copy the block
-        return self._parse_records(((number, line) for number, line in lines if line.strip()), self._extract_text)
+        return self._parse_records(((number, line) for number, line in lines if line.strip()), self._get_text)
 
-    def _extract_text(self, line: bytes) -> str | None:
+    def _get_text(self, line: bytes) -> str | None:
         try:
             record = orjson.loads(line.removesuffix(b"\n"))
         except orjson.JSONDecodeError as error:
@@ -198,9 +196,9 @@ class TableRows(Chunk):
             rows = table.to_pylist()
         except UnicodeDecodeError:  # in some row: the others are documents
             rows = [table.slice(row, 1) for row in range(table.num_rows)]
-        return self._parse_records(enumerate(rows, self.first_record), self._extract_text)
+        return self._parse_records(enumerate(rows, self.first_record), self._get_text)
 
-    def _extract_text(self, row: Any) -> str | None:
+    def _get_text(self, row: Any) -> str | None:
         """`row`: a dict, or a table of one row."""
         try:
             return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])

@@ -1,4 +1,4 @@
-"""Which tokens sample k is: a pure function of (dataset, row length, seed, k), on any number of ranks."""
+"""The tokens of sample k: a pure function of (dataset, row length, seed, k), on any number of ranks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
     return lru_cache(maxsize=4)(lambda epoch: FeistelOrder(items, derive_seed(seed, epoch, ORDER_SEED)))
 
 
-# Which span of a dataset's tokens sample k is. It does not depend on ranks, batches or progress, so a run resumes at
+# The span of a dataset's tokens that is sample k. It does not depend on ranks, batches or progress, so a run resumes at
 # any sample and on any mesh with the same order. With R rows per epoch, sample k has position k % R in epoch k // R.
 
 
@@ -276,9 +276,7 @@ class CounterRng:
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
             clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        clock_BW = np.minimum(
-            clock_BW, np.finfo(np.float64).max
-        )  # finite for tiny weights: before positions not allowed
+        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # finite: before positions not allowed
         rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW

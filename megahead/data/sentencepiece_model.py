@@ -1,4 +1,4 @@
-"""A SentencePiece `.model` as a `tokenizer.json`: the same ids by the library with which transformers tokenizes."""
+"""Converts a SentencePiece `.model` to a `tokenizer.json` with the same ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megahead.errors import DataError
 
 _SPACE = "▁"
 _UNIGRAM = 1
-_ROUNDING = 1e-3
+_SCORE_TOLERANCE = 1e-3
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 PROBES = (
     *("", " ", "  ", " a", "a ", "  a  b  ", "a\n\nb\n", "\ta\t b", "a\r\nb", "a\u00a0b", "a\u3000b", "▁a ▁ b"),
@@ -32,11 +32,11 @@ PROBES = (
     "ქართული, Հայերեն, አማርኛ, ᏣᎳᎩ",
     "👩\u200d👩\u200d👧 🇩🇪 👍🏽 → ∑ √ 𝔸 ∞ \u200bz",
 )
-"""Texts on which both must agree, in many scripts and with all that normalization changes."""
+"""Texts on which model and tokenizer.json must agree, in many scripts and with all that normalization changes."""
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether the file is named `.model`, or begins as one: with a piece, which begins with its spelling. Runs of
+    """Whether the file is named `.model` or begins like one: with a piece that begins with its spelling. Runs of
     earlier versions have such a file as their `tokenizer.json`."""
     if path.suffix == ".model":
         return True
@@ -46,31 +46,31 @@ def is_sentencepiece(path: Path) -> bool:
 
 
 def tokenizer_json(path: Path) -> Tokenizer:
-    """What gives the same ids as the model in `path`; only a control token's spelling in a text is read as that token,
-    and of two equally likely cuts of a word Unigram may take the other.
+    """A tokenizer with the ids of the model in `path`, with two exceptions: it encodes a control token's spelling in a
+    text as that token, and Unigram may choose another of two equally likely segmentations.
 
-    DataError for a model whose ids are others on PROBES: of words, with spaces behind them, or with letters folded.
+    DataError if the ids differ on PROBES: for models of whole words, with spaces as suffixes, or with case folding.
     """
     content = path.read_bytes()
-    tokenizer, proto = from_sentencepiece(content), _parsed(content)
+    tokenizer, proto = from_sentencepiece(content), _parse_model(content)
     library = sentencepiece.SentencePieceProcessor(model_proto=content)
-    probes = [*PROBES, *(f"a{piece}b {piece} c" for piece in _pieces_of(proto, _USER_DEFINED))]
-    own: list[list[int]] = library.encode(probes)
-    theirs = [encoding.ids for encoding in tokenizer.encode_batch(probes, add_special_tokens=False)]
-    pairs = zip(probes, own, theirs, strict=True)
-    different = next((probe for probe, *both in pairs if both[0] != both[1] and not _as_likely(proto, *both)), None)
-    if different is not None:
+    probes = [*PROBES, *(f"a{piece}b {piece} c" for piece in _pieces_of_type(proto, _USER_DEFINED))]
+    expected: list[list[int]] = library.encode(probes)
+    actual = [encoding.ids for encoding in tokenizer.encode_batch(probes, add_special_tokens=False)]
+    triples = zip(probes, expected, actual, strict=True)
+    mismatch = next((probe for probe, a, b in triples if a != b and not _is_tie(proto, a, b)), None)
+    if mismatch is not None:
         raise DataError(
             f"`{path}` must give the ids of a tokenizer.json that is made of it, as exports hold one, but does not on "
-            f"{different[:40]!r}; use a model of `model_type` unigram or bpe, whose `normalization_rule_name` is "
+            f"{mismatch[:40]!r}; use a model of `model_type` unigram or bpe, whose `normalization_rule_name` is "
             "identity, nfkc or nmt_nfkc, without `treat_whitespace_as_suffix`."
         )
     return tokenizer
 
 
 def from_sentencepiece(content: bytes) -> Tokenizer:
-    """The tokenizer made of the bytes of a `.model`, not compared with it."""
-    proto = _parsed(content)
+    """Converts the bytes of a `.model` to a tokenizer, without comparing their ids."""
+    proto = _parse_model(content)
     spec = proto.trainer_spec
     if spec.model_type == _UNIGRAM:
         pieces = [(piece.piece, piece.score) for piece in proto.pieces]
@@ -82,31 +82,31 @@ def from_sentencepiece(content: bytes) -> Tokenizer:
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     parts += [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(parts)
-    control = _pieces_of(proto, _CONTROL)
+    control = _pieces_of_type(proto, _CONTROL)
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
     return tokenizer
 
 
-def _parsed(content: bytes) -> Any:
-    from sentencepiece import sentencepiece_model_pb2  # 0.03 s that few need
+def _parse_model(content: bytes) -> Any:
+    from sentencepiece import sentencepiece_model_pb2  # takes 0.03 s, and few need it
 
     return sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
 
 
-def _pieces_of(proto: Any, kind: int) -> list[str]:
-    return [piece.piece for piece in proto.pieces if piece.type == kind]
+def _pieces_of_type(proto: Any, type_: int) -> list[str]:
+    return [piece.piece for piece in proto.pieces if piece.type == type_]
 
 
-def _as_likely(proto: Any, *both: list[int]) -> bool:
-    """Whether Unigram gives both cuts of the same text the same score: the libraries add in fp32 and in fp64."""
-    ours, theirs = ([proto.pieces[id_] for id_ in ids] for ids in both)
-    same = "".join(piece.piece for piece in ours) == "".join(piece.piece for piece in theirs)
-    between = sum(piece.score for piece in ours) - sum(piece.score for piece in theirs)
-    return bool(proto.trainer_spec.model_type == _UNIGRAM and same and abs(between) < _ROUNDING)
+def _is_tie(proto: Any, *segmentations: list[int]) -> bool:
+    """Whether two segmentations of a text have equal Unigram scores, which the libraries add in fp32 and in fp64."""
+    first, second = ([proto.pieces[id_] for id_ in ids] for ids in segmentations)
+    is_same_text = "".join(piece.piece for piece in first) == "".join(piece.piece for piece in second)
+    difference = sum(piece.score for piece in first) - sum(piece.score for piece in second)
+    return bool(proto.trainer_spec.model_type == _UNIGRAM and is_same_text and abs(difference) < _SCORE_TOLERANCE)
 
 
 def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
-    """In SentencePiece's order. It knows one space, where `Strip` would take line ends, too."""
+    """In SentencePiece's order. Only spaces are stripped, where `Strip` would strip line ends, too."""
     if spec.precompiled_charsmap:
         yield normalizers.Precompiled(spec.precompiled_charsmap)
     if spec.remove_extra_whitespaces:
@@ -119,15 +119,15 @@ def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
 
 
 def _pre_tokenizers(proto: Any) -> Iterator[pre_tokenizers.PreTokenizer]:
-    """User-defined pieces stay whole; and words are cut apart, where no piece goes beyond one."""
-    if whole := sorted(_pieces_of(proto, _USER_DEFINED), key=len, reverse=True):
-        yield pre_tokenizers.Split(Regex("|".join(map(re.escape, whole))), "isolated")
+    """Isolates user-defined pieces, and splits words if no piece extends beyond one."""
+    if user_defined := sorted(_pieces_of_type(proto, _USER_DEFINED), key=len, reverse=True):
+        yield pre_tokenizers.Split(Regex("|".join(map(re.escape, user_defined))), "isolated")
     if not any(_SPACE in piece.piece.lstrip(_SPACE) for piece in proto.pieces):
         yield pre_tokenizers.Split(Regex(f"(?<!{_SPACE}){_SPACE}+"), "merged_with_next")
 
 
 def _bpe(proto: Any) -> models.BPE:
-    """SentencePiece merges two neighbours if together they are a piece, the one of the highest score first."""
+    """SentencePiece merges two neighbours if together they are a piece, in the order of the pieces' scores."""
     rank = {piece.piece: (-piece.score, id_) for id_, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
     merges = [
         (rank[whole], -cut, (whole[:cut], whole[cut:]))

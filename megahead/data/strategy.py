@@ -18,10 +18,9 @@ from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 
 # Bigram counts of a text, and pointwise mutual information in nats: PMI(a, b) = log(p(ab) / (p(a) p(b))).
-#
 # V vocabulary, P bigrams.
 
-_CHUNK = 1 << 22  # tokens counted at once
+_CHUNK_TOKENS = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26
 """Only the first tokens of each dataset are counted, which is enough to find frequent pairs."""
 
@@ -50,9 +49,9 @@ class PairCounts:
         for chunk in chunks:
             tokens = chunk.astype(np.int64)
             count_V += np.bincount(tokens, minlength=vocab_size)
-            some, how_often = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
-            codes, inverse = np.unique(np.concatenate([codes, some]), return_inverse=True)
-            counts = np.bincount(inverse, np.concatenate([counts, how_often])).astype(np.int64)
+            chunk_codes, chunk_counts = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
+            codes, inverse = np.unique(np.concatenate([codes, chunk_codes]), return_inverse=True)
+            counts = np.bincount(inverse, np.concatenate([counts, chunk_counts])).astype(np.int64)
         return PairCounts(codes, counts, count_V)
 
     def pairs(self) -> tuple[Array, Array]:
@@ -61,7 +60,7 @@ class PairCounts:
         return a, b
 
     def pmi(self) -> Array:
-        """float64 [P]."""
+        """float64 [P]: the PMI of each bigram."""
         a, b = self.pairs()
         with np.errstate(divide="ignore", invalid="ignore"):
             log_p_V = np.log(self.count_V / max(int(self.count_V.sum()), 1))
@@ -73,24 +72,23 @@ def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
     """The tokens of the datasets, in chunks; of each dataset the first MAX_TOKENS."""
     for dataset in datasets:
         end = min(dataset.num_tokens, MAX_TOKENS)
-        for first in range(0, end, _CHUNK):
-            yield dataset.read(first, min(_CHUNK, end - first))
+        for first in range(0, end, _CHUNK_TOKENS):
+            yield dataset.read(first, min(_CHUNK_TOKENS, end - first))
 
 
-# Interface of masking strategies. A unit is a span of tokens that are masked together.
-#
-# B rows, T tokens per row, V vocabulary.
+# Interface of masking strategies. A unit is a span of tokens that are masked together. B rows, T tokens per row, V
+# vocabulary.
 
 
 class Strategy:
     """Splits rows into units. The default: every token is a unit, with equal weights, at every step."""
 
     def at(self, step: int) -> Strategy:
-        """The strategy for the rows of an optimizer step. Steps are counted by the samples that were read."""
+        """The strategy for the rows of an optimizer step."""
         return self
 
     def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
-        """bool [B, T]: where a unit begins. Special tokens always end a unit."""
+        """bool [B, T]: the first token of each unit. Special tokens always end a unit."""
         return np.ones(tokens_BT.shape, bool)
 
     def weights(self, tokens_BT: Array) -> Array | None:
@@ -114,27 +112,27 @@ class WeightedIds(Strategy):
         return weights_BT
 
 
-def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -> Array:
-    """bool [B, T]: unit starts after units of more than `most` tokens are split greedily. No split where `whole_BT` is
-    True."""
-    cut_BT = starts_BT.copy()
-    cut_BT[:, 0] = True
-    cut_M = cut_BT.reshape(-1)
-    may_cut_M = np.ones(cut_M.size, bool) if whole_BT is None else ~whole_BT.reshape(-1)
-    edges = np.append(np.flatnonzero(cut_M), cut_M.size)
-    for unit in np.flatnonzero(np.diff(edges) > most):
-        begin, end = edges[unit : unit + 2].tolist()
-        places = begin + 1 + np.flatnonzero(may_cut_M[begin + 1 : end])
-        for place, following in pairwise([*places.tolist(), end]):
-            if following - begin > most:
-                cut_M[place], begin = True, place
-    return cut_BT
+def split_long_units(max_tokens: int, starts_BT: Array, keep_joined_BT: Array | None = None) -> Array:
+    """bool [B, T]: unit starts after units of more than `max_tokens` are split greedily, but not before a token where
+    `keep_joined_BT` is true."""
+    starts_BT = starts_BT.copy()
+    starts_BT[:, 0] = True
+    starts_M = starts_BT.reshape(-1)
+    may_split_M = np.ones(starts_M.size, bool) if keep_joined_BT is None else ~keep_joined_BT.reshape(-1)
+    edges = np.append(np.flatnonzero(starts_M), starts_M.size)
+    for unit in np.flatnonzero(np.diff(edges) > max_tokens):
+        start, end = edges[unit : unit + 2].tolist()
+        splits = start + 1 + np.flatnonzero(may_split_M[start + 1 : end])
+        for split, next_split in pairwise([*splits.tolist(), end]):
+            if next_split - start > max_tokens:
+                starts_M[split], start = True, split
+    return starts_BT
 
 
 # Error counts of the model for each id, by which an adaptive masking strategy selects tokens. Counts are integers, so
-# sums over ranks are exact and the same on any mesh, unless rounding changes a prediction. Rows are masked ahead of
-# the steps that train on them: the rows of a period (`every` steps) are masked by the counts at the beginning of the
-# previous period, so that prefetching never waits. V vocabulary.
+# sums over ranks are exact and the same on any mesh, unless rounding changes a prediction. Rows are masked ahead of the
+# steps that train on them: those of a period (`period_steps` steps) by the counts at the start of the previous period,
+# so that prefetching never waits. V vocabulary.
 
 
 class ErrorCounts:
@@ -143,52 +141,52 @@ class ErrorCounts:
     The training thread calls `end_step` after each step. The prefetching thread calls `at`.
     """
 
-    def __init__(self, vocab_size: int, every: int, samples_per_step: int) -> None:
-        self._every, self._samples_per_step = every, samples_per_step
-        self._nothing = torch.zeros(vocab_size, 2, dtype=torch.int64)
-        self._local = self._nothing.clone()  # of this rank in this period; on rank 0 also the earlier periods
-        self._counts_of_period: dict[int, Tensor] = {0: self._nothing, 1: self._nothing}
+    def __init__(self, vocab_size: int, period_steps: int, samples_per_step: int) -> None:
+        self._period_steps, self._samples_per_step = period_steps, samples_per_step
+        zeros_V2 = torch.zeros(vocab_size, 2, dtype=torch.int64)
+        self._local = zeros_V2.clone()  # of this rank in this period; on rank 0 also of earlier periods
+        self._counts_of_period: dict[int, Tensor] = {0: zeros_V2, 1: zeros_V2}
         self._recorded: list[tuple[Tensor, Tensor]] = []
 
     def record(self, ids_N: Tensor, is_error_N: Tensor) -> None:
-        """Records the targets of a forward pass, and whether another candidate had a higher score. Asynchronous."""
+        """Records the targets of a forward pass, and whether each was an error. Asynchronous."""
         self._recorded.append((ids_N, is_error_N))
 
     def end_step(self, samples: int, applied: bool, group: Group) -> None:
         """Adds the recorded targets of a step to the counts, if it was applied. At the end of a period it synchronizes
-        with the device and is collective over the data ranks. `samples`: read so far."""
-        noted, self._recorded = self._recorded, []
-        for ids_N, is_error_N in noted if applied else ():
+        with the device and is collective over the data ranks. `samples`: number of samples read so far."""
+        recorded, self._recorded = self._recorded, []
+        for ids_N, is_error_N in recorded if applied else ():
             pairs_N2 = torch.stack([is_error_N.long(), torch.ones_like(ids_N)], dim=1)
             self._local = self._local.to(ids_N.device)
             self._local.index_add_(0, ids_N, pairs_N2)
-        period, inside = divmod(samples // self._samples_per_step, self._every)
-        if inside == 0:
+        period, step_in_period = divmod(samples // self._samples_per_step, self._period_steps)
+        if step_in_period == 0:
             total_V2 = self.total(group)
             self._counts_of_period = {period: self._counts_of_period[period], period + 1: total_V2}
             self._local = total_V2 // 2 if group.rank == 0 else torch.zeros_like(total_V2)
 
     def at(self, step: int) -> Tensor:
         """int64 [V, 2]: (errors, targets) of each id, for masking the rows of this step."""
-        return self._counts_of_period[step // self._every]
+        return self._counts_of_period[step // self._period_steps]
 
     def total(self, group: Group) -> Tensor:
         """int64 [V, 2]: the decayed counts of all ranks. Collective."""
         return group.all_reduce_(self._local.to("cpu", copy=True))
 
     def state(self, group: Group) -> Tensor:
-        """int64 [3, V, 2]: counts for this period, for the next one, and since. Collective."""
+        """int64 [3, V, 2]: the counts for this period, for the next one, and of this one so far. Collective."""
         return torch.stack([*self._counts_of_period.values(), self.total(group)])
 
     def restore(self, state_3V2: Tensor, samples: int, group: Group) -> None:
-        """The inverse of `state` after `samples` samples; ConfigError unless these are a whole number of steps."""
+        """Restores `state` after `samples` samples; ConfigError unless these are a whole number of steps."""
         if samples % self._samples_per_step:
             rule = f"divide the {samples:,} samples that were read, as what is masked depends on the steps before"
             raise ConfigError("batch.global_size", rule, got=self._samples_per_step)
-        now_V2, next_V2, since_V2 = state_3V2.unbind()
-        period = samples // self._samples_per_step // self._every
-        self._counts_of_period = {period: now_V2, period + 1: next_V2}
-        self._local = since_V2.clone() if group.rank == 0 else torch.zeros_like(since_V2)
+        current_V2, next_V2, local_V2 = state_3V2.unbind()
+        period = samples // self._samples_per_step // self._period_steps
+        self._counts_of_period = {period: current_V2, period + 1: next_V2}
+        self._local = local_V2.clone() if group.rank == 0 else torch.zeros_like(local_V2)
         self._recorded = []
 
 
@@ -220,11 +218,11 @@ class TrainingText:
         return bytes_of_ids(str(self.config.data.tokenizer), self.vocab_size)
 
     def pair_counts(self) -> PairCounts:
-        """Bigram counts; reads the text."""
+        """Counts the bigrams of the text."""
         return PairCounts.count(token_chunks(self.datasets), self.vocab_size)
 
     def token_counts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """int64 [V]: of all datasets together; ConfigError if one has none."""
+        """int64 [V]: token counts of all datasets together; ConfigError if one has none."""
         counts_V = np.zeros(self.vocab_size, np.int64)
         for dataset in self.datasets:
             if dataset.info is None:
@@ -234,6 +232,6 @@ class TrainingText:
                     got=self.config.flat()[self.setting],
                     hint="preprocess the text again, or change the strategy",
                 )
-            known = np.asarray(dataset.info.token_counts, np.int64)
-            counts_V[: len(known)] += known
+            dataset_counts_V = np.asarray(dataset.info.token_counts, np.int64)
+            counts_V[: len(dataset_counts_V)] += dataset_counts_V
         return counts_V

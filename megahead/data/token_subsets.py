@@ -16,9 +16,9 @@ from megahead.data.strategy import Strategy, TrainingText
 
 # Token dropping: which tokens of masked rows an encoder's middle layers compute (Hou et al. 2022, arXiv 2203.13240).
 # The paper keeps a running mean of the masked-LM loss of each id, and the tokens of a row whose ids have the highest;
-# special tokens, mask tokens among them, are always kept. What counts is the id that is read: whether a token is a
-# target shows in nothing but its mask. Here importance is the weight of a masking strategy, by default the share of
-# times that an id was missed (`error_counts`): whole numbers, which are the same on any mesh. B rows, T tokens per row.
+# special tokens, mask tokens among them, are always kept. Importance depends on the input id, so that only masks reveal
+# which tokens are targets. Here it is the weight of a masking strategy, by default an id's error rate: a ratio of whole
+# numbers (`error_counts`), which are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in which they are kept
 
@@ -37,8 +37,8 @@ class TokenDropping:
         length = input_ids_BT.shape[1]
         draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
         weights_BT = self.importance.at(step).weights(input_ids_BT)
-        rank_BT = draw_BT if weights_BT is None else -weights_BT
-        order_BT = np.lexsort((draw_BT, rank_BT, self._token_kinds(input_ids_BT, text)))
+        sort_key_BT = draw_BT if weights_BT is None else -weights_BT
+        order_BT = np.lexsort((draw_BT, sort_key_BT, self._token_kinds(input_ids_BT, text)))
         mask_BT = np.zeros(input_ids_BT.shape, bool)
         np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
         return TokenSelection.from_mask(mask_BT, self.layers, first_layer_sees_all=True)

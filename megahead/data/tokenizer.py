@@ -23,38 +23,38 @@ from megahead.remote_files import local_file
 from megahead.run_folder import RunFolder
 
 PIECE_CHARACTERS = 1 << 20
-"""About how many characters a piece has."""
+"""Approximate characters of a piece."""
 
-AROUND = 256
+CONTEXT_CHARACTERS = 256
 """Characters on either side of a cut that are tokenized with and without it."""
 
-SEARCHED = 1 << 16
-"""Characters that are searched for a place to cut; if there is none, the rest stays whole."""
+SEARCH_CHARACTERS = 1 << 16
+"""Characters that are searched for a cut; if there is none, the rest stays whole."""
 
 _WORD_START = re.compile(r"(?=\s\w)")
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
-def pieces(text: str, encode: Encode) -> Iterator[str]:
+def split_text(text: str, encode: Encode) -> Iterator[str]:
     """`text` in pieces of about a million characters, whose ids by `encode`, concatenated, are the ids of `text`.
 
     Cuts before the space in front of a word, if the ids around the cut are the same with and without it. That is exact,
-    since all common tokenizers pre-tokenize there. If no such place is found, the rest stays whole.
+    since all common tokenizers pre-tokenize there. If there is no such cut, the rest stays whole.
     """
     start = 0
     while len(text) - start >= 2 * PIECE_CHARACTERS:
-        cut = _place(text, start + PIECE_CHARACTERS, encode)
+        cut = _find_cut(text, start + PIECE_CHARACTERS, encode)
         yield text[start:cut]
         start = cut
     if start < len(text):
         yield text[start:]
 
 
-def _place(text: str, near: int, encode: Encode) -> int:
-    """The first place from `near` on where a cut changes nothing, else the end."""
-    for word in _WORD_START.finditer(text, near, near + SEARCHED):
+def _find_cut(text: str, start: int, encode: Encode) -> int:
+    """The first position from `start` on where a cut changes no ids, else the end."""
+    for word in _WORD_START.finditer(text, start, start + SEARCH_CHARACTERS):
         cut = word.start()
-        left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
+        left, right = text[cut - CONTEXT_CHARACTERS : cut], text[cut : cut + CONTEXT_CHARACTERS]
         whole, first, second = encode([left + right, left, right])
         if whole == first + second:
             return cut
@@ -62,20 +62,19 @@ def _place(text: str, near: int, encode: Encode) -> int:
 
 
 # A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
-# `fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`. These libraries are engines.
+# `fastokens`; a SentencePiece `.model`, recognized by name or content, by `sentencepiece`. These libraries are engines.
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
-Fingerprint = tuple[int, int, int]
+FileVersion = tuple[int, int, int]
 
 
 class Tokenizer:
-    """The tokenizer in a file. Encoding adds no special tokens, truncates and pads nothing, and draws nothing: a
-    tokenizer.json with `dropout` is taken without. The spellings of special tokens in a text are still encoded as such.
-    """
+    """The tokenizer in a file. Encoding adds no special tokens, neither truncates nor pads, and ignores `dropout`. The
+    spelling of a special token in a text is encoded as that token."""
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
-        self._reference = _reference(self.path, _fingerprint(self.path))
+        self._reference = _load_reference(self.path, _file_version(self.path))
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
         self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
         if self._fast is not None:
@@ -84,27 +83,27 @@ class Tokenizer:
         self.vocab_size = self._reference.vocab_size
         """One above the largest id, added tokens included."""
         self.roles = self._reference.roles
-        """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
-        self.added = self._reference.added
-        """The spellings of tokens that a tokenizer.json has beside its model's, whose ids engines read differently."""
+        """The ids that a `.model` has for `begin`, `end`, `padding` and `unknown`; empty for a tokenizer.json."""
+        self.added_tokens = self._reference.added_tokens
+        """The spellings of a tokenizer.json's added tokens, which engines may encode differently."""
         self.dropout = self._reference.dropout
-        """The share of merges that the file wants left out at random, which no encoding here does."""
+        """The BPE dropout in the file, which is ignored here."""
 
     def content(self) -> str:
-        """The tokenizer.json, without dropout; for a `.model` one of the same ids. DataError where none has them."""
-        as_it_is = self.engine != "sentencepiece" and not self.dropout
-        return self.path.read_text(encoding="utf-8") if as_it_is else self._reference.content()
+        """The tokenizer.json, without dropout; for a `.model` one with the same ids, DataError if there is none."""
+        is_unchanged = self.engine != "sentencepiece" and not self.dropout
+        return self.path.read_text(encoding="utf-8") if is_unchanged else self._reference.content()
 
     def identity(self) -> TokenizerIdentity:
-        """By which datasets, runs and exports know it again. As long as it takes to write the vocabulary as JSON."""
-        file = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        """Identifies the tokenizer in datasets, runs and exports. Takes as long as writing its vocabulary as JSON."""
+        sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
         try:
-            made = orjson.loads(self._reference.content())
+            content = orjson.loads(self._reference.content())
         except DataError:  # of a `.model` that no tokenizer.json equals
-            return TokenizerIdentity(self.path.name, file, file)
-        deciding = {part: made[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-        vocabulary = hashlib.sha256(orjson.dumps(deciding, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        return TokenizerIdentity(self.path.name, file, vocabulary)
+            return TokenizerIdentity(self.path.name, sha256, sha256)
+        encoding_parts = {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        vocabulary = hashlib.sha256(orjson.dumps(encoding_parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return TokenizerIdentity(self.path.name, sha256, vocabulary)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Uses as many cores as the engine may."""
@@ -117,11 +116,10 @@ class Tokenizer:
         """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
         if all(len(text) < 2 * PIECE_CHARACTERS for text in texts):
             return self._encode_whole(texts)
-        dtype = token_dtype(self.vocab_size)
-        parts = [
-            np.concatenate([self._encode_whole([piece])[0].astype(dtype) for piece in pieces(text, self.encode_batch)])
-            for text in texts
-        ]
+        dtype, parts = token_dtype(self.vocab_size), []
+        for text in texts:
+            pieces = split_text(text, self.encode_batch)
+            parts.append(np.concatenate([self._encode_whole([piece])[0].astype(dtype) for piece in pieces]))
         return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
 
     def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:
@@ -137,7 +135,7 @@ class Tokenizer:
         return self._reference.decode([int(i) for i in ids])
 
     def spellings(self, count: int) -> list[str | None]:
-        """How each of the ids below `count` is spelled, None where there is no such id."""
+        """The spelling of each id below `count`; None for unused ids."""
         return [self._reference.spelling(i) if i < self.vocab_size else None for i in range(count)]
 
     def find(self, token: str) -> int | None:
@@ -146,19 +144,18 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int:
         """The id of a token given by its spelling; DataError when the vocabulary lacks it."""
-        found = self.find(token)
-        if found is None:
+        id_ = self.find(token)
+        if id_ is None:
             raise DataError(f"the tokenizer `{self.path}` must have a token `{token}`, but has none; name another one.")
-        return found
+        return id_
 
 
 def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`, and
     around every added token.
 
-    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. A file that
-    was read before is not read again; that of a URL is fetched first. DataError if it is missing, or neither a
-    `tokenizer.json` nor a `.model`.
+    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. Caches files;
+    downloads that of a URL first. DataError if it is missing, or neither a `tokenizer.json` nor a `.model`.
     """
     path = local_file(str(path))
     reference = cached_tokenizer(path, "tokenizers")
@@ -166,7 +163,7 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
         return reference
     try:
         fast = cached_tokenizer(path, "fastokens")
-        texts = [*probe, *(f"a {token} b{token}c" for token in reference.added)]
+        texts = [*probe, *(f"a {token} b{token}c" for token in reference.added_tokens)]
         exact = fast.encode_batch(texts) == reference.encode_batch(texts)
     except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
         exact = False
@@ -174,31 +171,31 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """What a run's checkpoints hold of its tokenizer, equal for files that cut texts alike."""
+    """Identifies the tokenizer in a run's checkpoints; equal for files that give equal ids."""
     return f"vocabulary {Tokenizer(local_file(str(path))).identity().vocabulary}"
 
 
 def has_fingerprint(path: str | Path, fingerprint: str) -> bool:
-    """Whether the tokenizer in `path` has it; earlier versions took the SHA-256 of the file."""
+    """Whether the tokenizer in `path` has this fingerprint; earlier versions used the SHA-256 of the file."""
     file = Path(local_file(str(path)))
     return fingerprint == hashlib.sha256(file.read_bytes()).hexdigest() or fingerprint == tokenizer_fingerprint(file)
 
 
 def copy_tokenizer(source: Path, run: RunFolder) -> None:
-    """Copies a tokenizer's file into a run's folder, by the name of its kind; it takes the place of another one."""
-    kept = run.tokenizer_model if is_sentencepiece(source) else run.tokenizer_json
-    write_atomically(kept, source.read_bytes())
-    for other in {run.tokenizer_model, run.tokenizer_json} - {kept}:
+    """Copies a tokenizer's file into a run's folder, and removes one of the other type."""
+    target = run.tokenizer_model if is_sentencepiece(source) else run.tokenizer_json
+    write_atomically(target, source.read_bytes())
+    for other in {run.tokenizer_model, run.tokenizer_json} - {target}:
         other.unlink(missing_ok=True)
 
 
 def cached_tokenizer(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` with this engine; cached until the file changes."""
-    return _opened(Path(path), engine, _fingerprint(Path(path)))
+    return _opened(Path(path), engine, _file_version(Path(path)))
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
+def _opened(path: Path, engine: Engine, version: FileVersion) -> Tokenizer:
     return Tokenizer(path, engine)
 
 
@@ -214,7 +211,7 @@ class _TokenizerJson:
         if self.dropout:
             self._tokenizer.model.dropout = None
         self.roles: dict[str, int] = {}
-        self.added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        self.added_tokens = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise DataError(f"`{path}` must have tokens, but has none.")
@@ -222,7 +219,7 @@ class _TokenizerJson:
         self.id_of, self.spelling = self._tokenizer.token_to_id, self._tokenizer.id_to_token
 
     def content(self) -> str:
-        """The tokenizer.json, the same for all files that say the same; DataError where none does."""
+        """The tokenizer.json, serialized again: equal for equal tokenizers."""
         return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -234,7 +231,7 @@ class _TokenizerJson:
 
 class _SentencePieceModel:
     dropout = 0.0
-    added: list[str] = []  # noqa: RUF012 - never changed
+    added_tokens: list[str] = []  # noqa: RUF012 - never changed
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -243,9 +240,9 @@ class _SentencePieceModel:
         except (RuntimeError, OSError) as error:
             raise DataError(f"`{path}` must be a SentencePiece model, but cannot be read as one: {error}.") from error
         self.vocab_size = int(self._model.get_piece_size())
-        named = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
-        named |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
-        self.roles = {role: int(id_) for role, id_ in named.items() if id_ >= 0}
+        ids = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
+        ids |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
+        self.roles = {role: int(id_) for role, id_ in ids.items() if id_ >= 0}
 
     def content(self) -> str:
         return str(tokenizer_json(self._path).to_str(pretty=True))
@@ -258,20 +255,20 @@ class _SentencePieceModel:
         return str(self._model.decode(ids))
 
     def id_of(self, token: str) -> int | None:
-        found = int(self._model.piece_to_id(token))  # for an unknown token the id of <unk>
-        return found if self._model.id_to_piece(found) == token else None
+        id_ = int(self._model.piece_to_id(token))  # for an unknown token the id of <unk>
+        return id_ if self._model.id_to_piece(id_) == token else None
 
     def spelling(self, id_: int) -> str | None:
         return str(self._model.id_to_piece(id_))
 
 
 @lru_cache(maxsize=4)
-def _reference(path: Path, fingerprint: Fingerprint) -> _TokenizerJson | _SentencePieceModel:
+def _load_reference(path: Path, version: FileVersion) -> _TokenizerJson | _SentencePieceModel:
     return _SentencePieceModel(path) if is_sentencepiece(path) else _TokenizerJson(path)
 
 
-def _fingerprint(path: Path) -> Fingerprint:
-    """Changes whenever the file does; DataError if there is no file."""
+def _file_version(path: Path) -> FileVersion:
+    """Inode, size and time of the file, which change with it; DataError if there is no file."""
     if not path.is_file():
         raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
     stat = path.stat()

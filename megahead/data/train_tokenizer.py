@@ -1,4 +1,4 @@
-"""Trains tokenizers, and gives a trained one more tokens."""
+"""Trains tokenizers, and extends trained ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from megahead.files import write_atomically
 
 # Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1, in a multilingual BPE
 # `[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few
-# distinct pieces, the vocabulary is smaller than asked for.
+# distinct pieces, the vocabulary is smaller than requested.
 
 TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 BYTES = 256
-WORDS = r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""What no token of a multilingual vocabulary reaches beyond: letters with their marks, three digits, signs, space.
-GPT-2's has no marks, and so cuts each word of Hindi, Bengali, Telugu or Thai at its vowel signs."""
+WORD_PATTERN = (
+    r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pre-tokens of a multilingual vocabulary: letters with their marks, up to three digits, signs, space. GPT-2's pattern
+has no marks, and so splits each word of Hindi, Bengali, Telugu or Thai at its vowel signs."""
 LONG_WORD = re.compile(r"\w{64}(?=\w)")
-"""Training takes time with the square of a word's length: in text without spaces, say, words are cut for it."""
+"""Longer words, as in text without spaces, are split: training time is quadratic in the length of a word."""
 MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 
@@ -44,36 +46,35 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_multilingual(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The same for many scripts and large vocabularies: words are cut as WORDS says, and no token is made of what
-    occurs only once, of which nothing could be learned. Encoders' tokens are 2 to 4, however many ids the text gives.
-    """
-    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    both = pre_tokenizers.Sequence([words, spelled])
-    return _byte_level(texts, vocab_size, both, (*TEXT_TOKENS, *ENCODER_TOKENS), 2)
+    """Byte-level BPE for many scripts and large vocabularies: words are split by WORD_PATTERN, and no token is made of
+    what occurs only once. Encoders' special tokens are 2 to 4."""
+    words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    special = (*TEXT_TOKENS, *ENCODER_TOKENS)
+    return _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, byte_level]), special, 2)
 
 
 def _byte_level(
-    texts: Iterable[str], vocab_size: int, words: pre_tokenizers.PreTokenizer, special: Sequence[str], least: int
+    texts: Iterable[str], vocab_size: int, words: pre_tokenizers.PreTokenizer, special: Sequence[str], min_count: int
 ) -> Tokenizer:
-    _check_room(vocab_size, BYTES + len(special))
+    _require_vocab_size(vocab_size, BYTES + len(special))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=least,
+        min_frequency=min_count,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_without_long_words(texts), trainer)
+    tokenizer.train_from_iterator(_split_long_words(texts), trainer)
     return tokenizer
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = False) -> Tokenizer:
     """WordPiece as BERT uses it; characters rarer than the thousand most frequent become `[UNK]`."""
-    _check_room(vocab_size, len(BERT_TOKENS) + 1)
+    _require_vocab_size(vocab_size, len(BERT_TOKENS) + 1)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -84,11 +85,11 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
         limit_alphabet=min(1000, vocab_size - len(BERT_TOKENS)),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_without_long_words(texts), trainer)
+    tokenizer.train_from_iterator(_split_long_words(texts), trainer)
     return tokenizer
 
 
-def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
+def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         cuts = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
         yield from (text[start:end] for start, end in pairwise(cuts))
@@ -96,7 +97,7 @@ def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A SentencePiece unigram model with byte fallback, lossless on any text. Holds the text in memory."""
-    _check_room(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
+    _require_vocab_size(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -158,28 +159,28 @@ def sample_texts(
     input); each gives at least one document, and is read no further than needed. DataError if none has one.
     """
     progress = progress or ByteProgress()
-    found, some = find_inputs(inputs), False
-    total = total_bytes(found)
+    items, is_empty = find_inputs(inputs), True
+    total = total_bytes(items)
     progress.start(total)
-    for item in found:
-        share = 1 / len(found) if total is None else item.bytes / max(total, 1)
+    for item in items:
+        share = 1 / len(items) if total is None else item.bytes / max(total, 1)
         budget = None if max_bytes is None else max_bytes * share
-        taken = reported_bytes = 0
+        text_bytes = reported_bytes = 0
         for chunk in item.chunks(selection or Selection()):
-            before = taken
+            previous_bytes = text_bytes
             parsed = chunk.parse()
             for text in parsed.texts if skip_broken else parsed.strict_texts():
-                if budget is not None and taken and taken >= budget:
+                if budget is not None and text_bytes and text_bytes >= budget:
                     break
                 yield text
-                some = True
-                taken += len(text.encode())
-            progress.advance(chunk.disk_bytes, taken - before)
+                is_empty = False
+                text_bytes += len(text.encode())
+            progress.advance(chunk.disk_bytes, text_bytes - previous_bytes)
             reported_bytes += chunk.disk_bytes
-            if budget is not None and taken >= budget:
+            if budget is not None and text_bytes >= budget:
                 break
         progress.advance(item.bytes - reported_bytes, 0)
-    if not some:
+    if is_empty:
         raise DataError(f"`{', '.join(map(str, inputs))}` must have text, but not one document has any.")
 
 
@@ -192,29 +193,29 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
             yield from re.findall(r"(?:\s*\S{1,50}){1,20}", line)
 
 
-def _check_room(vocab_size: int, min_size: int) -> None:
+def _require_vocab_size(vocab_size: int, min_size: int) -> None:
     if vocab_size < min_size:
         raise FieldError("vocab_size", f"be at least {min_size} for this type of tokenizer", got=vocab_size)
 
 
-# Gives a byte-level BPE tokenizer more tokens, for languages that it cuts into too many pieces. Training goes on where
-# it ended: words of the new text are cut by the tokenizer, and pairs of its own tokens are merged. Each token is
-# written as one character for that, its *letter*, since a trainer merges characters.
+# Adds tokens to a byte-level BPE tokenizer, for languages that it splits into too many pieces. Training continues where
+# it ended: the tokenizer encodes the words of the new text, and pairs of its tokens are merged. As a trainer merges
+# characters, each token is written as one character, its *letter*.
 
 MIN_PAIR_COUNT = 2
-"""How often a pair must occur: of a token that occurs once nothing is learned."""
-_TEXTS_AT_ONCE = 64
-_MORE = 64
-"""Merges that are learned beyond those wanted: some make tokens that are there already."""
-_FIRST, _SURROGATES, _LAST = 0x21, range(0xD800, 0xE000), 0x110000
+"""A pair that occurs less often is not merged."""
+_BATCH_TEXTS = 64
+_SPARE_MERGES = 64
+"""Merges that are learned beyond those needed: some make tokens that exist already."""
+_FIRST_LETTER, _SURROGATES, _END_LETTER = 0x21, range(0xD800, 0xE000), 0x110000
 
 
 def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer with those merges of its tokens that `texts` need most often, up to `vocab_size` ids.
+    """Adds the most frequent merges of its tokens in `texts` to a tokenizer, up to `vocab_size` ids.
 
-    Old ids stay, and old merges come first: text without new tokens is cut as before. The vocabulary is smaller than
-    asked for if the text has too few distinct pieces. DataError for another kind of tokenizer, and for text
-    that gives it no token.
+    Old ids stay, and old merges come first: text without new tokens is encoded as before. The vocabulary is smaller
+    than requested if the text has too few distinct pieces. DataError for another type of tokenizer, and for text that
+    yields no new token.
     """
     content = json.loads(tokenizer.to_str())
     if content["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(content["pre_tokenizer"]):
@@ -223,39 +224,40 @@ def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Token
     size = max(ids.values()) + 1
     if vocab_size <= size:
         raise FieldError("vocab_size", f"be above that of the tokenizer to extend ({size:,})", got=f"{vocab_size:,}")
-    letters_V, wanted = _letters(size), vocab_size - size
-    merges = _learned(_in_letters(tokenizer, texts, letters_V), letters_V, wanted + wanted // 8 + _MORE)
-    _append(content["model"], ids, merges, vocab_size)
+    letters_V, new_ids = _letters(size), vocab_size - size
+    words = _encode_as_letters(tokenizer, texts, letters_V)
+    merges = _learn_merges(words, letters_V, new_ids + new_ids // 8 + _SPARE_MERGES)
+    _append_merges(content["model"], ids, merges, vocab_size)
     if len(content["model"]["vocab"]) == len(ids):
-        raise DataError(
-            f"the text must have pieces that occur {MIN_PAIR_COUNT} times to be new tokens, but has none; add text."
-        )
+        rule = f"have pieces that occur {MIN_PAIR_COUNT} times to be new tokens"
+        raise DataError(f"the text must {rule}, but has none; add text.")
     return Tokenizer.from_str(json.dumps(content))
 
 
 def _letters(size: int) -> Array:
-    """uint32 [size]: a character for each id, increasing; never a space or half of a pair."""
-    letters = np.arange(_FIRST, _FIRST + size, dtype=np.uint32)
+    """uint32 [size]: a character for each id, increasing; never a space or a surrogate."""
+    letters = np.arange(_FIRST_LETTER, _FIRST_LETTER + size, dtype=np.uint32)
     letters[letters >= _SURROGATES.start] += len(_SURROGATES)
-    if letters[-1] >= _LAST:
-        raise FieldError("vocab_size", f"be below {_LAST - len(_SURROGATES) - _FIRST:,} to be extended to", got=size)
+    if letters[-1] >= _END_LETTER:
+        limit = _END_LETTER - len(_SURROGATES) - _FIRST_LETTER
+        raise FieldError("vocab_size", f"be below {limit:,} to be extended to", got=size)
     return letters
 
 
-def _in_letters(tokenizer: Tokenizer, texts: Iterable[str], letters_V: Array) -> Iterator[str]:
-    """Each text as words, separated by spaces, of a letter for each token."""
+def _encode_as_letters(tokenizer: Tokenizer, texts: Iterable[str], letters_V: Array) -> Iterator[str]:
+    """Each text as words, separated by spaces, with a letter for each token."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     rest = iter(texts)
-    while some := list(islice(rest, _TEXTS_AT_ONCE)):
-        for encoding in tokenizer.encode_batch(some, add_special_tokens=False):
+    while batch := list(islice(rest, _BATCH_TEXTS)):
+        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
             breaks = np.flatnonzero(np.diff(words)) + 1
             yield np.insert(letters_V[encoding.ids], breaks, ord(" ")).astype("<u4").tobytes().decode("utf-32-le")
 
 
-def _learned(words: Iterator[str], letters_V: Array, count: int) -> list[tuple[list[int], list[int]]]:
-    """Up to `count` merges, in order: the old tokens that the two sides of each are made of."""
+def _learn_merges(words: Iterator[str], letters_V: Array, count: int) -> list[tuple[list[int], list[int]]]:
+    """Up to `count` merges, in order, each as the old ids of its left and of its right side."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     alphabet = list(letters_V.astype("<u4").tobytes().decode("utf-32-le"))
@@ -263,22 +265,22 @@ def _learned(words: Iterator[str], letters_V: Array, count: int) -> list[tuple[l
         vocab_size=len(letters_V) + count, min_frequency=MIN_PAIR_COUNT, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(words, trainer)
-    id_of = {letter: id_ for id_, letter in enumerate(alphabet)}
+    id_by_letter = {letter: id_ for id_, letter in enumerate(alphabet)}
     merges = json.loads(bpe.to_str())["model"]["merges"]
-    return [([id_of[one] for one in left], [id_of[one] for one in right]) for left, right in merges]
+    return [([id_by_letter[c] for c in left], [id_by_letter[c] for c in right]) for left, right in merges]
 
 
-def _append(
+def _append_merges(
     model: dict[str, Any], ids: dict[str, int], merges: list[tuple[list[int], list[int]]], vocab_size: int
 ) -> None:
-    """Writes merges and their tokens, up to `vocab_size` ids; added tokens too, so that they keep theirs."""
-    spelled, vocabulary = {id_: token for token, id_ in ids.items()}, dict(ids)
+    """Adds merges and their tokens to `model`, up to `vocab_size` ids, and added tokens, which keep their ids."""
+    token_by_id, vocabulary = {id_: token for token, id_ in ids.items()}, dict(ids)
     gaps = max(ids.values()) + 1 - len(ids)
     pairs = dict.fromkeys(tuple(pair) for pair in model["merges"])
     for sides in merges:
         if len(vocabulary) + gaps == vocab_size:
             break
-        left, right = ("".join(spelled[id_] for id_ in side) for side in sides)
-        pairs[left, right] = None  # one that is known stays in its place
+        left, right = ("".join(token_by_id[id_] for id_ in side) for side in sides)
+        pairs[left, right] = None  # an existing pair keeps its position
         vocabulary.setdefault(left + right, len(vocabulary) + gaps)
     model["merges"], model["vocab"] = [list(pair) for pair in pairs], vocabulary

@@ -1,4 +1,4 @@
-"""Maps one vocabulary to another, by what tokens stand for."""
+"""Maps one vocabulary to another by the bytes of their tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.errors import DataError
 
-# What tokens stand for, in bytes, however their tokenizer spells them, and which of them are special. A space in front
-# belongs to a token's bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and WordPiece as `the`,
-# where what continues a word is `##the`.
+# The bytes of tokens, however their tokenizer spells them, and the special tokens. A leading space belongs to a token's
+# bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and WordPiece as `the`, which continues a word
+# as `##the`.
 
 ROLES = {
     "begin": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"),
@@ -25,7 +25,7 @@ ROLES = {
     "mask": ("[MASK]", "<mask>"),
     "unknown": ("[UNK]", "<unk>"),
 }
-"""What special tokens are for, and how they are spelled in published tokenizers."""
+"""Roles of special tokens, and their spellings in published tokenizers."""
 
 _SPACE = "▁"  # SentencePiece's
 _IDEOGRAPHS = range(0x3400, 0xA000)
@@ -34,214 +34,214 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """A tokenizer and what its tokens stand for."""
+    """A tokenizer and the bytes of its tokens."""
 
     tokenizer: Tokenizer
     spellings: list[str | None]
-    """By id; None where there is no such id."""
+    """By id; None for unused ids."""
 
     token_bytes: list[bytes | None]
-    """By id; None for special tokens and where there is no such id."""
+    """By id; None for special tokens and unused ids."""
 
     @staticmethod
     def open(path: Path) -> ByteVocabulary:
-        """DataError for what is neither a `tokenizer.json` nor like one, or spells its tokens in another way than those
-        above."""
+        """Reads a tokenizer; DataError for one that is none of byte-level BPE, SentencePiece and WordPiece."""
         tokenizer = load_tokenizer(path)
         content = json.loads(tokenizer.content())
         spellings = tokenizer.spellings(tokenizer.vocab_size)
-        special, added = _special(content), {token["content"] for token in content.get("added_tokens") or ()}
-        undo = _speller(content, path)
+        special, added = _special_spellings(content), {token["content"] for token in content.get("added_tokens") or ()}
+        to_bytes = _spelling_decoder(content, path)
         text = [
-            None if one is None or one in special else one.encode() if one in added else undo(one) for one in spellings
+            None if name is None or name in special else name.encode() if name in added else to_bytes(name)
+            for name in spellings
         ]
         return ByteVocabulary(tokenizer, spellings, text)
 
     @cached_property
-    def by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
-        """The ids that stand for text. SentencePiece may have a byte twice: as `A` and as a fallback, `<0x41>`."""
-        both = zip(self.token_bytes, self.spellings, strict=True)
-        return {(text, spelled): id_ for id_, (text, spelled) in enumerate(both) if text and spelled is not None}
+    def id_by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
+        """The ids of text. SentencePiece may have a byte twice: as `A` and as a fallback, `<0x41>`."""
+        pairs = zip(self.token_bytes, self.spellings, strict=True)
+        return {(text, spelled): id_ for id_, (text, spelled) in enumerate(pairs) if text and spelled is not None}
 
     @cached_property
-    def by_bytes(self) -> dict[bytes, int]:
-        """The same without fallbacks for what has another spelling."""
-        found: dict[bytes, int] = {}
-        for (text, spelled), id_ in self.by_bytes_and_spelling.items():
-            if text not in found or not spelled.startswith("<0x"):
-                found[text] = id_
-        return found
+    def id_by_bytes(self) -> dict[bytes, int]:
+        """The ids of text, without byte fallbacks where there is another spelling."""
+        ids: dict[bytes, int] = {}
+        for (text, spelled), id_ in self.id_by_bytes_and_spelling.items():
+            if text not in ids or not spelled.startswith("<0x"):
+                ids[text] = id_
+        return ids
 
     @cached_property
-    def longest(self) -> int:
-        """Bytes of the longest of them."""
-        return max(map(len, self.by_bytes), default=0)
+    def max_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.id_by_bytes), default=0)
 
     @cached_property
-    def special(self) -> dict[str, int]:
+    def special_ids(self) -> dict[str, int]:
         """The ids of special tokens by their spellings."""
         return {
             name: id_ for id_, name in enumerate(self.spellings) if name is not None and self.token_bytes[id_] is None
         }
 
     def id_of_role(self, role: str) -> int | None:
-        """The id of the special token with this role (a key of ROLES); None where there is none."""
-        own = self.tokenizer.roles.get(role)
-        return next((self.special[name] for name in ROLES[role] if name in self.special), None) if own is None else own
+        """The id of the special token with this role (a key of ROLES); None if there is none."""
+        if role in self.tokenizer.roles:
+            return self.tokenizer.roles[role]
+        return next((self.special_ids[name] for name in ROLES[role] if name in self.special_ids), None)
 
     def role_of(self, id_: int) -> str | None:
         """The role of a special token."""
-        return next(
-            (role for role in ROLES if self.id_of_role(role) == id_ or self.spellings[id_] in ROLES[role]), None
-        )
+        roles = (role for role in ROLES if self.id_of_role(role) == id_ or self.spellings[id_] in ROLES[role])
+        return next(roles, None)
 
 
 def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
-    """What each id below `count` stands for; None for special tokens and where there is no such id. DataError as of
+    """The bytes of each id below `count`; None for special tokens and unused ids. DataError as of
     `ByteVocabulary.open`."""
     text = ByteVocabulary.open(load_tokenizer(path).path).token_bytes[:count]
     return text + [None] * (count - len(text))
 
 
-def _special(content: dict[str, Any]) -> set[str]:
-    """How special tokens are spelled, that for the unknown among them."""
+def _special_spellings(content: dict[str, Any]) -> set[str]:
+    """The spellings of special tokens, with the unknown token."""
     model = content["model"]
-    found = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+    spellings = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
     if isinstance(model.get("unk_id"), int):
-        found.add(model["vocab"][model["unk_id"]][0])
-    return found | ({model["unk_token"]} if model.get("unk_token") else set())
+        spellings.add(model["vocab"][model["unk_id"]][0])
+    return spellings | ({model["unk_token"]} if model.get("unk_token") else set())
 
 
-def _speller(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
-    """What turns this tokenizer's spelling of a token into its bytes."""
+def _spelling_decoder(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
+    """A function from this tokenizer's spelling of a token to its bytes."""
     model = content["model"]
-    ways = [content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
-    written = json.dumps(ways, ensure_ascii=False)
-    if '"WordPiece"' in written or model.get("type") == "WordPiece":
-        return _of_wordpiece(model.get("continuing_subword_prefix") or "##")
-    if '"ByteLevel"' in written:
-        bytes_of = _bytes_of_characters()
-        return lambda spelled: b"".join(bytes_of.get(char) or char.encode() for char in spelled)
-    if _SPACE in written:
-        return _of_sentencepiece
+    parts = [content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    pipeline = json.dumps(parts, ensure_ascii=False)
+    if '"WordPiece"' in pipeline or model.get("type") == "WordPiece":
+        return _wordpiece_decoder(model.get("continuing_subword_prefix") or "##")
+    if '"ByteLevel"' in pipeline:
+        byte_by_character = _byte_by_character()
+        return lambda spelled: b"".join(byte_by_character.get(char) or char.encode() for char in spelled)
+    if _SPACE in pipeline:
+        return _decode_sentencepiece
     raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
 
 
-def _of_sentencepiece(spelled: str) -> bytes:
+def _decode_sentencepiece(spelled: str) -> bytes:
     byte = _BYTE.fullmatch(spelled)
     return bytes([int(byte[1], 16)]) if byte else spelled.replace(_SPACE, " ").encode()
 
 
-def _of_wordpiece(prefix: str) -> Callable[[str], bytes]:
-    def undo(spelled: str) -> bytes:
+def _wordpiece_decoder(prefix: str) -> Callable[[str], bytes]:
+    def decode(spelled: str) -> bytes:
         if spelled.startswith(prefix) and spelled != prefix:
             return spelled.removeprefix(prefix).encode()
-        return (spelled if _stands_alone(spelled) else f" {spelled}").encode()
+        return (spelled if _is_word_without_spaces(spelled) else f" {spelled}").encode()
 
-    return undo
+    return decode
 
 
-def _stands_alone(spelled: str) -> bool:
-    """Whether BERT makes a word of it without a space around: punctuation, and ideographs."""
+def _is_word_without_spaces(spelled: str) -> bool:
+    """Whether BERT makes it a word without spaces around it: punctuation, and ideographs."""
     return len(spelled) == 1 and (unicodedata.category(spelled)[0] in "PS" or ord(spelled) in _IDEOGRAPHS)
 
 
 @cache
-def _bytes_of_characters() -> dict[str, bytes]:
-    """What each of the characters stands for that GPT-2's byte-level BPE spells bytes with."""
+def _byte_by_character() -> dict[str, bytes]:
+    """The bytes by the characters with which GPT-2's byte-level BPE spells them."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
-    spelled = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    spelled = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
     return {char: bytes([byte]) for char, byte in spelled.items()}
 
 
-# Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others. Special
-# tokens are the same if they are spelled alike, or else have the same role. V ids of the new vocabulary.
+# Maps a new vocabulary to an old one: the tokens that both have, and the old tokens that make up each of the others.
+# Special tokens are the same if they are spelled alike, or else have the same role. V ids of the new vocabulary.
 
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """What each new id is in old ids."""
+    """The old ids for each new id."""
 
     old_size: int
-    """How many ids the old vocabulary has."""
+    """Number of ids of the old vocabulary."""
 
     old_id_V: list[int | None]
-    """The old id of the same bytes, or of the same special token; None for tokens that are not kept."""
+    """The old id with the same bytes, or of the same special token; None if there is none."""
 
     old_pieces_V: list[list[int]]
-    """For a token that is not kept, the old ids whose bytes make it up; empty where none do."""
+    """For a token without an old id, the old ids whose bytes make it up; empty if none do."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Tokens that are kept, made up of pieces, and neither."""
-        kept = sum(id_ is not None for id_ in self.old_id_V)
+        """Number of tokens with an old id, made up of old ids, and neither."""
+        same = sum(id_ is not None for id_ in self.old_id_V)
         pieced = sum(bool(pieces) for pieces in self.old_pieces_V)
-        return kept, pieced, len(self.old_id_V) - kept - pieced
+        return same, pieced, len(self.old_id_V) - same - pieced
 
     def with_appended_ids(self, old_ids: Sequence[int]) -> VocabularyMap:
-        """With ids behind the new tokenizer's that stand for these behind the old one's."""
-        more: list[list[int]] = [[] for _ in old_ids]
-        return VocabularyMap(self.old_size + len(old_ids), [*self.old_id_V, *old_ids], [*self.old_pieces_V, *more])
+        """Appends a new id for each of these old ids, all beyond the tokenizers' own."""
+        old_pieces_V = self.old_pieces_V + [list[int]() for _ in old_ids]
+        return VocabularyMap(self.old_size + len(old_ids), [*self.old_id_V, *old_ids], old_pieces_V)
 
     def is_permutation(self) -> bool:
-        """Whether all tokens of both vocabularies are kept, each once."""
+        """Whether new and old ids correspond one to one."""
         return set(self.old_id_V) == {*range(self.old_size)} and len(self.old_id_V) == self.old_size
 
 
 def map_vocabulary(old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> VocabularyMap:
-    """What each token of `new` is in `old`; `roles`: old ids of special tokens by role (a key of ROLES), where the
-    model's config names them."""
-    kept = [_kept(id_, old, new, roles) for id_ in range(len(new.spellings))]
-    wanted = [id_ for id_, text in enumerate(new.token_bytes) if text and kept[id_] is None]
-    found = _pieces([new.token_bytes[id_] or b"" for id_ in wanted], old)
+    """Maps `new` to `old`. `roles`: old ids of special tokens by role (a key of ROLES), where the model's config has
+    them."""
+    same_ids = [_find_old_id(id_, old, new, roles) for id_ in range(len(new.spellings))]
+    other_ids = [id_ for id_, text in enumerate(new.token_bytes) if text and same_ids[id_] is None]
+    other_pieces = _split_into_old_ids([new.token_bytes[id_] or b"" for id_ in other_ids], old)
     pieces: list[list[int]] = [[] for _ in new.spellings]
-    for id_, old_ids in zip(wanted, found, strict=True):
+    for id_, old_ids in zip(other_ids, other_pieces, strict=True):
         pieces[id_] = old_ids
-    return VocabularyMap(len(old.spellings), kept, pieces)
+    return VocabularyMap(len(old.spellings), same_ids, pieces)
 
 
-def _kept(id_: int, old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> int | None:
-    """The old id of a new token: of the same bytes (in the same spelling, if two have them), or the same special
+def _find_old_id(id_: int, old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> int | None:
+    """The old id of a new token: with the same bytes (in the same spelling, if two have them), or of the same special
     token."""
     text, spelled = new.token_bytes[id_], new.spellings[id_]
     if spelled is None:
         return None
     if text is not None:
-        return old.by_bytes_and_spelling.get((text, spelled), old.by_bytes.get(text))
-    if spelled in old.special:
-        return old.special[spelled]
+        return old.id_by_bytes_and_spelling.get((text, spelled), old.id_by_bytes.get(text))
+    if spelled in old.special_ids:
+        return old.special_ids[spelled]
     role = new.role_of(id_)
     return None if role is None else roles.get(role, old.id_of_role(role))
 
 
-def _pieces(tokens: Sequence[bytes], old: ByteVocabulary) -> list[list[int]]:
-    """The old ids that make up each token. They are what the old tokenizer encodes it as, if that is just its bytes;
-    else the longest old tokens that match from left to right; else what the old tokenizer encodes it as after all
-    (because it lower-cases, say), without unknown tokens."""
-    found = []
-    for token, ids in zip(tokens, old.tokenizer.encode_batch([_readable(token) for token in tokens]), strict=True):
-        exact = b"".join(old.token_bytes[id_] or b"" for id_ in ids) == token
-        own = [id_ for id_ in ids if old.token_bytes[id_] is not None]
-        found.append(own if exact else _longest(token, old) or own)
-    return found
+def _split_into_old_ids(tokens: Sequence[bytes], old: ByteVocabulary) -> list[list[int]]:
+    """The old ids that make up each token: those of the old tokenizer, if their bytes are the token's; else the longest
+    old tokens that match from left to right; else those of the old tokenizer after all (one that lower-cases, for
+    example), without unknown tokens."""
+    pieces = []
+    for token, ids in zip(tokens, old.tokenizer.encode_batch(list(map(_decode_or_empty, tokens))), strict=True):
+        is_exact = b"".join(old.token_bytes[id_] or b"" for id_ in ids) == token
+        text_ids = [id_ for id_ in ids if old.token_bytes[id_] is not None]
+        pieces.append(text_ids if is_exact else _longest_matches(token, old) or text_ids)
+    return pieces
 
 
-def _readable(token: bytes) -> str:
-    """Its text; empty where its bytes are not whole characters."""
+def _decode_or_empty(token: bytes) -> str:
+    """Its text; empty if its bytes are not whole characters."""
     try:
         return token.decode()
     except UnicodeDecodeError:
         return ""
 
 
-def _longest(token: bytes, old: ByteVocabulary) -> list[int]:
-    """The longest old token at each position, from left to right; empty where one matches nowhere."""
-    ids, at = [], 0
-    while at < len(token):
-        ends = range(min(len(token), at + old.longest), at, -1)
-        end = next((end for end in ends if token[at:end] in old.by_bytes), None)
+def _longest_matches(token: bytes, old: ByteVocabulary) -> list[int]:
+    """The longest old token at each position, from left to right; empty if a position has none."""
+    ids, start = [], 0
+    while start < len(token):
+        ends = range(min(len(token), start + old.max_bytes), start, -1)
+        end = next((end for end in ends if token[start:end] in old.id_by_bytes), None)
         if end is None:
             return []
-        ids.append(old.by_bytes[token[at:end]])
-        at = end
+        ids.append(old.id_by_bytes[token[start:end]])
+        start = end
     return ids

@@ -108,8 +108,8 @@ class IndexedDatasetWriter:
         return int(self._counts[id_])
 
     def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
-        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside
-        the vocabulary, or tokens that are no list of integers.
+        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside the vocabulary,
+        or tokens that are no list of integers.
 
         Adds no end token: if wanted, it must be the last of the tokens.
         """

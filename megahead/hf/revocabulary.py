@@ -177,7 +177,7 @@ def _new_config(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> 
     if config.masking is not None:
         roles = _special_ids_by_role(config).items()
         begin, end, mask = (_require_new_id(role, id_, old, new) for role, id_ in roles)
-        other_special_ids = {*new.special.values()} - {begin, end, mask, new.id_of_role("unknown")}
+        other_special_ids = {*new.special_ids.values()} - {begin, end, mask, new.id_of_role("unknown")}
         ids = {"cls_token": begin, "sep_token": end, "mask_token": mask, "special_tokens": sorted(other_special_ids)}
         settings["masking"] |= ids
     if config.masked_inputs is not None:
@@ -199,7 +199,7 @@ def _appended_mask_ids(config: RunConfig, old: ByteVocabulary, new: ByteVocabula
 def _find_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int | None:
     """Returns the new id of a special token: that of the same text, else of the same role, else None."""
     spelled = old.spellings[id_] if id_ < len(old.spellings) else None
-    return new.special.get(spelled or "", new.id_of_role(role))
+    return new.special_ids.get(spelled or "", new.id_of_role(role))
 
 
 def _require_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int:

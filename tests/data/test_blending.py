@@ -83,7 +83,7 @@ def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: l
 def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
     blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
     first, second, third = blend.shares(200)
-    assert [first.requested_share, first.rounded_share, first.actual_share] == [0.25, 0.25, 0.25]
+    assert [first.requested_share, first.rounded_share, first.achieved_share] == [0.25, 0.25, 0.25]
     assert (first.epochs, second.epochs) == (50 / 99, 50 / 39)
     assert "REPEATED: 1.28 epochs" in second.describe()
     assert "REPEATED" not in first.describe() + third.describe()

@@ -206,4 +206,4 @@ def test_each_purpose_has_random_numbers_of_its_own() -> None:
 @pytest.mark.parametrize("special", [[], [0], [3], [0, 1, 4], [2, 3, 4], [4, 5, 6]])
 def test_ordinary_ids_are_counted_without_the_special_ones(special: list[int]) -> None:
     expected = [id_ for id_ in range(7) if id_ not in special]
-    assert masking._ordinary(np.arange(len(expected)), special).tolist() == expected
+    assert masking._nth_ordinary_ids(np.arange(len(expected)), special).tolist() == expected

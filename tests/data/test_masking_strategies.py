@@ -159,7 +159,7 @@ def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, na
 
 
 def words_by_table_equal_words_by_bytes(words: WholeWords, tokens: np.ndarray) -> None:
-    for fast, slow in zip(words._joined(tokens), words._joined_by_bytes(tokens), strict=True):
+    for fast, slow in zip(words._continuations(tokens), words._continuations_by_bytes(tokens), strict=True):
         assert np.array_equal(fast[1:], slow[1:])
 
 
@@ -283,7 +283,12 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
     run[places], run[places + 1] = 5, 6  # always together
     run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
     pairs = Pmi.from_pairs(PairCounts.count([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10, max_tokens=9)
-    assert pairs.contain(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [True, False, False, False]
+    assert pairs.is_collocation(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert len(pairs.codes) == 1
 
 
@@ -292,8 +297,8 @@ def test_excluded_ids_are_in_no_pair() -> None:
     every = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9)
     some = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9, excluded=[6])
     a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
-    assert every.contain(a, b).tolist() == [True, True, True]
-    assert some.contain(a, b).tolist() == [False, False, True]
+    assert every.is_collocation(a, b).tolist() == [True, True, True]
+    assert some.is_collocation(a, b).tolist() == [False, False, True]
 
 
 def test_collocations_are_selected_whole_and_never_longer_than_asked() -> None:
@@ -417,7 +422,7 @@ def test_chunks_of_tokens_end_where_the_dataset_or_its_share_does(
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=50) as writer:
         writer.add_document(list(range(1, 12)))
     dataset = IndexedDataset(tmp_path / "text")
-    monkeypatch.setattr(strategy, "_CHUNK", 4)
+    monkeypatch.setattr(strategy, "_CHUNK_TOKENS", 4)
     for most, told in ((100, [4, 4, 3]), (6, [4, 2])):
         monkeypatch.setattr(strategy, "MAX_TOKENS", most)
         chunks = list(strategy.token_chunks([dataset]))

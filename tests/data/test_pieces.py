@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.data import tokenizer as pieces_module
-from megahead.data.tokenizer import Tokenizer, pieces
+from megahead.data.tokenizer import Tokenizer, split_text
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 TEXT = "".join(
@@ -26,7 +26,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 def test_pieces_have_the_ids_of_the_whole(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = tokenizer.encode_batch([TEXT])
     monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 500)
-    parts = list(pieces(TEXT, tokenizer.encode_batch))
+    parts = list(split_text(TEXT, tokenizer.encode_batch))
     assert "".join(parts) == TEXT
     assert len(parts) > len(TEXT) / 1500
     assert list(chain(*tokenizer.encode_batch(parts))) == whole
@@ -38,9 +38,9 @@ def test_a_text_that_cannot_be_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) 
     def encode(texts: list[str]) -> list[list[int]]:  # every text begins with a mark: no cut is exact
         return [[0, *map(ord, text)] for text in texts]
 
-    assert list(pieces("a word " * 100, encode)) == ["a word " * 100]
-    assert list(pieces("a" * 1000, lambda texts: [list(map(ord, text)) for text in texts])) == ["a" * 1000]
-    assert list(pieces("", encode)) == []
+    assert list(split_text("a word " * 100, encode)) == ["a word " * 100]
+    assert list(split_text("a" * 1000, lambda texts: [list(map(ord, text)) for text in texts])) == ["a" * 1000]
+    assert list(split_text("", encode)) == []
 
 
 def test_long_texts_between_short_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_an_inspection_by_another_tokenizer_warns(given: Path) -> None:
     inspection = inspect_dataset(given / "ours")
     assert inspection.warnings(0, load_tokenizer(given / "by/ours.json")) == []
     (warning,) = inspection.warnings(0, load_tokenizer(given / "by/another.json"))
-    assert warning.startswith("the dataset was cut by ours.json (")
+    assert warning.startswith("the dataset was tokenized by ours.json (")
     assert dict(inspection.facts(0))["documents end in"] == "id 0 (100.0%)"
 
 
