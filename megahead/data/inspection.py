@@ -190,7 +190,7 @@ def merge_datasets(
     progress = progress or ByteProgress()
     progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     infos = [dataset.info for dataset in datasets]
-    tokenizers = [info and (info.tokenizer_identity() or info.tokenizer) for info in infos]
+    tokenizers = [None if info is None else info.tokenizer_identity() or info.tokenizer for info in infos]
     vocab_size = max(map(_vocab_size, datasets))
     tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
     file = next((path for dataset in datasets if tokenizer and (path := dataset.tokenizer_path())), None)
