@@ -55,9 +55,7 @@ class Group:
 
     def unshard(self, shard: Tensor, dim: int) -> Tensor:
         """All ranks' shards (of one shape) concatenated in rank order along `dim` (not negative); inverse of `shard`.
-
-        They are received in their final position if `dim` is 0, otherwise copied once.
-        """
+        They are received in their final position if `dim` is 0, otherwise copied once."""
         return shard if self.size == 1 else self.all_gather(shard).movedim(0, dim).flatten(dim, dim + 1)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -92,10 +90,8 @@ class Group:
     def all_to_all(
         self, tensor: Tensor, input_splits: list[int] | None = None, output_splits: list[int] | None = None
     ) -> Tensor:
-        """The parts that the ranks send to this one, concatenated along dim 0 in rank order.
-
-        `input_splits`: rows of `tensor` for each rank; `output_splits`: rows from each rank. None: all parts are equal.
-        """
+        """The parts that the ranks send to this one, concatenated along dim 0 in rank order. `input_splits`: rows of
+        `tensor` for each rank; `output_splits`: rows from each rank. None: all parts are equal."""
         if self.size == 1:
             return tensor
         count = len(tensor) if output_splits is None else sum(output_splits)
@@ -148,10 +144,8 @@ def scatter_to_group(replicated: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def gather_from_group(shard: Tensor, group: Group, dim: int) -> Tensor:
-    """The full tensor from every rank's slice along `dim`; the inverse of `scatter_to_group`.
-
-    All ranks must use it in the same way, since backward sends nothing.
-    """
+    """The full tensor from every rank's slice along `dim`; the inverse of `scatter_to_group`. All ranks must use it in
+    the same way, since backward sends nothing."""
     return _collective(shard, group, "unshard", "shard", dim)
 
 
@@ -184,11 +178,8 @@ class _Collective(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups: `tensor_group` splits each layer, `data_group` each batch.
-
-    World rank = data rank * tensor size + tensor rank, so that a tensor group has consecutive ranks, which have the
-    fastest links.
-    """
+    """This rank's groups: `tensor_group` splits each layer, `data_group` each batch. World rank = data rank * tensor
+    size + tensor rank, so that a tensor group has consecutive ranks, which have the fastest links."""
 
     world_group: Group = field(default_factory=Group)
     tensor_group: Group = field(default_factory=Group)
@@ -266,10 +257,8 @@ def _receive(group: Group, buffer: Tensor, source: int) -> bool:
 @contextmanager
 def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
     """Gives each rank of `group` its own random numbers inside the block, and restores the shared state afterwards.
-
-    Torch's CPU generator must be in the same state on all ranks on entry. The seed depends on that state alone, so
-    that a repeated forward pass (activation checkpointing, a resumed run) samples the same numbers. Sends nothing.
-    """
+    Torch's CPU generator must be in the same state on all ranks on entry. The seed depends on that state alone, so that
+    a repeated forward pass (activation checkpointing, a resumed run) samples the same numbers. Sends nothing."""
     if group.size == 1:
         yield
         return

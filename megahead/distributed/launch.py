@@ -173,10 +173,8 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 
 
 def open_store(launch: Launch, seconds: float) -> Store:
-    """The rendezvous store of `launch`, which rank 0's or torchrun's process serves.
-
-    Waits `seconds` for it, but not for the other ranks; RuntimeError, OSError or ValueError if it is not reachable.
-    """
+    """The rendezvous store of `launch`, which rank 0's or torchrun's process serves. Waits `seconds` for it, but not
+    for the other ranks; RuntimeError, OSError or ValueError if it is not reachable."""
     if launch.rank > 0:
         _wait_for_listener(launch, seconds)
     url = f"tcp://{launch.address}:{launch.port}?rank={launch.rank}&world_size=-1"
@@ -204,10 +202,8 @@ REPORT_SECONDS = 5.0
 
 
 def print_error_once(launch: Launch, message: str) -> None:
-    """Prints `message` unless another rank of `launch` has printed the same.
-
-    Ranks call it when they fail, connected or not, from any thread, and exit afterwards.
-    """
+    """Prints `message` unless another rank of `launch` has printed the same. Ranks call it when they fail, connected or
+    not, from any thread, and exit afterwards."""
     if launch.world_size == 1:
         return print_error(message)
     try:
@@ -276,10 +272,8 @@ def distributed_session(
 
 
 def stand_by(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
-    """For a spare rank: waits until the training ranks have finished; LostRankError if they do not.
-
-    UserError if it cannot connect to rank 0, or `settings` differ from rank 0's.
-    """
+    """For a spare rank: waits until the training ranks have finished; LostRankError if they do not. UserError if it
+    cannot connect to rank 0, or `settings` differ from rank 0's."""
     _rendezvous(launch, timeout_seconds, settings)[1].stand_by()
 
 

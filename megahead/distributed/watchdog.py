@@ -67,10 +67,8 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """Returns `function()`; TimeoutError after `seconds`, while the call continues in a daemon thread.
-
-    For requests to a store: if the process that serves it is suspended, torch waits forever despite its own timeout.
-    """
+    """Returns `function()`; TimeoutError after `seconds`, while the call continues in a daemon thread. For requests to
+    a store: if the process that serves it is suspended, torch waits forever despite its own timeout."""
     try:
         return submit(function).result(seconds)
     except TimeoutError:
@@ -84,21 +82,17 @@ _MAX_MESSAGE_BYTES = 1 << 20
 
 
 def heartbeat_schedule(timeout_seconds: float) -> tuple[float, int]:
-    """The heartbeat interval in seconds, and the number of heartbeats in `timeout_seconds`.
-
-    A process measures the other end's silence in its own heartbeats, not in seconds: after being suspended itself, it
-    does not consider the others lost.
-    """
+    """The heartbeat interval in seconds, and the number of heartbeats in `timeout_seconds`. A process measures the
+    other end's silence in its own heartbeats, not in seconds: after being suspended itself, it does not consider the
+    others lost."""
     interval = min(timeout_seconds / 10, 15.0)
     return interval, ceil(timeout_seconds / interval)
 
 
 class Connection:
-    """One end of a TCP connection for JSON messages.
-
-    The other end is lost if it sends nothing for `timeout_seconds`, or if its machine does not answer for
-    `host_timeout_seconds` (that of a suspended process does). Sending blocks for at most a second.
-    """
+    """One end of a TCP connection for JSON messages. The other end is lost if it sends nothing for `timeout_seconds`,
+    or if its machine does not answer for `host_timeout_seconds` (that of a suspended process does). Sending blocks for
+    at most a second."""
 
     def __init__(self, peer: socket.socket, timeout_seconds: float, host_timeout_seconds: float | None = None) -> None:
         peer.settimeout(1)
@@ -154,10 +148,8 @@ def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
 
 class RankMonitor:
     """Waits `timeout_seconds` for `size` ranks to connect, then listens until all have finished or one is lost.
-
-    `spare_ranks`: the number of further ranks, which only receive the outcome and may be lost.
-    `host_timeout_seconds`: a machine that does not answer for so long is lost; None: only silent ranks are.
-    """
+    `spare_ranks`: the number of further ranks, which only receive the outcome and may be lost. `host_timeout_seconds`:
+    a machine that does not answer for so long is lost; None: only silent ranks are."""
 
     def __init__(
         self, size: int, timeout_seconds: float, spare_ranks: int = 0, host_timeout_seconds: float | None = None
@@ -287,9 +279,7 @@ class MonitorClient:
     @contextmanager
     def explain_lost_ranks(self) -> Iterator[None]:
         """Turns a communication error in the block into a LostRankError; reports any other error to the other ranks.
-
-        Ends the process if a rank is lost while the block keeps waiting.
-        """
+        Ends the process if a rank is lost while the block keeps waiting."""
         try:
             yield
         except LostRankError:

@@ -49,11 +49,9 @@ def _clear_module_caches() -> None:
 
 
 class ModelParallelUnit:
-    """Megatron's "mpu": the groups that split the weights (model, tensor) and each batch (data).
-
-    With it DeepSpeed averages gradients over data ranks only. In the gradient norm it sums squares over tensor ranks
-    for parameters with `model_parallel = True`, and includes other parameters once.
-    """
+    """Megatron's "mpu": the groups that split the weights (model, tensor) and each batch (data). With it DeepSpeed
+    averages gradients over data ranks only. In the gradient norm it sums squares over tensor ranks for parameters with
+    `model_parallel = True`, and includes other parameters once."""
 
     def __init__(self, mesh: Mesh) -> None:
         groups = {"model": mesh.tensor_group, "tensor_model": mesh.tensor_group, "data": mesh.data_group}
@@ -99,10 +97,8 @@ def allocate_(module: nn.Module) -> None:
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
-    """Imports DeepSpeed for `device`, with its log at WARNING and without a compiler.
-
-    UserError if it was imported for another device type before.
-    """
+    """Imports DeepSpeed for `device`, with its log at WARNING and without a compiler. UserError if it was imported for
+    another device type before."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
     deepspeed = importlib.import_module("deepspeed")
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -130,10 +126,8 @@ def _is_not_untested_optimizer(record: logging.LogRecord) -> bool:
 
 
 def _import_deepspeed_muon() -> None:
-    """Imports DeepSpeed's Muon, which every step imports for an isinstance check, with compilation disabled.
-
-    Otherwise functions that are never called here load torch's compiler: 1.3 CPU seconds at each start of a rank.
-    """
+    """Imports DeepSpeed's Muon, which every step imports for an isinstance check, with compilation disabled. Otherwise
+    functions that are never called here load torch's compiler: 1.3 CPU seconds at each start of a rank."""
     compiler = importlib.import_module("deepspeed.runtime.compiler")
     original = compiler.compile
     compiler.compile = lambda *_: lambda function: function  # type: ignore[attr-defined]
@@ -146,10 +140,8 @@ def _import_deepspeed_muon() -> None:
 def start_deepspeed(
     module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mesh: Mesh, device: torch.device
 ) -> Any:
-    """A `DeepSpeedEngine` for `module`, which it moves to `device` and, at stage 3, partitions. Collective.
-
-    Initializes torch.distributed with this process alone if it is not initialized.
-    """
+    """A `DeepSpeedEngine` for `module`, which it moves to `device` and, at stage 3, partitions. Collective. Initializes
+    torch.distributed with this process alone if it is not initialized."""
     deepspeed = load_deepspeed(device)
     _refuse_nvme_without_async_io(config)
     deepspeed_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
@@ -187,10 +179,8 @@ def _refuse_nvme_without_async_io(config: dict[str, Any]) -> None:
 
 
 class _AllocatingModule(nn.Module):
-    """A proxy whose `parameters` allocates each parameter of `module` just before DeepSpeed partitions it.
-
-    So at most one parameter is in memory in full, in the dtype of the forward pass.
-    """
+    """A proxy whose `parameters` allocates each parameter of `module` just before DeepSpeed partitions it. So at most
+    one parameter is in memory in full, in the dtype of the forward pass."""
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()

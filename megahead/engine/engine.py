@@ -63,9 +63,7 @@ class ForwardTimer:
 
 def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tensor:
     """L2 norm of all gradients over the tensor ranks; [] on their device. One collective, without synchronizing.
-
-    Gradients of parameters with `model_parallel = True` are sharded over the tensor ranks, others are replicated.
-    """
+    Gradients of parameters with `model_parallel = True` are sharded over the tensor ranks, others are replicated."""
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     for parameter in parameters:
@@ -92,9 +90,7 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], norm: float, max_norm: f
 
 def discard_gradients(optimizer: Any, stage: int) -> None:
     """Discards all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
-
-    Does not change weights, moments and loss scale. Sends nothing, but every rank must call it.
-    """
+    Does not change weights, moments and loss scale. Sends nothing, but every rank must call it."""
     optimizer.zero_grad()
     if stage == 3:  # the calls of DeepSpeed's step when it does not apply the update, in the same order
         optimizer._pre_step()
@@ -233,18 +229,14 @@ class Engine:
 
     def step(self, learning_rate: float) -> StepResult:
         """Updates the weights after `gradient_accumulation_steps` micro-steps, unless the gradient norm is not finite.
-
-        Collective, and synchronizes with the device to read the gradient norm.
-        """
+        Collective, and synchronizes with the device to read the gradient norm."""
         self._end_accumulation()
         set_learning_rate(self._deepspeed.optimizer.param_groups, learning_rate)
         return self._step_replicated() if self._stage == 0 else self._step_sharded()
 
     def skip_step(self) -> StepResult:
         """Discards the accumulated gradients, instead of `step`; weights and state (also fp16's loss scale) are kept.
-
-        Sends nothing, but every rank must call it. The gradient norm is not computed: the result has nan.
-        """
+        Sends nothing, but every rank must call it. The gradient norm is not computed: the result has nan."""
         self._end_accumulation()
         self._deepspeed.set_gradient_accumulation_boundary(False)
         self._deepspeed.step()  # increments the micro-step count
@@ -275,10 +267,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """`module(*args, **kwargs)` in evaluation mode, without gradients, in the run's precision.
-
-        Collective at stage 3, where only the module's forward may use weights, which DeepSpeed gathers.
-        """
+        """`module(*args, **kwargs)` in evaluation mode, without gradients, in the run's precision. Collective at stage
+        3, where only the module's forward may use weights, which DeepSpeed gathers."""
         training = self.module.training
         self.module.eval()
         try:
@@ -302,11 +292,9 @@ class Engine:
         return self._full_state.tensors()
 
     def load(self, tensors: TensorSource, optimizer_steps: int) -> None:
-        """Sets weights, moments and step count from the `tensors` of any stage and mesh.
-
-        Every rank reads each full tensor, one at a time. Collective; CheckpointError for a tensor of another shape.
-        `loss_scale.restore` sets fp16's loss scale.
-        """
+        """Sets weights, moments and step count from the `tensors` of any stage and mesh. Every rank reads each full
+        tensor, one at a time. Collective; CheckpointError for a tensor of another shape. `loss_scale.restore` sets
+        fp16's loss scale."""
         for key in (WEIGHT, *MOMENTS):
             self._full_state.set(key, tensors.read)
         for counter in self._step_counters():
@@ -330,10 +318,8 @@ class Engine:
 
 class RowEngine(Engine):
     """An `Engine` for a `module` with a `RowTable`: `prepare_step` fetches the rows of a step, and `step` updates them.
-
     A step is applied to rows and to the other weights, or to neither. The rows are named `NAME.weight` in `weights` and
-    `tensors`, like an embedding's.
-    """
+    `tensors`, like an embedding's."""
 
     def __init__(self, module: nn.Module, *, weights: TensorSource, **arguments: Any) -> None:
         self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
@@ -346,11 +332,8 @@ class RowEngine(Engine):
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
-        """Fetches the rows that the next micro-steps look up. Collective.
-
-        Returns how many rows it fetched, and how many of this rank's own rows that any rank looks up are stale (the
-        previous step did not update them).
-        """
+        """Fetches the rows that the next micro-steps look up. Collective. Returns how many rows it fetched, and how
+        many of this rank's own rows that any rank looks up are stale (the previous step did not update them)."""
         assert rows is not None
         stale = self._table.owned.count_stale(rows.owned_O)
         self._table.fetch(rows)
@@ -371,11 +354,8 @@ class RowEngine(Engine):
         return super().skip_step()
 
     def tensors(self) -> Iterator[tuple[str, Tensor | RoundRobinShard]]:
-        """Yields the other tensors as in `Engine`, then the table's as `late/KEY/NAME`.
-
-        Keys: `weight` and the moments as last updated, `touched` (the step of each row's last update), `rates` (the
-        learning rate of every step).
-        """
+        """Yields the other tensors as in `Engine`, then the table's as `late/KEY/NAME`. Keys: `weight` and the moments
+        as last updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
         yield from super().tensors()
         for key, shard in self._table.state().items():
             yield f"late/{key}/{self._name}.weight", shard

@@ -131,11 +131,9 @@ class ReplicatedStates:
 
 
 class PartitionedStates:
-    """Stages 1 and 2: master weights and moments are partitioned, the model weight is full on every rank.
-
-    DeepSpeed's accessors read a parameter by an all-reduce of the full tensor, and write without sending. They return
-    None for frozen parameters, which have no master weight, and never write the model weight.
-    """
+    """Stages 1 and 2: master weights and moments are partitioned, the model weight is full on every rank. DeepSpeed's
+    accessors read a parameter by an all-reduce of the full tensor, and write without sending. They return None for
+    frozen parameters, which have no master weight, and never write the model weight."""
 
     def __init__(self, frozen: FrozenWeights) -> None:
         self._frozen = frozen

@@ -13,11 +13,8 @@ from megahead.wording import GIB, format_gib, pluralize
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
-    """(name, value) lines of the run.
-
-    `group_samples`: samples in a candidate group (whose targets are candidates for each other) of a resumed run; by
-    default the config's.
-    """
+    """(name, value) lines of the run. `group_samples`: samples in a candidate group (whose targets are candidates for
+    each other) of a resumed run; by default the config's."""
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()

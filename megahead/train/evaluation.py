@@ -28,11 +28,9 @@ from megahead.train.progress import TrainingState
 
 
 class Evaluation:
-    """Evaluates the validation dataset; in a headless run with the training-free head.
-
-    For the paper's objective the head's bias is log q, where q is the distribution of the targets so far, smoothed with
-    the dataset's counts; or q is the dataset's distribution, if training masks rare tokens more often than evaluation.
-    """
+    """Evaluates the validation dataset; in a headless run with the training-free head. For the paper's objective the
+    head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts; or q is
+    the dataset's distribution, if training masks rare tokens more often than evaluation."""
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
@@ -74,10 +72,8 @@ class TaskEvaluation:
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint` with the best head it has. Collective.
-
         Rank 0 exports the model, rank r of W evaluates tasks r, r + W, ... in fp32, and rank 0 removes the export. Does
-        not restore torch's random state, since every step sets its seed. CheckpointError if the export fails.
-        """
+        not restore torch's random state, since every step sets its seed. CheckpointError if the export fails."""
         from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
 
         folder = RunFolder.of(checkpoint).exports / "evaluated"

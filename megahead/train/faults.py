@@ -190,10 +190,8 @@ class ReplicaMismatch:
 
 
 def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:
-    """The mismatch, or None if data ranks agree.
-
-    `sums_DTP`: checksums of P weights on D data ranks x T tensor ranks; world rank = data rank * T + tensor rank.
-    """
+    """The mismatch, or None if data ranks agree. `sums_DTP`: checksums of P weights on D data ranks x T tensor ranks;
+    world rank = data rank * T + tensor rank."""
     data_size, tensor_size, _ = sums_DTP.shape
     ranks, differing = set(), set()
     for t in range(tensor_size):
@@ -256,9 +254,7 @@ def _can_set_handlers() -> bool:
 
 class StopRequest:
     """Records SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`), and the first Ctrl-C; the second ends the process.
-
-    Ctrl-C prints a message if `prints`. Records no signals if it is created outside of the main thread.
-    """
+    Ctrl-C prints a message if `prints`. Records no signals if it is created outside of the main thread."""
 
     def __init__(self, prints: bool = True) -> None:
         self.signal: str | None = None

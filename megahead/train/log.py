@@ -28,10 +28,8 @@ from megahead.wording import format_duration, format_range, format_si, pluralize
 
 
 class RunLog:
-    """A run's `metrics.jsonl`, to which all sessions append one JSON object a line, each flushed at once.
-
-    Opening it removes an incomplete last line, which a killed session may have written.
-    """
+    """A run's `metrics.jsonl`, to which all sessions append one JSON object a line, each flushed at once. Opening it
+    removes an incomplete last line, which a killed session may have written."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("ab+")

@@ -88,10 +88,8 @@ def _roll_back(run: Training) -> bool:
 
 
 def check_replicas(run: Training, *, will_save: bool) -> bool:
-    """Compares weight replicas if that is due, and takes the action that the config sets if they differ.
-
-    Returns whether training continues with the present weights. Collective.
-    """
+    """Compares weight replicas if that is due, and takes the action that the config sets if they differ. Returns
+    whether training continues with the present weights. Collective."""
     policy, mismatch = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, will_save=will_save)
     if mismatch is None:
         return True
@@ -106,11 +104,9 @@ def check_replicas(run: Training, *, will_save: bool) -> bool:
 
 
 def train(run: Training) -> Ending:
-    """Trains from `run.state` to the last step of its phase, a signal, or the time limit. Collective.
-
-    Evaluates and saves at the configured steps and at the end. After a signal it only saves, since the sender (for
-    example a scheduler) will soon kill the process.
-    """
+    """Trains from `run.state` to the last step of its phase, a signal, or the time limit. Collective. Evaluates and
+    saves at the configured steps and at the end. After a signal it only saves, since the sender (for example a
+    scheduler) will soon kill the process."""
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
     ending: Ending | None = "stopped" if run.stop.is_requested(run.progress.world_group) else None
@@ -241,10 +237,8 @@ def _save(run: Training) -> None:
 
 
 def _reason_to_stop(run: Training) -> Ending | None:
-    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: none.
-
-    If a background save has failed on any rank, raises its error. Collective.
-    """
+    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: none. If a
+    background save has failed on any rank, raises its error. Collective."""
     limit, world_group = run.config.training.max_seconds, run.progress.world_group
     out_of_time = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
     flags = torch.tensor([run.stop.signal is not None, out_of_time, run.checkpointer.failed], dtype=torch.int32)

@@ -181,9 +181,7 @@ class CapturedCheckpoint:
 
     def check_finite(self) -> None:
         """CheckpointError unless all numbers are finite, so that the run can always resume from its newest checkpoint.
-
-        Measured: 0.08 s, compared with 1.7 s of writing (360 MiB, one thread).
-        """
+        Measured: 0.08 s, compared with 1.7 s of writing (360 MiB, one thread)."""
         invalid = [name for name, tensor in self.snapshot.tensors.items() if not is_finite(tensor)]
         for name, value in self.header.state.items():
             invalid += [] if all(map(isfinite, _floats(value))) else [f"state/{name}"]
@@ -218,9 +216,7 @@ class RunHistory:
     @staticmethod
     def after_resume(resumed: Checkpoint | None, folder: RunFolder, known: Sequence[str] = ()) -> RunHistory:
         """The history of a session in the run `folder` that starts from `resumed`, which may be None or outside of it.
-
-        `known`: names of checkpoints in other storages.
-        """
+        `known`: names of checkpoints in other storages."""
         disk = Disk(folder.checkpoints)
         run, all_known = RunHistory(disk.root, Ancestry()), (disk.names(), known)
         if resumed is None or not run.contains(resumed):

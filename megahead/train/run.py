@@ -1,4 +1,4 @@
-"""Builds all components of a run from its config and the launch, and trains: the file to read first."""
+"""Builds all components of a run from its config and launch, and trains it: the file to read first."""
 
 from __future__ import annotations
 
@@ -53,37 +53,37 @@ from megahead.wording import format_gib, format_numbers, format_range, pluralize
 
 @dataclass(frozen=True)
 class Run:
-    """A run as `pretrain` left it; the same on every rank, but for `interrupted`."""
+    """The result of `pretrain`; the same on every rank, except `interrupted`."""
 
     folder: RunFolder
-    """Exports and evaluations take it. It knows the paths in it: `folder.metrics`, `folder.checkpoints` and so on."""
+    """The argument of exports and evaluations, with the paths in it: `folder.metrics`, `folder.checkpoints`, ..."""
 
     step: int
     """Optimizer steps applied in all sessions (launches of the run) together."""
 
     ending: Ending
-    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C. Saved in each case, but
-    for one that was stopped before its first step."""
+    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C. The run was saved in each
+    case, unless it was stopped before its first step."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation during training (of masked diffusion an upper bound); None if there was none."""
+    """exp(loss) of the last evaluation during training (an upper bound for masked diffusion), or None."""
 
     interrupted: bool = False
-    """Whether it was Ctrl-C (SIGINT) by which this process was asked to stop."""
+    """Whether Ctrl-C (SIGINT) stopped this process."""
 
 
-# Elastic runs: the launcher's ranks that train, and the spare ranks, which wait.
+# Elastic runs: some of the launcher's ranks train, and spare ranks wait.
 #
 # The global batch, the objective and the data order do not depend on the mesh, so a run can resume from its newest
 # checkpoint with another number of ranks. torchrun's agents start and stop ranks.
 
 
 LOST_HOST_SECONDS = 20.0
-"""The run continues without a host that has not answered for so long. Else ranks wait `engine.timeout_seconds`."""
+"""An elastic run continues without a host that does not answer for so long; others wait `engine.timeout_seconds`."""
 
 
 def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
-    """`launch` with as many ranks as `config` uses; UserError if the ranks could not rendezvous again."""
+    """`launch` with the number of training ranks that `config` can use; UserError if ranks could not reconnect."""
     if not config.parallel.elastic:
         return launch
     if launch.uses_agent_store:
@@ -101,26 +101,27 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
     """The banner's line about spare ranks and restarts."""
     if not plan.config.parallel.elastic:
         return []
-    there = launch.world_size + launch.spare_ranks
-    parts = [f"{plan.ranks} of {pluralize(there, 'rank')} train"]
+    parts = [f"{plan.ranks} of {pluralize(launch.world_size + launch.spare_ranks, 'rank')} train"]
     if not launch.restarts_ranks:
         parts.append("nothing starts lost ranks again: torchrun's --max-restarts would, launch/elastic.sh")
     return [("elastic", "; ".join(parts))]
 
 
 def wait_for_end(config: RunConfig, launch: Launch) -> Run:
-    """A spare rank waits until the training ranks end; LostRankError if they fail. Returns the run's result without an
-    evaluation."""
-    train, there, batch = launch.world_size, launch.world_size + launch.spare_ranks, config.batch
-    if launch.rank == train:
+    """For a spare rank: waits until the training ranks end, and returns the run's result without its perplexity.
+    LostRankError if they fail."""
+    num_training, batch = launch.world_size, config.batch
+    num_ranks = num_training + launch.spare_ranks
+    if launch.rank == num_training:
+        spare_ranks = format_numbers("rank", range(num_training, num_ranks))
         print(
-            f"{format_numbers('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
+            f"{spare_ranks} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
             f"{pluralize(batch.global_size, 'row')} a step in micro-batches of {batch.micro_size} can be split over "
-            f"{train} of {pluralize(there, 'rank')}",
+            f"{num_training} of {pluralize(num_ranks, 'rank')}",
             flush=True,
         )
     with hand_over_replicas(config, launch):
-        stand_by(launch, config.engine.timeout_seconds, settings_of(config))
+        stand_by(launch, config.engine.timeout_seconds, shared_settings(config))
     ending = json.loads(config.folder().ending.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
 
@@ -129,46 +130,48 @@ _NODE_LOCAL = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
 """Settings that may differ between nodes: paths, and sections with paths."""
 
 
-def settings_of(config: RunConfig) -> dict[str, str]:
+def shared_settings(config: RunConfig) -> dict[str, str]:
     """The settings that must be the same on all ranks."""
     return {name: str(value) for name, value in config.flat().items() if not is_within(name, _NODE_LOCAL)}
 
 
-# `engine.precision: auto`: the number format in which the ranks' devices multiply fastest.
+# `engine.precision: auto` chooses the faster precision of the ranks' devices.
 
 
 def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
-    """`config` with `auto` replaced by bf16 if every rank's device is faster so, else fp32. Collective for `auto`."""
+    """`config` with `auto` replaced by bf16 if that is faster on every rank's device, else fp32; then collective."""
     if config.engine.precision != "auto":
         return config
-    fast = all(ranks.all_gather_objects(has_fast_bf16(device)))
-    engine = config.engine.model_copy(update={"precision": "bf16" if fast else "fp32"})
+    is_fast = all(ranks.all_gather_objects(has_fast_bf16(device)))
+    engine = config.engine.model_copy(update={"precision": "bf16" if is_fast else "fp32"})
     return config.model_copy(update={"engine": engine})
 
 
 def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
-    """The line where `device` computes more slowly in the bf16 that was asked for than in fp32."""
-    given = plan.config.engine.precision == "bf16" and not plan.precision_was_auto
-    if not given or device.type != "cpu" or has_fast_bf16(device):
+    """A warning if the config sets bf16, and `device` is slower in bf16 than in fp32."""
+    is_set = plan.config.engine.precision == "bf16" and not plan.precision_was_auto
+    if not is_set or device.type != "cpu" or has_fast_bf16(device):
         return []
-    slow = "this processor does not multiply bf16, and may take many times as long as in fp32"
-    return [("warning", f"{slow}; set engine.precision to fp32 or auto")]
+    problem = "this processor does not multiply bf16, and may take many times as long as in fp32"
+    return [("warning", f"{problem}; set engine.precision to fp32 or auto")]
 
 
 @contextmanager
 def numeric_settings(deterministic: bool) -> Iterator[None]:
-    """Inside, only deterministic algorithms if `deterministic`. Denormal numbers are flushed to zero, also afterwards
-    (torch cannot report the earlier setting): moments of rare tokens' rows decay to them, and they slow CPUs down.
-    Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal: 1.23 s, not 0.35 s."""
+    """Allows only deterministic algorithms in the block if `deterministic`, and flushes denormal numbers to zero.
+
+    The latter stays set, since torch cannot report the earlier setting. Moments of rare tokens' rows decay to denormal
+    numbers, which are slow on CPUs. Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments
+    denormal: 1.23 s, not 0.35 s."""
     torch.set_flush_denormal(True)
-    before = torch.get_deterministic_debug_mode()
+    debug_mode = torch.get_deterministic_debug_mode()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(debug_mode)
 
 
 _OUT_OF_MEMORY_MESSAGES = (
@@ -176,7 +179,7 @@ _OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "Cannot allocate memory",
     "can't allocate memory",
-    "can't start new thread",  # no room for its stack
+    "can't start new thread",  # no memory for its stack
     "std::bad_alloc",
     "overflowed",
 )
@@ -184,16 +187,16 @@ _OUT_OF_MEMORY_MESSAGES = (
 
 @contextmanager
 def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
-    """Inside the block, running out of memory (the host's or the device's) raises a UserError."""
+    """Turns an out-of-memory error in the block, of the host or the device, into a UserError."""
     try:
         yield
     except (MemoryError, RuntimeError, OverflowError, OSError) as error:
         if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        needed = format_gib(rank_memory(plan).total)
+        required = format_gib(rank_memory(plan).total)
         raise UserError(
-            f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {needed}, but does not "
+            f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {required}, but does not "
             f"({reason}); {', or '.join(memory_reductions(plan))}."
         ) from error
 
@@ -201,33 +204,31 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
         return True
-    return getattr(error, "errno", None) == errno.ENOMEM or any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES)
+    return getattr(error, "errno", None) == errno.ENOMEM or any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
-# How a run computes its transformer blocks: the attention backend, and torch.compile.
+# The attention backend and torch.compile for a run's transformer blocks.
 
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def accelerate_(
     backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Configures `backbone` by `config.engine`; returns the choices as (name, value) lines of the banner.
-
-    ConfigError for an attention backend that does not work on this device.
-    """
+    """Sets attention backend, checkpointing and compilation of `backbone` by `config.engine`; returns banner lines.
+    ConfigError for an attention backend that does not support this device."""
     model, engine = config.model, config.engine
-    local, precision = model.local_layers() > 0, _TYPES[engine.precision]
-    masked = is_masked_bf16_faster(device, precision, config.data.sequence_length, model.attention_dropout)
-    spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local, masked)
+    is_local, dtype = model.local_layers() > 0, _DTYPES[engine.precision]
+    prefers_masked = is_masked_bf16_faster(device, dtype, config.data.sequence_length, model.attention_dropout)
+    spec = AttentionSpec(device, dtype, model.head_size(), model.attention_dropout, is_local, prefers_masked)
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.set_attention(backend.attend)
     lines = [("attention", f"{backend.name} ({backend.description})")]
     if device.type == "cuda" if engine.compile == "auto" else engine.compile:
-        unsupported_reason = _why_not_compiled(config, device, zero_stage)
-        lines.append(("compiled", f"no, {unsupported_reason}" if unsupported_reason else _what_is_compiled(config)))
+        unsupported_reason = _compile_unsupported_reason(config, device, zero_stage)
+        lines.append(("compiled", f"no, {unsupported_reason}" if unsupported_reason else _describe_compiled(config)))
         if not unsupported_reason:
             backbone.compiled = CompiledBlocks()
         if not unsupported_reason and not backend.is_traceable:
@@ -235,18 +236,18 @@ def accelerate_(
     return lines
 
 
-def _what_is_compiled(config: RunConfig) -> str:
-    """Which blocks are compiled: all except those whose shapes change with each batch."""
-    plain = [f"{format_range('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
+def _describe_compiled(config: RunConfig) -> str:
+    """Describes the compiled blocks: all except those whose shapes change with each batch."""
+    uncompiled = [f"{format_range('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     auxiliary = config.objective.auxiliary()
     needs_all = config.model.is_causal or config.generator_config() or (auxiliary and auxiliary.needs_all_outputs)
     if config.model.is_encoder() and not needs_all:
-        plain.append("the last (masked tokens alone)")
-    return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
+        uncompiled.append("the last (masked tokens alone)")
+    return f"one block for all layers{' but ' * bool(uncompiled)}{' and '.join(uncompiled)}"
 
 
-def _why_not_compiled(config: RunConfig, device: torch.device, zero_stage: int) -> str:
-    """Why blocks cannot be compiled, if that is known in advance; otherwise empty."""
+def _compile_unsupported_reason(config: RunConfig, device: torch.device, zero_stage: int) -> str:
+    """The reason why blocks cannot be compiled, as far as known in advance; empty if they can."""
     if config.parallel.tensor > 1:
         return "tensor ranks communicate within a block"
     if zero_stage == 3:
@@ -264,14 +265,14 @@ ONE_PROCESS = Launch()
 
 
 def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "auto") -> Run:
-    """Trains `config` to its end, or until a signal stops it. Every rank of `launch` calls it.
+    """Trains `config` to its end, or until a signal stops it. Every rank of `launch` must call it.
 
-    `launch`: this process alone, or what `distributed.read_launch` makes of a launcher's environment; not used if
+    `launch`: by default a single process; `distributed.launch.read_launch` reads a launcher's environment; ignored if
     torch.distributed is initialized already. `resume`: `auto` continues from the newest checkpoint in the run's folder
-    if there is one, `never` refuses a folder that has one, anything else is the checkpoint to continue from.
+    if there is one, `never` raises an error if there is one, anything else is the checkpoint to continue from.
 
-    Leaves signal handlers and the process group as they were; what it does change in the process is listed in
-    docs/python.md. Raises UserError for what a user can repair.
+    Restores signal handlers and the process group; docs/python.md lists its other effects on the process. Raises
+    UserError for errors that a user can fix.
     """
     if not isinstance(config, RunConfig):
         hint = "load_config makes one of a YAML file"
@@ -282,28 +283,28 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
-        with distributed_session(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
-            resolved, by_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
-            plan = RunPlan.of(resolved, ranks.size, device.type, precision_was_auto=by_auto)
+        with distributed_session(launch, device, config.engine.timeout_seconds, shared_settings(config)) as ranks:
+            resolved, was_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
+            plan = RunPlan.of(resolved, ranks.size, device.type, precision_was_auto=was_auto)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, launch, ranks, device, resume)
 
 
 def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device, resume: str) -> Run:
-    """Trains phase after phase; each resumes from the checkpoint of the previous one, as a new session would."""
+    """Trains one phase after the other; each resumes from the checkpoint of the previous one, like a new session."""
     config, mesh = plan.config, Mesh.build(ranks, plan.config.parallel.tensor)
     world_group, data_group = mesh.world_group.new_gloo_group(), mesh.data_group.new_gloo_group()
     datasets = open_datasets(config, world_group)
     require_shared_folder(config.folder(), world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     try:
-        for start in session.starts(resume):
+        for start in session.resume_points(resume):
             with deepspeed_session():
                 ending, state = _train_phase(session, start)
             if ending != "finished" or state.step >= config.training.steps:
                 break
     except BaseException:
-        session.abandon()
+        session.close_after_error()
         raise
     session.end(ending, state)
     perplexity = None if state.validation is None else exp(min(state.validation["loss"], 700.0))
@@ -314,8 +315,8 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     """Trains from `start` to the end of its phase."""
     phase = phase_at(session.plan.config, start.step)
     plan, config = replace(session.plan, config=phase.config), phase.config
-    state = _state(session, plan, start)
-    loader = _loader(session, config, state)
+    state = _build_state(session, plan, start)
+    loader = _build_loader(session, config, state)
     weights = starting_weights(config, session.world_group, start.checkpoint)
     engine, lines = build_engine(plan, session.mesh, session.device, weights)
     history = session.history_from(start)
@@ -323,36 +324,37 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
     _set_sampling_bias(config, state, engine, session.device)
-    fields = _banner_lines(session, plan, state) + lines + session.describe_copies()
+    banner = _banner_lines(session, plan, state) + lines + session.describe_replicas()
     session.logger.utilization = Utilization.for_device(session.device, plan)
-    session.logger.log_session(fields, start, progress)
-    training = _training(session, plan, start, progress, loader)
+    session.logger.log_session(banner, start, progress)
+    training = _build_training(session, plan, start, progress, loader)
     with closing(engine):
         return train(training), state
 
 
-def _training(session: Session, plan: RunPlan, start: ResumePoint, progress: Progress, loader: StepLoader) -> Training:
-    """The components of the training loop for this phase."""
-    config, ranks, uploads = plan.config, session.world_group, session.uploads_from(start, progress.history)
-    held_out, tasks, encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
+def _build_training(
+    session: Session, plan: RunPlan, start: ResumePoint, progress: Progress, loader: StepLoader
+) -> Training:
+    config, ranks, uploads = plan.config, session.world_group, session.start_uploads(start, progress.history)
+    validation, tasks, is_encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
     return Training(
         progress=progress,
         loader=loader,
-        step_metrics=_step_metrics(session, progress),
+        step_metrics=_build_step_metrics(session, progress),
         fault_policy=FaultPolicy(config.faults),
         health=Health(config.faults, progress.engine, ranks, plan.data_ranks),
         logger=session.logger,
         stop=session.stop,
-        evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
-        tasks=None if tasks is None else TaskEvaluation(tasks, ranks, is_encoder=encoder),
-        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, uploads, session.copies),
+        evaluation=None if validation is None else Evaluation(config, validation, session.data_group, session.device),
+        tasks=None if tasks is None else TaskEvaluation(tasks, ranks, is_encoder=is_encoder),
+        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, uploads, session.replicas),
         device=session.device,
         evaluate_first=start.starts_phase(config) or (start.checkpoint is None and config.init is not None),
     )
 
 
 def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
-    """Sets the training-free head's constant bias, for an auxiliary objective that samples from all ids."""
+    """Sets the training-free head's constant bias for an auxiliary objective that samples from all ids."""
     settings, auxiliary = config.objective.auxiliary(), cast(Pretraining, engine.module).auxiliary
     if settings is not None and auxiliary is not None and settings.samples_vocabulary():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
@@ -360,8 +362,8 @@ def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, 
         auxiliary.sampling_bias_V = None if bias_V is None else bias_V.to(device)
 
 
-def _step_metrics(session: Session, progress: Progress) -> StepMetrics:
-    """The accumulator of the model's metrics. Also passes mispredicted tokens to an adaptive masking strategy."""
+def _build_step_metrics(session: Session, progress: Progress) -> StepMetrics:
+    """Creates the accumulator of the model's metrics, and sets the model's callbacks for metrics and mispredictions."""
     step_metrics = StepMetrics(session.world_group, session.mesh.tensor_group.size)
     model, error_counts = cast(Pretraining, progress.engine.module), progress.state.error_counts
     model.on_metrics = step_metrics.record
@@ -369,7 +371,7 @@ def _step_metrics(session: Session, progress: Progress) -> StepMetrics:
     return step_metrics
 
 
-def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState:
+def _build_state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState:
     """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
     state = TrainingState(plan.config.model.padded_vocab_size(), start.group_samples(plan))
     state.data_fingerprints = data_fingerprints(session.plan.config, session.datasets)
@@ -384,21 +386,21 @@ def _state(session: Session, plan: RunPlan, start: ResumePoint) -> TrainingState
 
 def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
     """The banner's lines, except those about the engine."""
-    idle = session.launch.slurm_tasks > 1
-    tasks = f" (SLURM_NTASKS is {session.launch.slurm_tasks}: srun starts as many ranks)" if idle else ""
+    slurm_tasks = session.launch.slurm_tasks
+    note = f" (SLURM_NTASKS is {slurm_tasks}: srun starts as many ranks)" if slurm_tasks > 1 else ""
     return [
         *describe_run(plan, state.group_samples),
         *describe_phases(session.plan.config),
         *session.datasets.describe(plan.config),
         *describe_elastic(plan, session.launch),
-        ("on", f"{plan.ranks} x {device_name(session.device)}{tasks}"),
+        ("on", f"{plan.ranks} x {device_name(session.device)}{note}"),
         *describe_precision(plan, session.device),
         *describe_launches(plan, Utilization.for_device(session.device, plan).device_peak),
     ]
 
 
-def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
-    """The data loader of the phase, with process groups of its own."""
+def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
+    """The data loader of the phase, with its own process group."""
     steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
     auxiliary = None if settings is None else auxiliary_kind(settings)
     return StepLoader(
@@ -421,10 +423,11 @@ def _loader(session: Session, config: RunConfig, state: TrainingState) -> StepLo
 def build_engine(
     plan: RunPlan, mesh: Mesh, device: torch.device, weights: TensorSource
 ) -> tuple[Engine, list[tuple[str, str]]]:
-    """The engine: the model sharded over the mesh and initialized from `weights`, its optimizer; and banner lines."""
+    """Builds the engine (the model, sharded over the mesh and initialized from `weights`, and its optimizer); returns
+    it with banner lines."""
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
-    engine_lines, *_ = [accelerate_(each, config, device, plan.zero_stage) for each in pretraining.encoders()]
+    engine_lines, *_ = [accelerate_(encoder, config, device, plan.zero_stage) for encoder in pretraining.encoders()]
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

@@ -159,11 +159,9 @@ class Checkpointer:
             self._events.append(self.replicate())
 
     def replicate(self) -> Event:
-        """Starts a replica of the present state, if the last one is complete.
-
-        Returns an event with the `stall_seconds` for which it blocked training and the `bytes` of the state; or with
-        the number of replicas `skipped` so far, or with the reason why replicas are `off`.
-        """
+        """Starts a replica of the present state, if the last one is complete. Returns an event with the `stall_seconds`
+        for which it blocked training and the `bytes` of the state; or with the number of replicas `skipped` so far, or
+        with the reason why replicas are `off`."""
         start_time, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
         assert replicas is not None
         try:
@@ -208,11 +206,9 @@ def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> Rem
 
 
 def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
-    """Returns `resume`, with a checkpoint URL replaced by the local folder to which it is fetched.
-
-    A checkpoint of the run's own remote store is fetched into the run's checkpoints. Collective; CheckpointError if it
-    is of another run, or the store cannot be read.
-    """
+    """Returns `resume`, with a checkpoint URL replaced by the local folder to which it is fetched. A checkpoint of the
+    run's own remote store is fetched into the run's checkpoints. Collective; CheckpointError if it is of another run,
+    or the store cannot be read."""
     if not is_remote(resume):
         return resume
     url, folder = config.training.remote_checkpoints, config.folder()

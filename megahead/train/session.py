@@ -1,4 +1,4 @@
-"""A process's time in a run: what its phases share, and what it writes into the run's folder."""
+"""A session of a run (one launch): the objects that its phases share, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -77,38 +77,37 @@ class Session:
     """No other session's."""
 
     _remote_state: RemoteState = field(default=RemoteState(), init=False)
-    """What the remote checkpoints were when the session began."""
+    """The remote checkpoints at the start of the session."""
 
-    _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
-    """Closes what was opened until then."""
+    _error_callbacks: ExitStack = field(default_factory=ExitStack, init=False)
+    """Closes and removes resources after an error."""
 
-    def starts(self, resume: str) -> Iterator[ResumePoint]:
-        """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
-        has left. Collective, whenever the next is asked for."""
+    def resume_points(self, resume: str) -> Iterator[ResumePoint]:
+        """Yields the resume point of each phase: the first by `resume`, then the last checkpoint of the previous phase.
+        Each `next` is collective."""
         folder = self.plan.config.folder()
         if is_remote(resume):
-            self._after_an_error.callback(self._remove_fetched)
+            self._error_callbacks.callback(self._remove_fetched)
         self._remote_state = read_remote_state(resume, self.plan.config, self.world_group)
         local = resolve_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume_point(local, folder, self.world_group, (self._recover, self._fetch))
         while True:
             yield find_resume_point("auto", folder, self.world_group, (self._recover,))
 
-    def _recover(self, than: int) -> Resumed | None:
-        """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
+    def _recover(self, newer_than: int) -> Resumed | None:
+        """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
-        return recover_newer(than, folder, self.launch, self.world_group, self.keep_rules)
+        return recover_newer(newer_than, folder, self.launch, self.world_group, self.keep_rules)
 
-    def _fetch(self, than: int) -> Resumed | None:
-        """The remote store's newest checkpoint, if that is newer than step `than`."""
+    def _fetch(self, newer_than: int) -> Resumed | None:
+        """Fetches the remote store's newest checkpoint, if it is newer than step `newer_than`."""
         config, url = self.plan.config, self.plan.config.training.remote_checkpoints
         if url is None:
             return None
-        return fetch_newer(
-            than, url, config.folder(), self.world_group, checkpoint_validator(url, config, self.datasets)
-        )
+        validate = checkpoint_validator(url, config, self.datasets)
+        return fetch_newer(newer_than, url, config.folder(), self.world_group, validate)
 
     def _remove_fetched(self) -> None:
         if self.world_group.rank == 0:
@@ -116,88 +115,88 @@ class Session:
 
     @cached_property
     def logger(self) -> RunLogger:
-        """Made when a phase is ready to train: a run that is refused before has written nothing."""
+        """Created when a phase is ready to train, so that a run with an earlier error writes nothing."""
         tensor, data = self.mesh.tensor_group.size, self.mesh.data_group.size
         mesh = {"tensor": tensor, "data": data, "waiting": self.launch.spare_ranks}
         return RunLogger(self.plan.config, lease=self.lease, mesh=mesh)
 
     @property
     def keep_rules(self) -> KeepRules:
-        """Which checkpoints are kept: also the last one of each phase."""
-        training, (_, *later) = self.plan.config.training, phases_of(self.plan.config)
-        ends = [phase.steps.start for phase in later]
-        return KeepRules(training.keep_checkpoints, training.keep_every, ends, training.keep_best)
+        """Which checkpoints are kept, including the last one of each phase."""
+        training, (_, *later_phases) = self.plan.config.training, phases_of(self.plan.config)
+        phase_ends = [phase.steps.start for phase in later_phases]
+        return KeepRules(training.keep_checkpoints, training.keep_every, phase_ends, training.keep_best)
 
     @cached_property
     def lease(self) -> Lease | None:
-        """Rank 0's on the folder, in which it has then begun to write."""
+        """Rank 0's lease on the folder; writes the folder's first files."""
         if self.world_group.rank != 0:
             return None
-        _begin(self.plan.config.folder(), self.plan.config)
+        _write_run_files(self.plan.config.folder(), self.plan.config)
         return Lease(self.plan.config.folder().session, self.session_id)
 
     @cached_property
-    def copies(self) -> Replicas | None:
-        """In the memory of the nodes, if the run keeps any. Made when its state is on disk, and the folder held."""
+    def replicas(self) -> Replicas | None:
+        """Replicas in the memory of the nodes, if enabled. Created after the resumed state is on disk and the lease is
+        taken, since replicas that were handed over are removed."""
         if self.plan.config.training.replicate_every is None:
             return None
         session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
-        self._remove_handed_over()
-        copies = Replicas(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
+        self._remove_shared_replicas()
+        replicas = Replicas(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
         if not self.launch.restarts_ranks:
-            self._after_an_error.callback(copies.close, timeout=0)
-        return copies
+            self._error_callbacks.callback(replicas.close, timeout=0)
+        return replicas
 
-    def _remove_handed_over(self) -> None:
+    def _remove_shared_replicas(self) -> None:
         if self.world_group.rank == 0:
             NodeMemory.shared(self.plan.config.folder()).remove()
 
-    def describe_copies(self) -> list[tuple[str, str]]:
+    def describe_replicas(self) -> list[tuple[str, str]]:
         """The banner's line."""
-        if self.copies is None:
+        if self.replicas is None:
             return []
-        nodes = len(set(self.copies.peers.nodes))
-        alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
-        every = pluralize(self.plan.config.training.replicate_every or 0, "step")
-        return [("copies", f"every {every} in the memory of {pluralize(nodes, 'node')}{alone}")]
+        nodes = len(set(self.replicas.peers.nodes))
+        note = "; they outlive its processes, but not the node" if nodes == 1 else ""
+        interval = pluralize(self.plan.config.training.replicate_every or 0, "step")
+        return [("copies", f"every {interval} in the memory of {pluralize(nodes, 'node')}{note}")]
 
     def history_from(self, start: ResumePoint) -> RunHistory:
-        """The checkpoints that led to what the session, or its next phase, goes on from."""
+        """The history of the weights at `start`."""
         return RunHistory.after_resume(start.checkpoint, self.plan.config.folder(), self._remote_state.names)
 
-    def uploads_from(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
-        """Rank 0's uploads. The newest checkpoint of the run's own goes first, if the session begins with it."""
+    def start_uploads(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
+        """Rank 0's uploads, if enabled. At first enqueues the checkpoint at `start`, if it is the run's newest."""
         url, checkpoint = self.plan.config.training.remote_checkpoints, start.checkpoint
         if self.uploads is None and url is not None and self.lease is not None:
             remote, folder = Remote.of(url), self.plan.config.folder()
             remote_lease = RemoteLease(remote.store, folder, self.lease.session_id, self._remote_state)
             self.uploads = Uploads(remote, folder, remote_lease, self.keep_rules)
-            self._after_an_error.callback(self.uploads.close)
-            own = checkpoint is not None and history.contains(checkpoint) and not history.orphaned_by_next_save()
-            if checkpoint is not None and own and not start.came_from("mirror"):
+            self._error_callbacks.callback(self.uploads.close)
+            is_local = checkpoint is not None and history.contains(checkpoint) and not start.is_from("mirror")
+            if checkpoint is not None and is_local and not history.orphaned_by_next_save():
                 self.uploads.enqueue(checkpoint.folder, is_new=False)
         return self.uploads
 
     def _finish_uploads(self, deadline: float) -> list[Event]:
-        """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
+        """Waits for the uploads until `deadline`, and returns their events. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
         run_long_on_all_ranks(self.world_group, iter(()) if self.uploads is None else self.uploads.finishing(deadline))
         return [] if self.uploads is None else self.uploads.events()
 
-    def abandon(self) -> None:
-        """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
-        go on from there."""
-        self._after_an_error.close()
+    def close_after_error(self) -> None:
+        """Releases resources without waiting, so that the error is reported soon. Replicas stay in memory if ranks will
+        be restarted, which resume from them."""
+        self._error_callbacks.close()
 
     @cached_property
     def stop(self) -> StopRequest:
-        """Notes signals from when it is made."""
+        """Records signals from its creation on."""
         return StopRequest(prints=self.world_group.rank == 0)
 
     def end(self, ending: Ending, state: TrainingState) -> None:
-        """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
-        file."""
+        """Finishes uploads and the log, writes `ending.json` for scripts that restart runs, and releases resources."""
         deadline = upload_deadline(ending, self.stop, self.launch.restarts_ranks)
         for event in self._finish_uploads(deadline):
             self.logger.log_event(event.record, event.fields, state, event.message)
@@ -207,9 +206,9 @@ class Session:
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
         if self.lease is not None:
             self.lease.release()
-        if self.copies is not None:
-            self.copies.close()
-            self._remove_handed_over()
+        if self.replicas is not None:
+            self.replicas.close()
+            self._remove_shared_replicas()
         self._remove_fetched()
         if self.uploads is not None:
             self.uploads.enqueue_files()
@@ -218,57 +217,54 @@ class Session:
             print(message, flush=True)
 
 
-def _begin(folder: RunFolder, config: RunConfig) -> None:
-    """Writes the settings and the tokenizer, for readers of the checkpoints, and removes the last session's ending."""
+def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
+    """Writes the config and the tokenizer to `folder`, and removes the last session's `ending.json`."""
     folder.path.mkdir(parents=True, exist_ok=True)
     if config.data.tokenizer is not None:
         source = Path(local_file(config.data.tokenizer))
-        if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
+        if source.resolve() != folder.tokenizer.resolve():  # the config may name the run's own copy
             copy_tokenizer(source, folder)
     if config.init is not None and not folder.published_files.is_file():
-        _keep_published(folder, config.init)
+        _copy_published_files(folder, config.init)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-def _keep_published(folder: RunFolder, init: InitConfig) -> None:
-    """The settings of the Hugging Face folder that the weights come from go along, for exports; not to another
-    vocabulary."""
-    kept = None
+def _copy_published_files(folder: RunFolder, init: InitConfig) -> None:
+    """Copies the files beside the weights in `init`'s Hugging Face folder, for exports; not for a new vocabulary."""
+    published = None
     if init.mode != "table" and init.from_hf is not None:
-        kept = HFSettings.from_folder(Path(init.from_hf))
+        published = HFSettings.from_folder(Path(init.from_hf))
     elif init.mode != "table" and init.from_checkpoint is not None and not is_remote(init.from_checkpoint):
-        kept = HFSettings.from_run(RunFolder.of(Path(init.from_checkpoint)))
-    if kept is not None and kept.files:
-        kept.save(folder)
+        published = HFSettings.from_run(RunFolder.of(Path(init.from_checkpoint)))
+    if published is not None and published.files:
+        published.save(folder)
 
 
 @contextlib.contextmanager
 def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
-    """A spare rank waits in the block. Before it, replicas on its node are put where the training ranks find them;
-    after it none is left there."""
-    replicates = config.training.replicate_every is not None
-    if replicates:
+    """For a spare rank, which waits in the block: before it, copies the replicas on its node to the run folder for the
+    training ranks; after it, removes those on its node."""
+    has_replicas = config.training.replicate_every is not None
+    if has_replicas:
         share_replicas(config.folder(), launch)
     yield
-    if replicates:
+    if has_replicas:
         NodeMemory.of(config.folder()).remove()
 
 
-# Whether all ranks see one folder, before they write into it.
+# Checks that all ranks have the same run folder, before they write to it.
 
 
 TIMEOUT_SECONDS = 10.0
-"""Seconds that a network file system may take to show one rank what another wrote."""
+"""How long a network file system may take to show a file on other nodes."""
 
 
 def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
-    """CheckpointError on all ranks if one of them does not see what rank 0 writes there. Collective.
-
-    All ranks write a checkpoint together: were the folder a different one on each node, none would be complete. What
-    this check creates is removed again, so that a run that is refused later leaves nothing.
-    """
-    missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
+    """CheckpointError on all ranks if one of them does not see a file that rank 0 writes to `folder`. Collective. With
+    a different folder on each node no checkpoint would be complete. Removes what it has created, so that a run with a
+    later error leaves nothing."""
+    new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     marker = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
 
     def write() -> None:
@@ -280,16 +276,16 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
 
     try:
         run_on_first_rank(world_group, write, cannot_write)
-        run_on_all_ranks(world_group, lambda: _see(marker, world_group.rank))
+        run_on_all_ranks(world_group, lambda: _wait_until_visible(marker, world_group.rank))
     finally:
         if world_group.rank == 0:
             with contextlib.suppress(OSError):
                 marker.unlink()
-                for place in missing:
-                    place.rmdir()
+                for path in new_folders:
+                    path.rmdir()
 
 
-def _see(marker: Path, rank: int) -> None:
+def _wait_until_visible(marker: Path, rank: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not marker.exists():
         if time.monotonic() > deadline:

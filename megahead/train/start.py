@@ -1,4 +1,4 @@
-"""What a session goes on from: a checkpoint, other weights, or random ones."""
+"""The starting point of a session: the checkpoint to resume from, or initial weights."""
 
 from __future__ import annotations
 
@@ -34,94 +34,90 @@ from megahead.wording import pluralize
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a session, or its next phase, goes on from."""
+    """The checkpoint that a session, or one of its phases, resumes from."""
 
     checkpoint: Checkpoint | None
-    """Every byte verified; None: from the beginning."""
+    """Fully verified; None: a new run."""
 
     damage: list[str]
     """A sentence for each newer but damaged checkpoint."""
 
-    elsewhere: Sequence[Resumed] = ()
-    """Where other places than the disk had newer ones, what came of them: perhaps this checkpoint."""
+    recovered: Sequence[Resumed] = ()
+    """Newer checkpoints from memory or the remote store; `checkpoint` is the last usable one."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were applied until then."""
+        """The number of applied optimizer steps."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def group_samples(self, plan: RunPlan) -> int:
-        """Samples per candidate group (whose targets are candidates for each other): what a resumed run began with, for
-        a new run the plan's."""
+        """Samples per candidate group (whose targets are candidates for each other): the checkpoint's, or the plan's
+        for a new run."""
         return plan.group_samples(
             None if self.checkpoint is None else self.checkpoint.state_value("group_samples", int)
         )
 
     def starts_phase(self, config: RunConfig) -> bool:
-        """Whether the phase of `config` begins here, with what another one has left."""
+        """Whether the phase of `config` starts here, with the weights of another phase."""
         return self.checkpoint is not None and is_from_another_phase(self.checkpoint, config)
 
     def banner_lines(self) -> list[tuple[str, str]]:
-        """For the banner."""
         lines = [("damaged", message) for message in self.damage]
-        lines += [line for found in self.elsewhere for line in found.lines()]
+        lines += [line for resumed in self.recovered for line in resumed.lines()]
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
 
     def describe_schedule_change(self, config: RunConfig) -> list[tuple[str, str]]:
-        """The banner's line where the learning rate goes on elsewhere than by the settings that the checkpoint was
-        saved with, as in a run that is made longer."""
+        """The banner's line if the learning rate differs from that of the checkpoint's settings, for example since the
+        run was made longer."""
         if self.checkpoint is None or self.step >= config.training.steps:
             return []
         saved = saved_config(self.checkpoint)
-        now, before = (self._learning_rate(each) for each in (config, saved))
-        if isclose(now, before, rel_tol=1e-6):
+        rate, saved_rate = self._learning_rate(config), self._learning_rate(saved)
+        if isclose(rate, saved_rate, rel_tol=1e-6):
             return []
-        place = f"at step {self.step:,} of {config.training.steps:,}"
-        earlier = f"the schedule before, of {pluralize(saved.training.steps, 'step')}, had {before:.2e} there"
-        return [("rate now", f"learning rate {now:.2e} {place}; {earlier}")]
+        position = f"at step {self.step:,} of {config.training.steps:,}"
+        earlier = f"the schedule before, of {pluralize(saved.training.steps, 'step')}, had {saved_rate:.2e} there"
+        return [("rate now", f"learning rate {rate:.2e} {position}; {earlier}")]
 
     def _learning_rate(self, config: RunConfig) -> float:
-        """That of the next step."""
+        """The next step's."""
         ratio = learning_rate_ratio(config.schedule, self.step, config.training.steps)
         return config.optimizer.learning_rate * ratio
 
     def log_fields(self) -> dict[str, Any]:
-        """For the log."""
-        return {"damaged": self.damage} | {found.place: found.fields() for found in self.elsewhere}
+        return {"damaged": self.damage} | {resumed.place: resumed.fields() for resumed in self.recovered}
 
-    def came_from(self, place: str) -> bool:
-        """Whether the checkpoint was taken from another place than the disk."""
-        return any(found.place == place and found.checkpoint is self.checkpoint for found in self.elsewhere)
+    def is_from(self, source: str) -> bool:
+        """Whether the checkpoint was recovered from `source`, "memory" or "mirror"."""
+        return any(resumed.place == source and resumed.checkpoint is self.checkpoint for resumed in self.recovered)
 
 
 def find_resume_point(
-    resume: str, folder: RunFolder, world_group: Group, elsewhere: Sequence[Callable[[int], Resumed | None]] = ()
+    resume: str, folder: RunFolder, world_group: Group, recover: Sequence[Callable[[int], Resumed | None]] = ()
 ) -> ResumePoint:
-    """What `--resume auto|never|DIR` asks for. Collective.
-
-    `elsewhere`: other places, for `auto`: each makes a checkpoint in `folder` of what is newer there than a step (-1:
-    than nothing). Otherwise nothing is written.
-    """
+    """Finds the checkpoint for `--resume auto|never|DIR`. Collective. `recover`: for `auto`, functions that write a
+    checkpoint newer than a step (-1: any) to `folder`, from memory or the remote store. Otherwise nothing is
+    written."""
     if resume != "auto":
-        named = run_on_first_rank(world_group, lambda: _named(resume, folder))
-        return ResumePoint(None if named is None else open_together(named, world_group), [])
+        path = run_on_first_rank(world_group, lambda: _find_requested(resume, folder))
+        return ResumePoint(None if path is None else open_together(path, world_group), [])
     checkpoint, damage = newest_valid(folder.path, world_group)
-    newer: list[Resumed] = []
-    for look in elsewhere:
-        found = look(-1 if checkpoint is None else checkpoint.step)
-        newer += [] if found is None else [found]
-        checkpoint = (found and found.checkpoint) or checkpoint
+    recovered: list[Resumed] = []
+    for recover_newer in recover:
+        resumed = recover_newer(-1 if checkpoint is None else checkpoint.step)
+        recovered += [] if resumed is None else [resumed]
+        checkpoint = (resumed and resumed.checkpoint) or checkpoint
     if checkpoint is None:
-        lost = [each for found in newer if found.place == "mirror" for each in found.problems]
-        refuse_damaged(folder.path, [*damage, *lost])
+        unusable = [problem for resumed in recovered if resumed.place == "mirror" for problem in resumed.problems]
+        refuse_damaged(folder.path, [*damage, *unusable])
         run_on_first_rank(world_group, lambda: _refuse_orphaned(folder))
-    return ResumePoint(checkpoint, damage, newer)
+    return ResumePoint(checkpoint, damage, recovered)
 
 
 def refuse_damaged(folder: Path, damage: list[str]) -> None:
-    """CheckpointError where nothing but damaged checkpoints was found, with a sentence for each."""
+    """CheckpointError if there is `damage`, a sentence for each damaged checkpoint; called if none is valid."""
     if damage:
         raise CheckpointError(
             f"{folder} must hold a valid checkpoint to resume, but holds only damaged ones ({len(damage)}); "
@@ -138,122 +134,121 @@ def _refuse_orphaned(folder: RunFolder) -> None:
         )
 
 
-def _named(resume: str, folder: RunFolder) -> Path | None:
-    there = find_checkpoint(folder.path if resume == "never" else Path(resume))
-    if resume == "never" and there is not None:
+def _find_requested(resume: str, folder: RunFolder) -> Path | None:
+    """The checkpoint folder for `never` (None) or DIR; CheckpointError if it does not fit."""
+    path = find_checkpoint(folder.path if resume == "never" else Path(resume))
+    if resume == "never" and path is not None:
         raise CheckpointError(
-            f"`--resume never` needs an output folder without checkpoints, but {folder} has {there.name}; "
+            f"`--resume never` needs an output folder without checkpoints, but {folder} has {path.name}; "
             "choose another output_dir, or remove that checkpoint."
         )
-    if resume != "never" and there is None:
+    if resume != "never" and path is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
-    return there
+    return path
 
 
-# The head that a vanilla softmax starts with after headless training: the training-free head as parameters.
+# The initial head of a vanilla softmax after headless training: the training-free head as parameters.
 #
 # Scores are `E h / T + b`, with the embedding E or a copy of it, and b the training-free head's bias (log q for the
-# paper's objective): the first loss of the softmax is the last held-out loss of the headless model.
+# paper's objective), so that the initial loss of the softmax is the last held-out loss of the headless model.
 
 
 @dataclass(frozen=True)
 class CheckpointWithHead:
-    """The tensors of `checkpoint`, all of them finite; where it has no head, also the first values of one, with
-    moments of 0."""
+    """The tensors of `checkpoint`, which must be finite. If it has no head, also an initial one, with moments of 0."""
 
     checkpoint: Checkpoint
 
     def read(self, key: str, /) -> Tensor:
-        if self._name_of_new(key) is None:
+        if self._missing_parameter(key) is None:
             return self._saved().read(key)
         return torch.cat(list(self.blocks(key)))
 
     def blocks(self, key: str, /) -> Iterator[Tensor]:
-        name = self._name_of_new(key)
+        name = self._missing_parameter(key)
         if name is None:
             return self._saved().blocks(key)
-        first = (
-            self.checkpoint.blocks(f"weight/{EMBEDDING}")
-            if name == HEAD
-            else iter([initial_output_bias(self.checkpoint)])
-        )
-        return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
+        if name == HEAD:
+            weight = self.checkpoint.blocks(f"weight/{EMBEDDING}")
+        else:
+            weight = iter([initial_output_bias(self.checkpoint)])
+        return weight if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in weight)
 
     def _saved(self) -> FiniteTensors:
         return FiniteTensors(self.checkpoint, self.checkpoint.folder)
 
-    def _name_of_new(self, key: str) -> str | None:
-        """The parameter that `key` is of, if it is in a head that the checkpoint lacks."""
+    def _missing_parameter(self, key: str) -> str | None:
+        """The head's parameter in `key`, if the checkpoint lacks it."""
         name = next((name for name in (HEAD, OUTPUT_BIAS) if key.endswith(f"/{name}")), None)
         return None if name is None or f"weight/{name}" in self.checkpoint.names() else name
 
 
 def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
-    """[padded vocabulary]: that of the training-free head; zeros if the model in `checkpoint` needs none."""
+    """[padded vocabulary]: the training-free head's bias; zeros if the model in `checkpoint` needs none."""
     model = TrainedModel.from_checkpoint(checkpoint)
     bias_V = model.training_free_bias()
     return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
 
 
 _NOT_PUBLISHED = (TEMPERATURE, OUTPUT_BIAS)
-"""Parameters that a Hugging Face folder cannot have: they start as in a new run."""
+"""Parameters that a Hugging Face folder cannot have: their initial values are those of a new run."""
 
 
 def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> TensorSource:
-    """The full (unsharded) tensors that a session starts from, under the names of its parameters; none is read yet.
+    """The full (unsharded) initial tensors of a session by parameter name, which are read only when needed.
 
-    They come from the checkpoint that is resumed; in a new run they are random, or from what `init` names, which is
-    not needed when the run is resumed. A head to be fine-tuned starts as a copy of the embedding; a bias that a
-    checkpoint lacks, as the training-free head's. Collective; CheckpointError for a checkpoint of another model.
+    They come from the `resumed` checkpoint; for a new run from `init`, or they are random. A head that `init`
+    fine-tunes starts as a copy of the embedding; a bias that a checkpoint lacks starts as the training-free head's.
+    Collective; CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:  # rows without the updates they wait for: `resume_from` does those
-        return _weights_of(resumed, shapes, kind="late/weight", may_lack=(HEAD, OUTPUT_BIAS))
+    if resumed is not None:  # rows as last updated: `resume_from` restores their pending updates
+        return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)
     copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
     needed = {name: shape for name, shape in shapes.items() if name not in copies}
     source: TensorSource = (
-        _published(config, init, world_group)
+        _published_weights(config, init, world_group)
         if init.from_checkpoint is None
-        else _begun_from(_source(init.from_checkpoint, config.folder(), world_group), config, needed)
+        else _init_weights(_open_init(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
     return RoutedTensors(lambda name: (source, copies.get(name, name)))
 
 
-def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
-    """Its parameters; a temperature that it did not learn starts as in a new run."""
+def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
+    """The weights of `init.from_checkpoint`; a temperature that it lacks starts as in a new run."""
     if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
-        return _weights_of(checkpoint, shapes)
-    others = _weights_of(checkpoint, {name: shape for name, shape in shapes.items() if name != TEMPERATURE})
-    first = initial_weights(config)
-    return RoutedTensors(lambda name: (first if name == TEMPERATURE else others, name))
+        return _checkpoint_weights(checkpoint, shapes)
+    weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name != TEMPERATURE})
+    new_weights = initial_weights(config)
+    return RoutedTensors(lambda name: (new_weights if name == TEMPERATURE else weights, name))
 
 
-def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
-    """The checkpoint at `init.from_checkpoint`, fetched into the run's `folder` if that is a URL."""
+def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
+    """Opens the checkpoint at `init.from_checkpoint`, fetched to the run's `folder` if it is a URL."""
     if is_remote(path):
         return open_together(fetch_named(path, RunFolder(folder.fetched_checkpoints), world_group), world_group)
-    found = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
-    if found is None:
+    local = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
+    if local is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
-    return open_together(found, world_group)
+    return open_together(local, world_group)
 
 
-def _weights_of(
+def _checkpoint_weights(
     checkpoint: Checkpoint,
     shapes: Mapping[str, torch.Size],
-    kind: str = "weight",
-    may_lack: tuple[str, ...] = (OUTPUT_BIAS,),
+    prefix: str = "weight",
+    optional: tuple[str, ...] = (OUTPUT_BIAS,),
 ) -> TensorSource:
-    """Its parameters, which must have these shapes; `kind`: what their names begin with there. Those of a head that it
-    `may_lack` then start as the training-free head's."""
-    there = set(checkpoint.names())
+    """The checkpoint's tensors `prefix/NAME`; CheckpointError if their `shapes` differ or one is missing. Missing
+    `optional` parameters, of a head, start as the training-free head's."""
+    names = set(checkpoint.names())
     for parameter, shape in shapes.items():
         name = f"weight/{parameter}"
-        if name not in there and parameter in may_lack:
+        if name not in names and parameter in optional:
             continue
-        if name not in there:
+        if name not in names:
             raise CheckpointError(
                 f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?"
             )
@@ -263,34 +258,38 @@ def _weights_of(
                 "instead; give `model` the sizes of that run."
             )
     source = CheckpointWithHead(checkpoint)
-    return RoutedTensors(lambda name: (source, f"{kind}/{name}"))
+    return RoutedTensors(lambda name: (source, f"{prefix}/{name}"))
 
 
 @dataclass(frozen=True)
 class _PublishedWeights:
-    """Those of a Hugging Face folder, and `first` for what it cannot have."""
+    """The weights of a Hugging Face folder, and initial ones for parameters that it cannot have."""
 
     model: PublishedModel
-    first: InitialWeights
+    initial: InitialWeights
 
     def read(self, name: str, /) -> Tensor:
-        return self.first.read(name) if name in _NOT_PUBLISHED else self.model.weight(name, self.first.shapes[name])
+        if name in _NOT_PUBLISHED:
+            return self.initial.read(name)
+        return self.model.weight(name, self.initial.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return self.first.blocks(name) if name in _NOT_PUBLISHED else self.model.blocks(name, self.first.shapes[name])
+        if name in _NOT_PUBLISHED:
+            return self.initial.blocks(name)
+        return self.model.blocks(name, self.initial.shapes[name])
 
 
-def _published(config: RunConfig, init: InitConfig, world_group: Group) -> _PublishedWeights:
-    """Reads the folder at `init.from_hf`, which must be of a model that computes what `config.model` does."""
+def _published_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _PublishedWeights:
+    """The weights in the folder `init.from_hf`; CheckpointError if its model differs from `config.model`."""
     path, objective = Path(init.from_hf or ""), config.objective
 
     def check() -> None:
         if not path.is_dir():
             raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
-        there = PublishedModel.open(path)
-        there.require_same_architecture(config.model)
-        if objective.name == "vanilla" and not init.copies_embedding() and objective.tied != there.is_tied():
-            rule = f"be {str(there.is_tied()).lower()}, as in {path}"
+        model = PublishedModel.open(path)
+        model.require_same_architecture(config.model)
+        if objective.name == "vanilla" and not init.copies_embedding() and objective.tied != model.is_tied():
+            rule = f"be {str(model.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)

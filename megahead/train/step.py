@@ -52,9 +52,7 @@ class StepMetrics:
 
     def gather(self, losses: Sequence[Tensor], forward_timer: ForwardTimer) -> GatheredMetrics:
         """Gathers the `losses` of this rank's micro-batches, and the sums recorded since the last call, from all ranks.
-
-        Collective; synchronizes with the device once.
-        """
+        Collective; synchronizes with the device once."""
         sums = [torch.stack(self._recorded).sum(0)] if self._recorded else []
         self._recorded.clear()
         metrics = torch.cat([torch.stack(list(losses)).double(), *sums]).cpu()
@@ -182,11 +180,9 @@ class Utilization:
         return cls(fixed, with_row - fixed, plan.config.model.padded_vocab_size(), plan.ranks, device_peak)
 
     def metrics(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
-        """`flops_per_second` of one device, and `mfu`, its ratio to the device's peak, if that is known.
-
-        Includes the body, attention over full rows, and scores of the targets' candidates; excludes recomputation by
-        activation checkpointing. `candidates`: mean number of candidates per output, 0 for the whole vocabulary.
-        """
+        """`flops_per_second` of one device, and `mfu`, its ratio to the device's peak, if that is known. Includes the
+        body, attention over full rows, and scores of the targets' candidates; excludes recomputation by activation
+        checkpointing. `candidates`: mean number of candidates per output, 0 for the whole vocabulary."""
         flops = self.fixed_flops + self.row_flops * (round(candidates) or self.vocabulary_rows)
         flops_per_second = flops * tokens_per_second / self.devices
         mfu = {"mfu": flops_per_second / self.device_peak} if self.device_peak else {}
