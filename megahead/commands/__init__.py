@@ -1,6 +1,6 @@
-"""The sub-commands of `megahead`: one module each, whose `main` parses its own arguments.
+"""The sub-commands of `megahead`: one module each, whose `main` parses its arguments.
 
-A new one is such a module and a line here; code that does not deal with arguments belongs into the packages below.
+A new one is a module and a line here; code that does not handle arguments belongs into the packages below.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ COMMANDS: dict[str, dict[str, str]] = {
         "train_tokenizer": "train a tokenizer, or give one the tokens of encoders",
         "preprocess": "turn text into indexed datasets",
         "merge_datasets": "put several indexed datasets into one",
-        "inspect_dataset": "show what lies in a dataset, warn of what spoils training",
+        "inspect_dataset": "show a dataset, warn of what would spoil training",
     },
     "run": {
         "start": "from a folder of text to a model that writes, in minutes",
-        "doctor": "look at this machine: what is missing, what to do about it",
-        "estimate": "tell whether a run fits, and how long it takes",
+        "doctor": "check this machine: what is missing, what to do about it",
+        "estimate": "estimate whether a run fits, and how long it takes",
         "pretrain": "pretrain, fine-tune a head, or resume",
         "convert": "export a checkpoint to a Hugging Face folder, or import it",
         "generate": "continue prompts with a model",
     },
-    "judge": {
+    "evaluate": {
         "eval_harness": "score models with lm-eval on local task files",
         "finetune": "fine-tune models on GLUE, SuperGLUE and XNLI",
         "pseudo_perplexity": "compare encoders by pseudo-perplexity on texts",
-        "synonyms": "compare how close synonyms lie in input embeddings",
+        "synonyms": "compare the similarity of synonyms in input embeddings",
     },
-    "look": {
+    "inspect": {
         "plot": "draw the curves of one or several runs into one PNG",
         "report": "make one HTML page of one or several runs",
-        "inspect_checkpoint": "tell what a checkpoint holds, and whether it is valid",
+        "inspect_checkpoint": "show the content of a checkpoint, verify its files",
     },
 }
-"""By group, as docs/quickstart.md has them: the name of the module, and what the command does."""
+"""{group: {module: description}}, as in docs/quickstart.md."""

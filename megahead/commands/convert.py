@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megahead.hf.export import ExportReport
     from megahead.hf.revocabulary import RevocabularyReport
 METHODS = ("mean", "rarity", "random")
-"""Those of `megahead/hf/revocabulary.py`, whose import would take a second."""
+"""Copied from `megahead/hf/revocabulary.py`, whose import would take a second."""
 
 
 def main() -> None:
@@ -31,22 +31,22 @@ def main() -> None:
     if arguments.direction == "from-hf":
         from megahead.hf.published import from_hf
 
-        given = arguments.special_ids
-        special_ids = given and dict(zip(("mask_token", "cls_token", "sep_token"), given, strict=True))
+        ids = arguments.special_ids
+        special_ids = ids and dict(zip(("mask_token", "cls_token", "sep_token"), ids, strict=True))
         output = from_hf(arguments.model, arguments.output, special_ids=special_ids)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint, and model.yaml for the config")
     elif arguments.direction == "revocabulary":
         from megahead.hf.revocabulary import revocabulary
 
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
-        console.print(summary_of_rows(report))
+        console.print(revocabulary_summary(report))
     else:
-        for part in to_hf(arguments):
-            console.print(part)
+        for message in to_hf(arguments):
+            console.print(message)
 
 
 def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
-    """Exports, completes the card and uploads; what a user reads of each."""
+    """Exports, completes the model card and uploads; yields messages for the user."""
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
     from megahead.sharing import check_login, complete_card, push
@@ -67,13 +67,13 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
         card=CardMetadata(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
     )
     complete_card(report.folder, RunFolder.of(arguments.checkpoint).path)
-    yield summary(report)
+    yield export_summary(report)
     if arguments.push is not None:
         yield f"uploaded to {push(report.folder, arguments.push, private=arguments.private)}"
 
 
-def summary(report: ExportReport) -> str:
-    """An export, described in three to five lines."""
+def export_summary(report: ExportReport) -> str:
+    """Describes an export in three to five lines."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     lines = [
@@ -89,8 +89,8 @@ def summary(report: ExportReport) -> str:
     return "\n".join(lines)
 
 
-def summary_of_rows(report: RevocabularyReport) -> str:
-    """What became of a model's rows."""
+def revocabulary_summary(report: RevocabularyReport) -> str:
+    """Describes the new vocabulary: rows that were kept, averaged from pieces, and new."""
     return (
         f"wrote {report.folder}: a checkpoint for init.from_checkpoint, and model.yaml for the config; "
         f"{report.new_vocab_size:,} ids instead of {report.old_vocab_size:,}\n"
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors"
     add("--model", type=existing_path, required=True, metavar="DIR", help=kinds)
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
-    special = "ids of an encoder's mask, and of what begins and ends its rows, where its files do not name them"
+    special = "ids of an encoder's special tokens, if its files do not name them"
     add("--special-ids", type=int, nargs=3, metavar=("MASK", "CLS", "SEP"), help=special)
 
     add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument

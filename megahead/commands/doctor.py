@@ -1,11 +1,11 @@
-"""Checks this machine: what training needs, what is there, what is missing, and what to do about it.
+"""Checks this machine for what training needs: what is missing, and what to do about it.
 
 megahead doctor [--output-dir runs] [--hostfile launch/hostfile] [--port 29500]
 
 Every line is a check: ok, a note (works without it, slower or smaller), or a problem. Exit code 1 with any problem.
-Nothing is installed or changed; a few seconds.
+Installs and changes nothing; takes a few seconds.
 """
-# Python's own modules alone are imported at first: it prints its advice where nothing is installed yet.
+# Top-level imports are limited to the standard library, so that it runs before anything is installed.
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     subject: str
     state: Literal["ok", "note", "problem"]
-    found: str
+    detail: str
     advice: str = ""
 
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--hostfile", type=Path, help="DeepSpeed's list of hosts, for several nodes")
     parser.add_argument("--port", type=int, default=29500, help="where ranks will meet (default: 29500)")
     arguments = parser.parse_args()
-    leave_without("psutil", "rich", "torch")
+    require_packages("psutil", "rich", "torch")
     from rich.console import Console
 
     findings = [
@@ -58,7 +58,7 @@ def main() -> int:
         compiler(),
         *memory(),
         disk(arguments.output_dir),
-        connections(),
+        collectives(),
         port(arguments.port),
         *([] if arguments.hostfile is None else hosts(arguments.hostfile)),
     ]
@@ -68,8 +68,8 @@ def main() -> int:
     return int(problems > 0)
 
 
-def leave_without(*packages: str) -> None:
-    """Exits with one sentence if a package that the checks themselves need is not installed."""
+def require_packages(*packages: str) -> None:
+    """Exits with an error message if one of `packages` is not installed."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             sys.exit(
@@ -82,21 +82,21 @@ def table(findings: list[Finding]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, header_style="bold", pad_edge=False)
+    result = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("", "check", "found", "what to do"):
-        shown.add_column(column, overflow="fold")
+        result.add_column(column, overflow="fold")
     for finding in findings:
         state = Text(finding.state, style=STYLES[finding.state])
-        shown.add_row(state, *map(Text, (finding.subject, finding.found, finding.advice)))
-    return shown
+        result.add_row(state, *map(Text, (finding.subject, finding.detail, finding.advice)))
+    return result
 
 
 def packages() -> Iterator[Finding]:
-    """The packages that training imports, then those that make it faster."""
+    """Checks the packages that training imports, then those that make it faster."""
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it must guess
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it has to guess
     for name in ("torch", "deepspeed", "transformers", "lm_eval", "datasets"):
         yield package(name, "problem", "`make install`, or pip install megahead")
     if torch.cuda.is_available():
@@ -104,14 +104,14 @@ def packages() -> Iterator[Finding]:
         yield package("triton", "note", "pip install triton: the kernel of the loss")
 
 
-def package(name: str, lack: Literal["note", "problem"], advice: str) -> Finding:
-    """Whether `name` can be imported, not only whether it is installed."""
+def package(name: str, failure_state: Literal["note", "problem"], advice: str) -> Finding:
+    """Checks that `name` can be imported, not only that it is installed."""
     try:
         importlib.import_module(name)
         return Finding(name, "ok", importlib.metadata.version(name.replace("_", "-")))
     except Exception as error:  # a package may fail to load in any way (a missing library, another CUDA)
         reason = " ".join(str(error).split())[:120]
-        return Finding(name, lack, f"{type(error).__name__}: {reason}", advice)
+        return Finding(name, failure_state, f"{type(error).__name__}: {reason}", advice)
 
 
 def devices() -> Iterator[Finding]:
@@ -119,31 +119,33 @@ def devices() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         advice = "small models only; check the driver with nvidia-smi if there is a GPU"
-        built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPUs"
-        yield Finding("GPU", "note", f"none seen; {built}", advice)
+        build = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPUs"
+        yield Finding("GPU", "note", f"none seen; {build}", advice)
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, sm_{properties.major}{properties.minor}"
-        half = properties.major >= 8
-        yield Finding(f"GPU {index}", "ok" if half else "note", found, "" if half else "no bf16: use precision: fp16")
+        detail = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, sm_{properties.major}{properties.minor}"
+        bf16 = properties.major >= 8
+        yield Finding(f"GPU {index}", "ok" if bf16 else "note", detail, "" if bf16 else "no bf16: use precision: fp16")
 
 
 def compiler() -> Finding:
-    """torch.compile and Triton build their kernels with it."""
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
+    """Checks for a C++ compiler, which torch.compile and Triton need to build kernels."""
+    path = shutil.which("g++") or shutil.which("clang++")
+    if path is None:
         return Finding("C++ compiler", "note", "none", "apt install g++: for engine.compile and Triton kernels")
-    return Finding("C++ compiler", "ok", found)
+    return Finding("C++ compiler", "ok", path)
 
 
 def memory() -> Iterator[Finding]:
     import psutil
 
-    there = psutil.virtual_memory()
-    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {pluralize(os.cpu_count() or 1, 'core')}"
-    low = there.available < 2 * GIB
-    yield Finding("memory", "note" if low else "ok", found, "close other programs: the demo takes 2 GiB" if low else "")
+    ram, cores = psutil.virtual_memory(), pluralize(os.cpu_count() or 1, "core")
+    detail = f"{ram.available / GIB:.1f} of {ram.total / GIB:.1f} GiB free, {cores}"
+    low = ram.available < 2 * GIB
+    yield Finding(
+        "memory", "note" if low else "ok", detail, "close other programs: the demo takes 2 GiB" if low else ""
+    )
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -153,25 +155,25 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Finding:
-    """Free space and write permission in the folder for runs."""
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    if not os.access(place, os.W_OK):
-        return Finding("disk", "problem", f"{place} cannot be written to", "name another --output-dir")
+    """Checks free space and write permission in the folder for runs, or its nearest existing parent."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        return Finding("disk", "problem", f"{existing} cannot be written to", "name another --output-dir")
     advice = "a checkpoint takes 12 bytes a parameter" if free < 10 * GIB else ""
-    return Finding("disk", "note" if advice else "ok", f"{free / GIB:.0f} GiB free at {place}", advice)
+    return Finding("disk", "note" if advice else "ok", f"{free / GIB:.0f} GiB free at {existing}", advice)
 
 
-def connections() -> Finding:
-    """torch's backends through which ranks can communicate."""
+def collectives() -> Finding:
+    """Checks torch.distributed's backends."""
     import torch
 
     backends = {"nccl": torch.distributed.is_nccl_available, "gloo": torch.distributed.is_gloo_available}
-    there = [name for name, available in backends.items() if available()]
+    available = [name for name, is_available in backends.items() if is_available()]
     needed = "nccl" if torch.cuda.is_available() else "gloo"
-    if needed not in there:
-        return Finding("collectives", "problem", ", ".join(there) or "none", f"install a torch with {needed}")
-    return Finding("collectives", "ok", ", ".join(there))
+    if needed not in available:
+        return Finding("collectives", "problem", ", ".join(available) or "none", f"install a torch with {needed}")
+    return Finding("collectives", "ok", ", ".join(available))
 
 
 def port(number: int) -> Finding:
@@ -187,7 +189,7 @@ def port(number: int) -> Finding:
 
 
 def hosts(hostfile: Path) -> Iterator[Finding]:
-    """Whether each line is `HOST slots=N`, and each host has an address and answers on SSH's port."""
+    """Checks that each line is `HOST slots=N`, and that each host has an address and accepts SSH connections."""
     try:
         lines = [line.split("#")[0].strip() for line in hostfile.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeError) as error:
@@ -195,8 +197,8 @@ def hosts(hostfile: Path) -> Iterator[Finding]:
         yield Finding("hostfile", "problem", f"{hostfile}: {reason}", "see launch/hostfile for an example")
         return
     for line in filter(None, lines):
-        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
-        yield Finding("hostfile", "problem", line, "write HOST slots=N") if found is None else host(found[1])
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        yield Finding("hostfile", "problem", line, "write HOST slots=N") if match is None else host(match[1])
 
 
 def host(name: str, connect: Callable[..., socket.socket] = socket.create_connection) -> Finding:

@@ -1,4 +1,4 @@
-"""Estimates from a config alone whether a run fits into memory, which ZeRO stage it needs, and how long it takes.
+"""Estimates from a config whether a run fits into memory, which ZeRO stage it needs, and how long it takes.
 
 megahead estimate --config configs/NAME.yaml --world-size 8 --memory 80 --peak 312 [--utilization 0.4] [--set a.b=c ...]
 """
@@ -45,12 +45,12 @@ def main() -> None:
         console.print(line)
     console.print(memory_table(plan, arguments.memory))
     console.print(verdict(plan, arguments.memory))
-    speed = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
-    console.print(time_taken(config, speed))
+    flops_per_second = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
+    console.print(training_time(config, flops_per_second))
 
 
 def parameter_lines(config: RunConfig) -> list[str]:
-    """Parameters, and operations per token with their parts, of each phase."""
+    """Parameters of the run; FLOPs per token, with the shares of its parts, for each phase."""
     counts = run_parameters(config)
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
     total += f", generator {counts.generator:,}" if counts.generator else ""
@@ -58,8 +58,8 @@ def parameter_lines(config: RunConfig) -> list[str]:
     lines = [total]
     for phase_name, phase in zip(phase_names(phases), phases, strict=True):
         flops = _flops(phase.config)
-        parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
-        shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
+        flops_by_part = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
+        shares = ", ".join(f"{part} {value / flops.total:.0%}" for part, value in flops_by_part.items())
         lines.append(f"{flops.total / 1e9:.3g} GFLOP a token ({phase_name}): {shares}")
     return lines
 
@@ -68,15 +68,15 @@ def _flops(config: RunConfig) -> FlopsPerToken:
     return run_flops(config, candidate_rows(config))
 
 
-def stages(config: RunConfig) -> list[int]:
-    """ZeRO stages that work with the run's precision."""
+def zero_stages(config: RunConfig) -> list[int]:
+    """ZeRO stages that support the run's precision."""
     return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
 
 
 def memory_table(plan: RunPlan, budget: float) -> Table:
-    """GiB per rank, a column for each stage and a line for each part."""
+    """GiB per rank: a column per ZeRO stage, a line per part of memory."""
     mesh = f"{plan.config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"
-    memory = {stage: rank_memory(plan, stage) for stage in stages(plan.config)}
+    memory = {stage: rank_memory(plan, stage) for stage in zero_stages(plan.config)}
     table = Table(title=f"GiB a rank on {mesh}, {plan.config.engine.precision}")
     table.add_column("")
     for stage in memory:
@@ -90,19 +90,19 @@ def memory_table(plan: RunPlan, budget: float) -> Table:
 
 def verdict(plan: RunPlan, budget: float) -> str:
     """The lowest stage that fits, or what to change."""
-    fitting = [s for s in stages(plan.config) if rank_memory(plan, s).total <= budget * GIB]
-    if fitting:
-        return f"ZeRO {fitting[0]} is enough (the config has {plan.zero_stage})."
+    fitting_stages = [stage for stage in zero_stages(plan.config) if rank_memory(plan, stage).total <= budget * GIB]
+    if fitting_stages:
+        return f"ZeRO {fitting_stages[0]} is enough (the config has {plan.zero_stage})."
     return f"No stage fits: {', or '.join(memory_reductions(plan, 3))}."
 
 
-def time_taken(config: RunConfig, speed: float) -> str:
-    """How long the run takes at `speed` operations a second."""
-    if speed <= 0:
-        raise ConfigError("--peak x --utilization", "be above 0", got=speed)
+def training_time(config: RunConfig, flops_per_second: float) -> str:
+    """The estimated duration of the run."""
+    if flops_per_second <= 0:
+        raise ConfigError("--peak x --utilization", "be above 0", got=flops_per_second)
     tokens = config.training.steps * config.tokens_per_step()
-    operations = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
-    hours = operations * config.tokens_per_step() / speed / 3600
+    step_flops = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
+    hours = step_flops * config.tokens_per_step() / flops_per_second / 3600
     days = f"{hours / 24:,.3g} days" if hours >= 48 else f"{hours:,.3g} hours"
-    time_needed = days if hours >= 2 else pluralize(60 * hours, "minute", ",.3g")
-    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {time_needed}."
+    duration = days if hours >= 2 else pluralize(60 * hours, "minute", ",.3g")
+    return f"{tokens:,} tokens at {flops_per_second / 1e12:,.4g} TFLOP/s (--peak x --utilization): {duration}."

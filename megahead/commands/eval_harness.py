@@ -2,7 +2,7 @@
 
 megahead eval-harness --model runs/headless runs/vanilla --data data --tasks lambada_openai,sciq --output scores.json
 
-Checkpoints of runs along their training make a curve over tokens:
+Checkpoints of one or several runs give a curve over tokens:
 megahead eval-harness --model runs/headless/checkpoints/step-* --data data --tasks sciq --curve sciq.png
 
 An interrupted call continues where it was: results in `--output` are not computed again. lm-eval's own command line
@@ -32,10 +32,10 @@ from megahead.terminal import terminal
 if TYPE_CHECKING:
     from megahead.hf.export import Origin
 
-PAPER = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
+PAPER_TASKS = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
 
-OF_ENCODERS = "blimp"
+ENCODER_TASKS = "blimp"
 """`blimp_paradigms` scores the same pairs, and prints 67 numbers more."""
 
 
@@ -49,13 +49,13 @@ def main() -> None:
     console = terminal()
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
-    kept = ResultsFile(arguments.output)
+    results_file = ResultsFile(arguments.output)
     from megahead.hf.export import ensure_hf_folder, read_origin
 
     folders = {model: ensure_hf_folder(model) for model in arguments.model}
-    curve = {model: read_origin(folder) for model, folder in folders.items()} if arguments.curve else {}
+    origins = {model: read_origin(folder) for model, folder in folders.items()} if arguments.curve else {}
     limits = arguments.limit, arguments.batch_size
-    results = [evaluate_model(model, folder, files, kept, *limits) for model, folder in folders.items()]
+    results = [evaluate_model(model, folder, files, results_file, *limits) for model, folder in folders.items()]
     if results:
         console.print(table(results))
     for result in results:
@@ -63,12 +63,12 @@ def main() -> None:
             console.print(f"{result.model}, {note}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
-    if curve:
+    if origins:
         from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
         points = [
-            TaskPoint(name, place.tokens, task.task, *astuple(score))
-            for name, place, result in zip(names_of_runs(curve, folders), curve.values(), results, strict=True)
+            TaskPoint(name, run.tokens, task.task, *astuple(score))
+            for name, run, result in zip(run_names(origins, folders), origins.values(), results, strict=True)
             for task in result.tasks
             for score in task.scores
         ]
@@ -76,36 +76,41 @@ def main() -> None:
 
 
 def default_tasks(models: Sequence[Path]) -> str:
-    """Those of the paper; where one of the models is an encoder, those that all of them can be scored on."""
+    """The paper's tasks; if one of the models is an encoder, tasks that suit both kinds of models."""
     if not models:
-        return PAPER
+        return PAPER_TASKS
     from megahead.hf.export import ensure_hf_folder
     from megahead.hf.published import is_encoder
 
-    return OF_ENCODERS if any(is_encoder(ensure_hf_folder(model)) for model in models) else PAPER
+    return ENCODER_TASKS if any(is_encoder(ensure_hf_folder(model)) for model in models) else PAPER_TASKS
 
 
 def evaluate_model(
-    model: Path, folder: Path, files: Mapping[str, Path], kept: ResultsFile, limit: int | None, batch_size: int | None
+    model: Path,
+    folder: Path,
+    files: Mapping[str, Path],
+    results_file: ResultsFile,
+    limit: int | None,
+    batch_size: int | None,
 ) -> HarnessResult:
-    """Results of all tasks in the order requested; those in `kept` are not computed again, others are added to it."""
-    found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
-    missing = {task: file for task, file in files.items() if found[task] is None}
+    """Results of all tasks in the order of `files`. Reuses those in `results_file`, and adds the others to it."""
+    results = {task: results_file.find(model, folder, task, file, limit) for task, file in files.items()}
+    missing = {task: file for task, file in files.items() if results[task] is None}
     if missing:
         from megahead.evaluate.harness import evaluate_tasks
 
         for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
-            kept.add(model, folder, files[result.task], result)
-            found[result.task] = result
-    return HarnessResult(str(model), [result for result in found.values() if result])
+            results_file.add(model, folder, files[result.task], result)
+            results[result.task] = result
+    return HarnessResult(str(model), [result for result in results.values() if result])
 
 
-def names_of_runs(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> list[str]:
-    """The name of each model's run; runs that share one are named by their folders, where those are known."""
-    homes = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
-    known = {(origins[model].run, home) for model, home in homes.items()}
-    shared = Counter(name for name, _ in known)
-    return [homes.get(model, run.run) if shared[run.run] > 1 else run.run for model, run in origins.items()]
+def run_names(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> list[str]:
+    """The name of each model's run; runs of the same name are named by their folders, if known."""
+    run_folders = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
+    runs = {(origins[model].run, run_folder) for model, run_folder in run_folders.items()}
+    count = Counter(name for name, _ in runs)
+    return [run_folders.get(model, run.run) if count[run.run] > 1 else run.run for model, run in origins.items()]
 
 
 def table(results: Sequence[HarnessResult]) -> Table:
@@ -119,7 +124,7 @@ def table(results: Sequence[HarnessResult]) -> Table:
 
 
 def cell(score: Score) -> str:
-    """Value ± standard error, if there is one."""
+    """The value, with ± its standard error if known."""
     return f"{score.value:.4g}" + ("" if score.stderr is None else f" ± {score.stderr:.2g}")
 
 
@@ -127,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=existing_or_fetched, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
-    default = f"default: {PAPER}; with an encoder {OF_ENCODERS}"
+    default = f"default: {PAPER_TASKS}; with an encoder {ENCODER_TASKS}"
     add("--tasks", metavar="A,B", help=f"of {', '.join(TASKS)} ({default})")
     published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"
     add("--data", type=existing_path, metavar="DIR", help=published)

@@ -1,10 +1,10 @@
-"""Fine-tunes models on GLUE, SuperGLUE and XNLI, with the paper's settings unless others are given.
+"""Fine-tunes models on GLUE, SuperGLUE and XNLI, by default with the paper's settings.
 
 megahead finetune --model exports/headless exports/vanilla --task glue superglue --data data --output glue.json
 megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
 
-`glue`, `superglue` and `xnli` stand for all their tasks that `--data` holds. `xnli/fr` trains on French and is tested
-in every language at hand. Runs whose results are in `--output` are not repeated: an interrupted call continues.
+`glue`, `superglue` and `xnli` stand for all their tasks in `--data`. `xnli/fr` trains on French and is tested in every
+available language. Runs with results in `--output` are not repeated: an interrupted call continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
     console = terminal(soft_wrap=True)
-    tasks = [load(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
+    tasks = [load_with_settings(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
     for data, _ in tasks:
         if data.num_skipped:
             console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
@@ -48,14 +48,16 @@ def main() -> None:
     initial_models = [InitialModel(str(model), ensure_classifier_folder(model)) for model in arguments.model]
     if arguments.floor:
         initial_models.append(InitialModel("random weights", initial_models[0].folder, random_weights=True))
-    kept = FineTuningResults(arguments.output)
-    results = Comparison(initial_models, tasks, range(arguments.seeds), kept).run(console.print)
+    results_file = FineTuningResults(arguments.output)
+    results = Comparison(initial_models, tasks, range(arguments.seeds), results_file).run(console.print)
     console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
 
 
-def load(name: str, sources: DataSource, arguments: argparse.Namespace) -> tuple[TaskData, FineTuningSettings]:
-    """A task with its settings."""
+def load_with_settings(
+    name: str, sources: DataSource, arguments: argparse.Namespace
+) -> tuple[TaskData, FineTuningSettings]:
+    """A task's data and fine-tuning settings."""
     languages = arguments.languages.split(",")
     unknown = [language for language in languages if language not in XNLI_LANGUAGES]
     if unknown:

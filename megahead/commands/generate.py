@@ -1,17 +1,17 @@
-"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with a trained head where it has one,
-else one that needs no training).
+"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint, with its trained head or else the
+training-free one.
 
 megahead generate --model runs/headless --prompt "The capital of France" "Once upon a time"
 megahead generate --model runs/headless --file prompts.txt    # a prompt a line
-megahead generate --model runs/headless --interactive         # you and the model by turns, until an empty line
+megahead generate --model runs/headless --interactive         # you and the model take turns, until an empty line
 
-In --interactive each line that you type continues what stands there; `/new` begins a text, `/temperature 0.5` changes
-how words are drawn.
+With --interactive each line that you type continues the text so far; `/new` starts a new text, `/temperature 0.5`
+changes the temperature.
 
 An encoder (one trained by masked diffusion) writes --max-new-tokens tokens after a prompt, in random order, in --passes
-passes through the model.
+forward passes.
 
-`--output runs/headless/samples.jsonl` keeps them where `megahead report` finds them.
+`--output runs/headless/samples.jsonl` saves prompts and texts for `megahead report`.
 """
 
 from __future__ import annotations
@@ -40,47 +40,47 @@ def main() -> None:
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = terminal(soft_wrap=True)
     if arguments.interactive:
-        by_turns(console, load_model(arguments.model, arguments.seed, arguments.passes), arguments)
+        run_interactive(console, load_model(arguments.model, arguments.seed, arguments.passes), arguments)
         return
-    prompts = given_prompts(arguments.prompt, arguments.file)
-    go_on = load_model(arguments.model, arguments.seed, arguments.passes)
+    prompts = read_prompts(arguments.prompt, arguments.file)
+    continue_text = load_model(arguments.model, arguments.seed, arguments.passes)
     for prompt in prompts:
         console.print(prompt, style="bold", end="")
-        text = go_on(prompt, arguments.max_new_tokens, sampling)
+        text = continue_text(prompt, arguments.max_new_tokens, sampling)
         console.print(text, end="\n\n")
-        keep(arguments.output, prompt, text)
+        append_sample(arguments.output, prompt, text)
 
 
-def by_turns(console: Console, go_on: Callable[..., str], arguments: argparse.Namespace) -> None:
-    """Each line that is typed continues the text so far, and the model continues that, printing as it writes."""
+def run_interactive(console: Console, continue_text: Callable[..., str], arguments: argparse.Namespace) -> None:
+    """Alternates between the user and the model: each appends to the text; prints tokens as they are generated."""
     from megahead.evaluate.generation import sampling_options
 
     text, temperature = "", arguments.temperature
-    for typed in typed_lines(console):
-        if typed == "/new":
+    for line in input_lines(console):
+        if line == "/new":
             text = ""
             continue
-        if typed.startswith("/"):
+        if line.startswith("/"):
             try:
-                temperature = new_temperature(typed)
+                temperature = parse_temperature(line)
             except UserError as error:
                 console.print(str(error))
             continue
-        text += typed
+        text += line
         sampling = sampling_options(temperature, arguments.top_k, arguments.top_p)
-        written = go_on(text, arguments.max_new_tokens, sampling, stream=partial(console.print, end=""))
+        continuation = continue_text(text, arguments.max_new_tokens, sampling, stream=partial(console.print, end=""))
         console.print("\n")
-        keep(arguments.output, text, written)
-        text += written
+        append_sample(arguments.output, text, continuation)
+        text += continuation
 
 
-def new_temperature(typed: str) -> float:
-    """Of `/temperature X`; UserError for another word, or a number that it cannot be."""
+def parse_temperature(line: str) -> float:
+    """X of `/temperature X`; UserError for another command, or an invalid number."""
     from megahead.evaluate.generation import sampling_options
 
-    command, _, value = typed.partition(" ")
+    command, _, value = line.partition(" ")
     if command != "/temperature":
-        raise FieldError("what begins with /", "be /new or /temperature X", got=typed)
+        raise FieldError("what begins with /", "be /new or /temperature X", got=line)
     try:
         temperature = float(value)
     except ValueError:
@@ -89,17 +89,16 @@ def new_temperature(typed: str) -> float:
     return temperature
 
 
-def keep(output: Path | None, prompt: str, text: str) -> None:
-    """Adds a line to `output`."""
+def append_sample(output: Path | None, prompt: str, text: str) -> None:
+    """Appends a JSON line to `output`, if there is one."""
     if output is not None:
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
 def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]:
-    """What continues (prompt, most tokens, how to sample; `stream` receives the text as it is written) with the model,
-    on a GPU if there is one; seeds torch's random numbers with `seed`. A run or checkpoint is exported first, unless it
-    has been (RUN/exports)."""
+    """Returns continue_text(prompt, max_new_tokens, sampling, stream=callback for text) of the model, on a GPU if there
+    is one. Seeds torch with `seed`. Exports a run or checkpoint unless RUN/exports has it."""
     import torch
 
     from megahead.evaluate.generation import generate_by_unmasking, generate_continuation
@@ -110,17 +109,17 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
     encoder = is_encoder(folder)
     if passes is not None and not encoder:
         raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
-    loaded = (load_masked if encoder else load_causal)(folder)
-    loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    network = (load_masked if encoder else load_causal)(folder)
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     tokenizer = load_tokenizer_folder(folder)
     report = terminal(stderr=True, soft_wrap=True).print
     if encoder:
-        return partial(generate_by_unmasking, loaded, tokenizer, passes=passes, report=report)
-    return partial(generate_continuation, loaded, tokenizer, report=report)
+        return partial(generate_by_unmasking, network, tokenizer, passes=passes, report=report)
+    return partial(generate_continuation, network, tokenizer, report=report)
 
 
-def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, or the lines of `file`."""
     if file is None:
         for prompt in prompts or ():
@@ -138,8 +137,8 @@ def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     return lines
 
 
-def typed_lines(console: Console) -> Iterator[str]:
-    """Lines as they are typed, until an empty one or the end of input; arrows bring earlier ones back."""
+def input_lines(console: Console) -> Iterator[str]:
+    """Lines of input until an empty one or the end, with a history by arrow keys."""
     with suppress(ImportError):
         import readline  # noqa: F401 - importing it is enough
     with suppress(EOFError):
@@ -154,13 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
     prompts.add_argument("--file", type=existing_path, metavar="FILE", help="a prompt a line")
-    prompts.add_argument("--interactive", action="store_true", help="you and the model by turns, until an empty line")
-    most = "longest continuation (default: 64)"
-    add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=most)
+    prompts.add_argument("--interactive", action="store_true", help="take turns with the model, until an empty line")
+    tokens = "longest continuation (default: 64)"
+    add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=tokens)
     add("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
     add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
-    add("--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line")
+    add("--output", type=Path, metavar="FILE", help="append prompts and texts to it as JSON lines")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     return parser

@@ -1,4 +1,4 @@
-"""Shows what a checkpoint holds, and whether it is undamaged: `megahead inspect-checkpoint RUN_OR_STEP_FOLDER`."""
+"""Shows the content of a checkpoint, and whether it is valid: `megahead inspect-checkpoint RUN_OR_STEP_FOLDER`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    place = "a step folder, a checkpoints folder, a run folder, or its URL"
-    parser.add_argument("folder", type=existing_or_fetched, help=place)
+    folder_help = "a step folder, a checkpoints folder, a run folder, or its URL"
+    parser.add_argument("folder", type=existing_or_fetched, help=folder_help)
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
     from megahead.checkpoints.disk import orphaned_in  # needs torch

@@ -1,4 +1,4 @@
-"""Shows what an indexed dataset holds, compares its checksums and warns of flaws that would spoil training.
+"""Shows the content of an indexed dataset, verifies its checksums and warns of flaws that would spoil training.
 
 megahead inspect-dataset PREFIX --tokenizer tokenizer.json
 """
@@ -17,33 +17,34 @@ from megahead.terminal import terminal
 from megahead.wording import pluralize
 
 BAR_WIDTH = 40
-TOKENS_SHOWN = 128
+MAX_TOKENS = 128
 
 
 def main() -> None:
-    arguments = parse()
-    given = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
+    arguments = parse_arguments()
+    tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
     with ProgressBar("Reading") as bar:
         inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
     dataset, console = inspection.dataset, terminal()
-    beside = dataset.tokenizer_path()
-    tokenizer = load_tokenizer(beside) if given is None and beside is not None else given
-    known = None if dataset.info is None else dataset.info.end_token
-    end_token = (known or 0) if arguments.end_token is None else arguments.end_token
+    dataset_tokenizer = dataset.tokenizer_path()
+    if tokenizer is None and dataset_tokenizer is not None:
+        tokenizer = load_tokenizer(dataset_tokenizer)
+    default_end_token = None if dataset.info is None else dataset.info.end_token
+    end_token = (default_end_token or 0) if arguments.end_token is None else arguments.end_token
     table = Table("", arguments.prefix, show_header=True)
     for name, value in inspection.facts(end_token):
         table.add_row(name, value)
     console.print(table)
-    console.print(lengths(inspection))
+    console.print(length_histogram(inspection))
     count = len(inspection.dataset)
-    spread = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
-    for i in sorted(set(arguments.sequence or spread)):
-        show(console, inspection, i, tokenizer)
+    samples = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
+    for i in sorted(set(arguments.sequence or samples)):
+        show_sequence(console, inspection, i, tokenizer)
     for warning in inspection.warnings(end_token, tokenizer):
         console.print(f"warning: {warning}", style="bold yellow", soft_wrap=True)
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="path of the .bin and .idx files, without ending")
     tokenizer = "tokenizer.json or .model, to show text (default: the dataset's)"
@@ -56,20 +57,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def lengths(inspection: Inspection) -> Table:
-    """The histogram of sequence lengths."""
+def length_histogram(inspection: Inspection) -> Table:
+    """A table of sequence lengths with bars."""
     table = Table("tokens", "sequences", "", show_header=True)
     rows = inspection.histogram()
-    most = max((count for _, count in rows), default=1)
-    for span, count in rows:
-        table.add_row(span, f"{count:,}", "█" * -(-BAR_WIDTH * count // most))
+    max_count = max((count for _, count in rows), default=1)
+    for lengths, count in rows:
+        table.add_row(lengths, f"{count:,}", "█" * -(-BAR_WIDTH * count // max_count))
     return table
 
 
-def show(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
-    """How sequence `i` begins, as ids and as text."""
+def show_sequence(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
+    """Prints the beginning of sequence `i`, as ids and as text."""
     tokens = inspection.sequence(i)
     console.print(f"sequence {i:,} ({pluralize(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
     if tokenizer is not None:
-        known = tokens[:TOKENS_SHOWN][tokens[:TOKENS_SHOWN] < tokenizer.vocab_size]
+        known = tokens[:MAX_TOKENS][tokens[:MAX_TOKENS] < tokenizer.vocab_size]
         console.print(tokenizer.decode(known))

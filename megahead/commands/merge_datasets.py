@@ -1,7 +1,7 @@
 """Concatenates several indexed datasets into one, in the order given, with their document boundaries.
 
 megahead merge-datasets --input data/pile/00 data/pile/01 --output data/pile-2
-megahead merge-datasets --input data/pile --output data/pile-all      (a folder: all it holds, by name)
+megahead merge-datasets --input data/pile --output data/pile-all      (a folder: all its datasets, by name)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, metavar="PREFIX", help="a new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
     arguments = parser.parse_args()
-    prefixes = [prefix for given in arguments.input for prefix in datasets_of(Path(given))]
+    prefixes = [prefix for path in arguments.input for prefix in find_datasets(Path(path))]
     with ProgressBar("Merging") as bar:
         merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
     print(
@@ -31,11 +31,11 @@ def main() -> None:
     )
 
 
-def datasets_of(given: Path) -> list[Path]:
-    """`given` itself if it is a prefix; of a folder, its datasets' prefixes by name, without held-out parts."""
-    if not given.is_dir():
-        return [given]
-    found = [path.with_suffix("") for path in sorted(given.glob("*.idx")) if not path.stem.endswith("-validation")]
-    if not found:
-        raise DataError(f"`{given}` must hold datasets (.idx and .bin), but holds none.")
-    return found
+def find_datasets(path: Path) -> list[Path]:
+    """The prefixes of all datasets in the folder `path`, by name, without held-out parts; else `path` as a prefix."""
+    if not path.is_dir():
+        return [path]
+    prefixes = [index.with_suffix("") for index in sorted(path.glob("*.idx")) if not index.stem.endswith("-validation")]
+    if not prefixes:
+        raise DataError(f"`{path}` must hold datasets (.idx and .bin), but holds none.")
+    return prefixes

@@ -32,12 +32,12 @@ def main() -> None:
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
     points = [point for run in runs for point in logged_points(run)]
     if points:
-        drawn = save_figure(draw_task_curves(points), output.with_name(f"{output.stem}-tasks{output.suffix}"))
-        console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)
+        path = save_figure(draw_task_curves(points), output.with_name(f"{output.stem}-tasks{output.suffix}"))
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 
 
 def last_values(run: RunMetrics) -> dict[str, object]:
-    """A run's latest values: one row of the printed table."""
+    """The last values of a run, one row of the printed table."""
     last = max((*run.training, *run.validation), key=lambda record: record["step"])
     row: dict[str, object] = {"run": run.name, **{key: last[key] for key in ("step", "tokens", "seconds")}}
     if run.training:

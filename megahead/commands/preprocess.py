@@ -4,8 +4,8 @@ megahead preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --output
 megahead preprocess --input 'pile/*.jsonl.zst' --tokenizer 20B_tokenizer.json --output data/pile --per-file \
     --drop meta.pile_set_name=Books3
 
-With --per-file every input file becomes a dataset of its own in the folder --output; run the same command again after
-it was killed and it continues. `megahead merge-datasets` makes one dataset of them.
+With --per-file every input file becomes a dataset in the folder --output; the same command continues after it was
+killed. `megahead merge-datasets` makes one dataset of them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megahead.errors import FieldError
 from megahead.remote_files import local_file
 from megahead.wording import pluralize
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # starting unused threads takes 0.05 s a process
 
-PLACES_SHOWN = 10
+MAX_LOCATIONS = 10
 
 
 def main() -> None:
-    arguments = parse()
+    arguments = parse_arguments()
     wanted, unwanted = parse_conditions("--keep", arguments.keep), parse_conditions("--drop", arguments.drop)
     tail = arguments.holdout_tail
     recipe = Recipe(
         tokenizer=Path(local_file(arguments.tokenizer)),
         selection=Selection(as_text_key(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
-        holdout=None if arguments.holdout is None else parse_holdout(fraction("--holdout", arguments.holdout)),
-        holdout_tail=None if tail is None else parse_holdout(fraction("--holdout-tail", tail)),
+        holdout=None if arguments.holdout is None else parse_holdout(parse_fraction("--holdout", arguments.holdout)),
+        holdout_tail=None if tail is None else parse_holdout(parse_fraction("--holdout-tail", tail)),
         on_error=arguments.on_error,
         end_inside=arguments.end_inside,
     )
@@ -54,7 +54,7 @@ def main() -> None:
     print(describe_report(arguments.output, report, time.monotonic() - started))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     inputs = ".jsonl, .json, .csv, .tsv, .txt and .md (the whole file is one document), all may be compressed (.gz, "
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fraction(field: str, text: str) -> Fraction:
+def parse_fraction(field: str, text: str) -> Fraction:
     try:
         return Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -90,7 +90,7 @@ def fraction(field: str, text: str) -> Fraction:
 
 
 def describe_report(output: str, report: PreprocessReport, seconds: float) -> str:
-    """The final report: counts first, then where something was left out."""
+    """The final report: counts, then the documents that were skipped."""
     per_token = report.text_bytes / max(report.tokens - report.documents, 1)
     lines = [
         f"{output}: {pluralize(report.documents, 'document')} ({report.held_out:,} of them held out, "
@@ -102,15 +102,15 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
         lines.append(f"  {pluralize(report.left_out, 'document')} not wanted (--keep, --drop)")
     if report.end_inside:
         lines.append(f"  end tokens that texts spell, where documents seem to end: {report.end_inside:,}")
-    lines += shown("empty", report.skipped, report.empty_places)
-    lines += shown("broken, skipped", report.broken, report.problems)
+    lines += location_lines("empty", report.skipped, report.empty_places)
+    lines += location_lines("broken, skipped", report.broken, report.problems)
     return "\n".join(lines)
 
 
-def shown(what: str, count: int, places: list[str]) -> list[str]:
-    """Lists the first places, one per line, then how many more there are."""
+def location_lines(label: str, count: int, locations: list[str]) -> list[str]:
+    """Lists the first locations, one per line, then the number of others."""
     if not count:
         return []
-    some = places[:PLACES_SHOWN]
-    more = [f"    and {count - len(some):,} more"] if count > len(some) else []
-    return [f"  {what}: {count:,}", *(f"    {place}" for place in some), *more]
+    first = locations[:MAX_LOCATIONS]
+    more = [f"    and {count - len(first):,} more"] if count > len(first) else []
+    return [f"  {label}: {count:,}", *(f"    {location}" for location in first), *more]

@@ -1,9 +1,9 @@
-"""Pretrains, fine-tunes a head, or resumes, in one process or many; the same command again continues where it was.
+"""Pretrains, fine-tunes a head, or resumes, in one process or many; the same command again resumes the run.
 
 megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR|URL]
 megahead pretrain --config ... --dry-run [--world-size N]
 
-On several ranks (in a checkout launch/pretrain.py is the same, and what DeepSpeed's launcher starts):
+On several ranks (launch/pretrain.py in a checkout is the same, for DeepSpeed's launcher):
 torchrun --nproc_per_node 2 -m megahead pretrain --config ...
 deepspeed --num_accelerators 2 launch/pretrain.py --config ...
 """
@@ -25,42 +25,42 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.errors import UserError, print_error, run_command
 
-_LEAVES = 75
-"""EX_TEMPFAIL: the node leaves a run that is not at its end, as torchrun thinks when all ranks of a node exit 0."""
+_LEAVE_CODE = 75
+"""EX_TEMPFAIL: the node leaves an unfinished elastic run; torchrun takes exit code 0 of all its ranks for the end."""
 
-_INTERRUPTED = 130
-"""As shells have it of what Ctrl-C ended. Ranks of a launcher leave that to the launcher, which had it as well."""
+_INTERRUPT_CODE = 130
+"""The shell convention for Ctrl-C. Not used under a launcher, which gets the signal as well."""
 
 
 def main() -> None:
-    """Ends the process; after an error at once, since other ranks may wait, and only one of them prints the error."""
+    """Runs the command and exits; after an error immediately, since threads may wait for other ranks."""
     run_command(run, immediate_exit=True, report=report_once)
 
 
 def run() -> None:
-    arguments = parse()
+    arguments = parse_arguments()
     config = load_config(arguments.config, arguments.set)
     if arguments.dry_run:
-        print(described(config, arguments.world_size))
+        print(describe(config, arguments.world_size))
         return
-    share_cores(os.environ)
+    split_cores(os.environ)
     from megahead.distributed.launch import read_launch
     from megahead.train.run import pretrain
 
     launch = read_launch(os.environ)
-    done = pretrain(config, launch, arguments.resume)
+    result = pretrain(config, launch, arguments.resume)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
-    if done.ending == "stopped" and arguments.stopped_code is not None:
+        signal.signal(number, signal.SIG_IGN)  # a launcher's second signal must not change the exit code
+    if result.ending == "stopped" and arguments.stopped_code is not None:
         sys.exit(arguments.stopped_code)
-    if done.ending == "stopped":
-        alone = launch.world_size == 1 and "WORLD_SIZE" not in os.environ
-        sys.exit(_LEAVES if config.parallel.elastic else _INTERRUPTED if alone and done.interrupted else 0)
+    if result.ending == "stopped":
+        ctrl_c = result.interrupted and launch.world_size == 1 and "WORLD_SIZE" not in os.environ
+        sys.exit(_LEAVE_CODE if config.parallel.elastic else _INTERRUPT_CODE if ctrl_c else 0)
 
 
-def share_cores(environment: Mapping[str, str]) -> None:
-    """Leaves each rank of this machine its part of the cores under DeepSpeed's launcher, where each would take all,
-    unless OMP_NUM_THREADS sets how many threads it has. torchrun gives each rank one."""
+def split_cores(environment: Mapping[str, str]) -> None:
+    """Divides this machine's cores among its ranks under DeepSpeed's launcher, where each rank would use all, unless
+    OMP_NUM_THREADS is set. torchrun gives each rank one thread."""
     import torch
 
     ranks = environment.get("LOCAL_SIZE", "")
@@ -68,7 +68,7 @@ def share_cores(environment: Mapping[str, str]) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(ranks)))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", required=True, help="the run's YAML file, or the name of one that ships")
@@ -76,15 +76,15 @@ def parse() -> argparse.Namespace:
     add("--resume", default="auto", help="auto (default), never, or a checkpoint's folder or URL")
     add("--dry-run", action="store_true", help="print the resolved run and stop")
     add("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
-    stopped = f"exit code after a signal (default: 0, or {_INTERRUPTED} after Ctrl-C without a launcher; "
-    stopped += f"{_LEAVES} with parallel.elastic, by which other nodes go on)"
+    stopped = f"exit code after a signal (default: 0, or {_INTERRUPT_CODE} after Ctrl-C without a launcher; "
+    stopped += f"{_LEAVE_CODE} with parallel.elastic, by which other nodes go on)"
     add("--stopped-code", type=int, metavar="N", help=stopped)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     return parser.parse_args()
 
 
-def described(config: RunConfig, world_size: int) -> str:
-    """The resolved run, and which of its files are missing; UserError for one that cannot be used."""
+def describe(config: RunConfig, world_size: int) -> str:
+    """The resolved run and its missing files; UserError for a file that cannot be used."""
     from megahead.train.preflight import check_available_files, describe_files
 
     check_available_files(config)
@@ -96,12 +96,12 @@ def described(config: RunConfig, world_size: int) -> str:
 
 
 def report_once(message: str) -> None:
-    """Prints the error, on only one of the ranks that have it; torchrun repeats it as the last thing that it says."""
+    """Prints the error on only one of the ranks that raised it, and writes it to torchrun's error file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # its disk may be what is full
+        with suppress(OSError):  # a full disk may be the error
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
-        print_error(message)  # alone, without waiting for torch
+        print_error(message)  # without importing torch
         return
     from megahead.distributed.launch import print_error_once, read_launch
 

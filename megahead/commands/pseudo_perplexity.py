@@ -1,4 +1,4 @@
-"""Compares encoders by pseudo-perplexity on texts: every token predicted from all others of its text.
+"""Compares encoders by pseudo-perplexity on texts: each token is masked, and predicted from all others of its text.
 
 megahead pseudo-perplexity --model exports/headless exports/vanilla --input held-out.jsonl --texts 200
 """
@@ -33,6 +33,6 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     limits = {"max_length": arguments.max_length, "batch_size": arguments.batch_size}
     for model in arguments.model:
-        found = pseudo_perplexity(ensure_hf_folder(model), texts, **limits)
-        rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
+        result = pseudo_perplexity(ensure_hf_folder(model), texts, **limits)
+        rows.append({"model": str(model), "tokens": result.tokens, "pseudo-perplexity": result.perplexity()})
     terminal().print(to_rich(rows))

@@ -2,8 +2,8 @@
 
 megahead report runs/headless runs/vanilla --output report.html
 
-Nothing is loaded from anywhere when the page is opened. It shows the text that
-`megahead generate --model RUN --output RUN/samples.jsonl` made, and what `--geometry` measured at any time.
+The page loads no other files. It includes texts of `megahead generate --model RUN --output RUN/samples.jsonl`, and
+measurements of `--geometry`, also of earlier calls.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
-    geometry = (
-        "first measure, on held-out text, how much of the loss's gradient each checkpoint's head lets through, and "
-    )
+    geometry = "first measure, on held-out text, how much of the loss's gradient passes each checkpoint's head, and "
     geometry += "how evenly its outputs and embedding fill their space"
     parser.add_argument("--geometry", action="store_true", help=geometry)
     arguments = parser.parse_args()
@@ -31,7 +29,7 @@ def main() -> None:
             add_geometry(RunFolder.of(run))
     from megahead.report.read import read_runs
 
-    runs = read_runs(arguments.runs)  # what is wrong with them is reported before torch is imported
+    runs = read_runs(arguments.runs)  # reports errors before torch is imported
     from megahead.report.page import save_page
 
     output = arguments.output or RunFolder(arguments.runs[0]).report

@@ -1,13 +1,13 @@
-"""From text to a model that writes, in about ten minutes: tokenizer, ids, a headless run, its report, a model.
+"""From text to a model that writes, in about ten minutes: tokenizer, dataset, a headless run, its report, an export.
 
-megahead start my-texts                        # a folder with all that is in it, or a file
-megahead start my-texts --dry-run              # what would be done
+megahead start my-texts                        # a file, or all files in a folder
+megahead start my-texts --dry-run              # print the plan
 megahead start my-texts --minutes 60 --tokenizer tokenizer.json --folder big
 
 Text is .txt and .md (a file is a document), .jsonl, .json, .csv, .tsv, .parquet (a record is one), plain or packed
-(.gz, .zst); in records it is what lies under `text` or `content`, or else the longest. What cannot be read is named. A
-part of the text is held out, and the shape of the model and its steps are chosen by how fast this machine trains. The
-same command again goes on where it was.
+(.gz, .zst); in records the field `text` or `content`, or else the longest. Files that cannot be read are listed. A part
+of the text is held out; model size and steps are chosen by the training speed of this machine. The same command again
+resumes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=existing_path, metavar="T", help="tokenizer.json or .model (default: train one)"
     )
-    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="for all of it, about (default: 10)")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="where all of it goes (default: NAME-headless)")
+    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="about how long it takes (default: 10)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="for all results (default: NAME-headless)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     arguments = parser.parse_args()
     from megahead.quickstart import start

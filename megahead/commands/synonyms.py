@@ -1,7 +1,8 @@
-"""Compares how close WordNet's synonyms lie in models' input embeddings: Hugging Face folders, runs or checkpoints.
+"""Compares the similarity of WordNet's synonyms in models' input embeddings: Hugging Face folders, runs, checkpoints.
 
 megahead synonyms --model runs/headless runs/vanilla --output synonyms.png
 """
+# Shape suffixes: V ids, D dimensions, P pairs of words.
 
 from __future__ import annotations
 
@@ -33,25 +34,26 @@ def main() -> None:
     from megahead.hf.published import load_input_embedding
 
     pairs = synonym_pairs(arguments.wordnet)
-    found: dict[str, Similarities] = {}
+    results: dict[str, Similarities] = {}
     for model in arguments.model:
         weight_VD, tokenizer = load_input_embedding(model)
-        found[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+        results[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
     console = terminal()
-    console.print(table(found))
+    console.print(table(results))
     if arguments.output:
         from megahead.report.figures import draw_similarities, save_figure
 
-        console.print(f"wrote {save_figure(draw_similarities(found), arguments.output)}", soft_wrap=True)
+        console.print(f"wrote {save_figure(draw_similarities(results), arguments.output)}", soft_wrap=True)
 
 
-def table(found: dict[str, Similarities]) -> Table:
-    """Means of each model with their standard errors."""
+def table(results: dict[str, Similarities]) -> Table:
+    """Mean cosines of each model with their standard errors."""
     rows = []
-    for name, values in found.items():
+    for name, result in results.items():
         synonyms, random = (
-            f"{part.mean():.4f} ± {part.std() / len(part) ** 0.5:.4f}" for part in (values.synonyms_P, values.random_P)
+            f"{cosines_P.mean():.4f} ± {cosines_P.std() / len(cosines_P) ** 0.5:.4f}"
+            for cosines_P in (result.synonyms_P, result.random_P)
         )
-        row = {"model": name, "pairs": len(values.synonyms_P), "synonyms": synonyms, "random": random}
-        rows.append(row | {"gap": f"{values.gap():+.4f}"})
+        row = {"model": name, "pairs": len(result.synonyms_P), "synonyms": synonyms, "random": random}
+        rows.append(row | {"gap": f"{result.gap():+.4f}"})
     return to_rich(rows, right=["synonyms", "random", "gap"])

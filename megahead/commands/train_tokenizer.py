@@ -1,12 +1,12 @@
-"""Trains a tokenizer on text files and writes it as one tokenizer.json; or extends one, by what a text needs of it.
+"""Trains a tokenizer on text files and writes it as tokenizer.json; or extends one with tokens that a text needs.
 
 megahead train-tokenizer --input corpus.jsonl --vocab-size 16384 --type bpe --output tokenizer.json
 megahead train-tokenizer --extend 20B_tokenizer.json --output encoder_tokenizer.json
 megahead train-tokenizer --extend 20B_tokenizer.json --input hindi.jsonl --vocab-size 65536 --output tokenizer.json
 
---extend alone adds [CLS], [SEP] and [MASK]. With --input it adds tokens to byte-level BPE, up to V ids in all: those of
-its own pieces that the text needs most often together. Old ids stay; `megahead convert revocabulary` then gives a model
-rows for the new ones.
+--extend alone adds [CLS], [SEP] and [MASK]. With --input it adds tokens to byte-level BPE, up to V ids: the most
+frequent merges of existing tokens in the text. Old ids stay; `megahead convert revocabulary` then gives a model rows
+for the new ones.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megahead.remote_files import local_file
 
 
 def main() -> None:
-    arguments = parse()
-    kind = arguments.type if arguments.extend is None else "extended"
-    tokenizer = opened_tokenizer(arguments.extend) if arguments.input is None else trained(arguments)
+    arguments = parse_arguments()
+    tokenizer_type = arguments.type if arguments.extend is None else "extended"
+    tokenizer = open_tokenizer(arguments.extend) if arguments.input is None else train(arguments)
     if arguments.input is None or arguments.encoder:
         add_encoder_tokens(tokenizer)
     save_tokenizer(tokenizer, arguments.output)
-    print(f"{arguments.output}: {kind} with {tokenizer.get_vocab_size()} ids")
+    print(f"{arguments.output}: {tokenizer_type} with {tokenizer.get_vocab_size()} ids")
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="F", help="text to train on, as `megahead preprocess` takes it")
     parser.add_argument("--extend", metavar="T", help="add to this tokenizer.json instead of training a new one")
@@ -53,19 +53,19 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def trained(arguments: argparse.Namespace) -> Tokenizer:
-    """A new tokenizer of the chosen type, or the one to extend with what the texts need."""
+def train(arguments: argparse.Namespace) -> Tokenizer:
+    """Trains a new tokenizer of the chosen type, or extends an existing one."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with ProgressBar("Reading") as bar:
         selection = Selection(arguments.text_key, parse_conditions("--keep", arguments.keep))
         texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
         if arguments.extend is not None:
-            return extend(opened_tokenizer(arguments.extend), texts, arguments.vocab_size)
+            return extend(open_tokenizer(arguments.extend), texts, arguments.vocab_size)
         return TRAINERS[arguments.type](texts, arguments.vocab_size)
 
 
-def opened_tokenizer(path: str) -> Tokenizer:
-    """The library's own tokenizer in `path`, which may be a URL."""
+def open_tokenizer(path: str) -> Tokenizer:
+    """The `tokenizers.Tokenizer` in the file or URL `path`."""
     if load_tokenizer(path).engine == "sentencepiece":
         hint = "train the model with the tokens as its control_symbols"
         raise FieldError("--extend", "be a tokenizer.json", got=f"{path}, a SentencePiece model", hint=hint)

@@ -36,7 +36,7 @@ def test_a_port_that_is_taken() -> None:
         finding = doctor.port(holder.getsockname()[1])
     assert finding.state == "problem"
     assert "--master_port" in finding.advice
-    assert doctor.port(70_000).found == "70000 is none"
+    assert doctor.port(70_000).detail == "70000 is none"
 
 
 def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     assert doctor.package("no_such_package", "note", "install it").state == "note"
     finding = doctor.package("broken_package", "problem", "install it")
-    assert (finding.state, finding.found) == ("problem", "OSError: libcudart.so.12: cannot open")
+    assert (finding.state, finding.detail) == ("problem", "OSError: libcudart.so.12: cannot open")
 
 
 def test_hosts_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_hosts_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert findings[2].advice == "write HOST slots=N"
     assert next(iter(doctor.hosts(tmp_path / "none"))).state == "problem"
     path.write_bytes(b"\xff\xfe")
-    assert next(iter(doctor.hosts(path))).found == f"{path}: no text"
+    assert next(iter(doctor.hosts(path))).detail == f"{path}: no text"
 
 
 def test_a_name_that_no_host_can_have_has_no_address() -> None:
-    assert doctor.host("x" * 64 + ".invalid").found == "no address"
+    assert doctor.host("x" * 64 + ".invalid").detail == "no address"
 
 
 def test_advice_is_shown_as_it_is_written() -> None:

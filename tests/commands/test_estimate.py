@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.commands.estimate import PARTS, memory_table, parameter_lines, time_taken
+from megahead.commands.estimate import PARTS, memory_table, parameter_lines, training_time
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
@@ -42,10 +42,10 @@ def test_a_run_takes_as_long_as_its_phases() -> None:
     first, then = of_each_phase(config)
     assert first > then
     hours = (0.25 * first + 0.75 * then) * 2000 * config.tokens_per_step() / 1e11 / 3600
-    assert time_taken(config, 1e11).endswith(f"{hours:,.3g} hours.")
+    assert training_time(config, 1e11).endswith(f"{hours:,.3g} hours.")
     for speed in (0, -1):
         with pytest.raises(ConfigError, match="--peak x --utilization` must be above 0"):
-            time_taken(config, speed)
+            training_time(config, speed)
 
 
 def test_the_table_of_memory_is_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.commands.eval_harness import names_of_runs
+from megahead.commands.eval_harness import run_names
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
 from megahead.hf.export import Origin, export
@@ -192,5 +192,5 @@ def test_runs_that_share_a_name_are_lines_of_their_own_on_a_curve(tmp_path: Path
     folders = {tmp_path / run / step: tmp_path / run / "exports" / "step-1-pmi" for run in ("a", "b", "c")}
     elsewhere = tmp_path / "published"
     origins = dict(zip(folders, map(Origin, ("same", "same", "other"), (1, 1, 1)), strict=True))
-    named = names_of_runs({**origins, elsewhere: Origin("other", 9)}, {**folders, elsewhere: elsewhere})
+    named = run_names({**origins, elsewhere: Origin("other", 9)}, {**folders, elsewhere: elsewhere})
     assert named == [str(tmp_path / "a"), str(tmp_path / "b"), "other", "other"]

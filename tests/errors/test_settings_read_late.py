@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from pydantic import BaseModel
 
-from megahead.commands.pretrain import described
+from megahead.commands.pretrain import describe
 from megahead.config.run import RunConfig
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.distributed.group import Group
@@ -213,7 +213,7 @@ def test_what_a_run_could_not_use_is_refused_before_its_first_step(
         sentence = refused(lambda: small_config(folder, given))
     else:
         config = small_config(folder, given)
-        sentence = refused(lambda: described(config, 1))
+        sentence = refused(lambda: describe(config, 1))
         assert (sentence is not None) == (when == "dry"), sentence
         (at_start,) = on_ranks(1, begun, config)
         assert when == "start" or at_start == sentence
@@ -226,10 +226,10 @@ def test_what_a_run_could_not_use_is_refused_before_its_first_step(
 
 def test_right_settings_pass_a_dry_run_and_missing_files_are_named(folder: Path) -> None:
     for changes in (tasks(), ENCODER, masks("strategy", "whole_word")):
-        assert "files       all " in described(small_config(folder, placed(changes, folder)), 1)
+        assert "files       all " in describe(small_config(folder, placed(changes, folder)), 1)
     elsewhere = {"data.tokenizer": "F/elsewhere.json", "data.validation": None}
     config = small_config(folder, placed(tasks(data="F/none") | elsewhere, folder))
-    assert f"missing: {folder}/elsewhere.json, {folder}/none" in described(config, 1)
+    assert f"missing: {folder}/elsewhere.json, {folder}/none" in describe(config, 1)
 
 
 def test_a_special_token_may_be_another_than_the_one_that_is_spelled_as_usual(folder: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_special_token_may_be_another_than_the_one_that_is_spelled_as_usual(fo
     tokenizer.save(str(tmp_path / "own.json"))
     own = {"data.tokenizer": str(tmp_path / "own.json"), "output_dir": str(tmp_path / "run")}
     masked = placed(masks("mask_token", tokenizer.token_to_id("<|mask|>")), folder) | own
-    assert refused(lambda: described(small_config(folder, masked), 1)) is None
+    assert refused(lambda: describe(small_config(folder, masked), 1)) is None
 
 
 def test_every_setting_that_is_a_text_is_in_the_table() -> None:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.commands.convert import summary
+from megahead.commands.convert import export_summary
 from megahead.config.loading import config_from_checkpoint
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -222,7 +222,7 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     if way == "revocabulary":  # it keeps none
         assert report.settings_conflict is None
     else:
-        assert f"left out, since the run {why[way]}" in summary(report)
+        assert f"left out, since the run {why[way]}" in export_summary(report)
     ids = {name: id_ for name, id_ in read(after / "config.json").items() if name.endswith("_token_id")}
     assert ids == {"bos_token_id": end, "eos_token_id": end, "pad_token_id": 1}
     assert not (after / "chat_template.jinja").exists()

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import yaml
 
-from megahead.commands.pretrain import described
+from megahead.commands.pretrain import describe
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
@@ -124,7 +124,7 @@ def test_a_run_that_leaves_them_out_is_the_run_that_gives_them(given: Path, tmp_
 
 def test_a_dry_run_sees_them(given: Path, tmp_path: Path) -> None:
     config = config_from_dict(tree_of(str(given / "text/bpe"), tmp_path))
-    text = described(config, 1)
+    text = describe(config, 1)
     assert "vocabulary 280 (table of 320)" in text
     assert "all 5 exist" in text  # the tokenizer's file among them
 
