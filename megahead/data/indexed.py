@@ -257,7 +257,7 @@ def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
         write_atomically(folder / info_name, description)
     info = DatasetInfo.load(folder / info_name)
     fingerprints = {bin_name: info.bin, idx_name: info.idx}
-    return folder, store, {file: ExpectedFile(known.bytes, known.sha256) for file, known in fingerprints.items()}
+    return folder, store, {name: ExpectedFile(file.bytes, file.sha256) for name, file in fingerprints.items()}
 
 
 class IndexedDataset:

@@ -229,8 +229,8 @@ def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Token
     merges = _learn_merges(words, letters_V, new_ids + new_ids // 8 + _SPARE_MERGES)
     _append_merges(content["model"], ids, merges, vocab_size)
     if len(content["model"]["vocab"]) == len(ids):
-        rule = f"have pieces that occur {MIN_PAIR_COUNT} times to be new tokens"
-        raise DataError(f"the text must {rule}, but has none; add text.")
+        need = f"pieces that occur {MIN_PAIR_COUNT} times to be new tokens"
+        raise DataError(f"the text must have {need}, but has none; add text.")
     return Tokenizer.from_str(json.dumps(content))
 
 
