@@ -9,7 +9,7 @@ from megahead.errors import existing_path
 from megahead.remote_files import is_remote
 
 
-def existing_or_fetched(text: str) -> Path:
+def checkpoint_path(text: str) -> Path:
     """argparse's `type` for a model or checkpoint: a path that exists, CHECKPOINTS/step-N or CHECKPOINTS/N for the
     newest one of that step, or a URL, whose newest valid checkpoint is fetched to this machine's cache, with its
     tokenizer and log. UserError where there is none."""

@@ -31,7 +31,17 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_first_rank,
 )
-from megahead.checkpoints.store import KeepRules, Latest, Storage, history, is_name, new_name, orphans, retain, step_of
+from megahead.checkpoints.store import (
+    KeepRules,
+    Latest,
+    Storage,
+    history,
+    is_checkpoint_name,
+    new_checkpoint_name,
+    orphans,
+    retain,
+    step_of,
+)
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import is_full, publish_folder, write_atomically
@@ -42,19 +52,19 @@ from megahead.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Disk(Storage):
+class DiskStorage(Storage):
     """The checkpoints in `root`, which need not exist."""
 
     root: Path
 
     @staticmethod
-    def of(path: Path) -> Disk:
+    def of(path: Path) -> DiskStorage:
         """Those of a run folder, or of a folder of checkpoints."""
         inside = RunFolder(path).checkpoints
-        return Disk(inside if inside.is_dir() else path)
+        return DiskStorage(inside if inside.is_dir() else path)
 
     def names(self) -> list[str]:
-        return [folder.name for folder in self.root.glob("step-*") if is_name(folder.name)]
+        return [folder.name for folder in self.root.glob("step-*") if is_checkpoint_name(folder.name)]
 
     def manifest(self, name: str) -> Manifest:
         return Manifest.read(self.root / name)
@@ -66,7 +76,7 @@ class Disk(Storage):
         except (OSError, UnicodeDecodeError):
             return Latest()
 
-    def point_to(self, latest: Latest) -> None:
+    def write_latest(self, latest: Latest) -> None:
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
@@ -128,14 +138,14 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def step_folders(path: Path) -> list[Path]:
     """The history in a run or checkpoints folder, damaged or not, the newest first."""
-    disk = Disk.of(path)
+    disk = DiskStorage.of(path)
     return [disk.root / name for name in history(disk)]
 
 
-def orphaned_in(path: Path) -> list[Path]:
+def orphaned_folders(path: Path) -> list[Path]:
     """Checkpoints in a run or checkpoints folder that are not of its history, those that earlier versions set aside
     (`abandoned-step-N`) first."""
-    disk = Disk.of(path)
+    disk = DiskStorage.of(path)
     return [*sorted(disk.root.glob("abandoned-step-*")), *(disk.root / name for name in reversed(orphans(disk)))]
 
 
@@ -153,7 +163,7 @@ def is_complete(folder: Path) -> bool:
 
 def save_untrained(root: Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
     """Saves full named tensors as a checkpoint of step 0, the first in `root`, by this process alone."""
-    header = Header(new_name(0), 0, {"step": 0, "tokens": 0}, config)
+    header = Header(new_checkpoint_name(0), 0, {"step": 0, "tokens": 0}, config)
     return write_snapshot(root, header, Snapshot.take(tensors, Group()), Group(), KeepRules())
 
 
@@ -173,11 +183,11 @@ def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group,
         files = {name: entry for part in written for name, entry in part.items()}
         header.manifest(snapshot.entries, files).write(partial)
 
-    return write_together(Disk(root), header.name, snapshot.total_bytes, write, seal, group, rules)
+    return write_collectively(DiskStorage(root), header.name, snapshot.total_bytes, write, seal, group, rules)
 
 
-def write_together(
-    disk: Disk,
+def write_collectively(
+    disk: DiskStorage,
     name: str,
     needed: int,
     write: Callable[[Path], Iterator[None]],
@@ -191,7 +201,7 @@ def write_together(
     partial = disk.partial(name)
 
     def describe_error(error: Exception) -> str:
-        return describe_failure(error, partial, needed)
+        return describe_write_error(error, partial, needed)
 
     def finish() -> None:
         seal(partial, written)
@@ -199,7 +209,7 @@ def write_together(
         check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
         disk.publish(name)
         if rules is not None:
-            disk.point_to(Latest(name, manifest.parents))
+            disk.write_latest(Latest(name, manifest.parents))
             retain(disk, rules)
 
     try:
@@ -227,8 +237,8 @@ class Source(Protocol):
         """Writes its manifest."""
 
 
-def copy_first(
-    source: Source, disk: Disk, group: Group, rules: KeepRules | None = None
+def copy_newest_valid(
+    source: Source, disk: DiskStorage, group: Group, rules: KeepRules | None = None
 ) -> tuple[str | None, list[str]]:
     """Copies the first valid checkpoint of a source to a disk: its name there, None if there is none, and a sentence
     for each damaged one before it. Collective; CheckpointError where the disk cannot take it."""
@@ -237,13 +247,13 @@ def copy_first(
         try:
             name, needed = run_long_on_all_ranks(group, source.choose())[0]
             if needed:
-                write_together(disk, name, needed, source.write, source.seal, group, rules)
+                write_collectively(disk, name, needed, source.write, source.seal, group, rules)
             return name, problems
         except DamagedError as error:
             problems.append(str(error))
 
 
-def describe_failure(error: Exception, partial: Path, needed: int) -> str:
+def describe_write_error(error: Exception, partial: Path, needed: int) -> str:
     """The sentence on an error in putting a checkpoint of so many bytes on disk."""
     root = partial.parent
     if not _is_full(error):  # a WriteError may be: its own sentence lacks the bytes

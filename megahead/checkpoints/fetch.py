@@ -12,11 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoints.disk import Disk, Source, copy_first, is_complete
+from megahead.checkpoints.disk import DiskStorage, Source, copy_newest_valid, is_complete
 from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_on_first_rank
-from megahead.checkpoints.reading import Checkpoint, Resumed, open_together
-from megahead.checkpoints.remote import CHECKPOINTS, Remote, ancestry_in, find_remote, newer_in, retry_seconds
-from megahead.checkpoints.store import Latest, is_name, new_name, step_of
+from megahead.checkpoints.reading import Checkpoint, RecoveryResult, open_verified
+from megahead.checkpoints.remote import (
+    CHECKPOINTS,
+    RemoteStorage,
+    find_remote,
+    newer_names,
+    read_ancestry,
+    retry_seconds,
+)
+from megahead.checkpoints.store import Latest, is_checkpoint_name, new_checkpoint_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.files import fsync, write_atomically
@@ -31,39 +38,41 @@ _ALONE = Group()
 
 def fetch_newer(
     than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
-) -> Resumed | None:
+) -> RecoveryResult | None:
     """Fetches the newest valid checkpoint of the history at `url` into `folder`, with the log up to there and what the
     run is known by, if one is newer than step `than` (see `newer_in`); None if none is. Collective; CheckpointError
     where the store cannot be read.
 
     `accept` may refuse one before it is fetched, on rank 0. Not counted is what the run in `folder` went back from.
     """
-    began, disk = time.monotonic(), Disk(folder.checkpoints)
+    began, disk = time.monotonic(), DiskStorage(folder.checkpoints)
 
-    def newer() -> tuple[Remote, list[str]]:
-        remote = Remote.of(url, retry_seconds(group))
-        return remote, newer_in(remote, folder, than)
+    def newer() -> tuple[RemoteStorage, list[str]]:
+        remote = RemoteStorage.of(url, retry_seconds(group))
+        return remote, newer_names(remote, folder, than)
 
     def files() -> dict[Path, bytes]:
-        return small_files(url, group, folder.metrics, folder.run_id)
+        return read_small_files(url, group, folder.metrics, folder.run_id)
 
-    name, damage = copy_first(_Fetch(newer, disk, group, accept, files), disk, group)
+    name, damage = copy_newest_valid(_Fetch(newer, disk, group, accept, files), disk, group)
     if name is None:
-        return Resumed("mirror", None, damage) if damage else None
-    run_on_first_rank(group, lambda: disk.point_to(Latest(name, disk.manifest(name).parents)))
-    checkpoint, seconds = open_together(disk.root / name, group), time.monotonic() - began
+        return RecoveryResult("mirror", None, damage) if damage else None
+    run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).parents)))
+    checkpoint, seconds = open_verified(disk.root / name, group), time.monotonic() - began
     sentence = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
-    return Resumed("mirror", checkpoint, damage, sentence, {"fetched": checkpoint.step, "seconds": round(seconds, 3)})
+    return RecoveryResult(
+        "mirror", checkpoint, damage, sentence, {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
+    )
 
 
-def small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
+def read_small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
     """What small files of the run at `url` hold, by their names, as far as they are there."""
     store = Store(url, retry_seconds(group))
     found = {path: store.read_if_exists(path.name) for path in paths}
     return {path: content for path, content in found.items() if content is not None}
 
 
-def fetch_named(
+def fetch_checkpoint(
     url: str,
     into: RunFolder,
     group: Group = _ALONE,
@@ -75,13 +84,13 @@ def fetch_named(
     Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. `accept` may
     refuse one before it is fetched; `files` come along. Collective; CheckpointError where none can be had."""
 
-    def named() -> tuple[Remote, list[str]]:
+    def named() -> tuple[RemoteStorage, list[str]]:
         remote, names = find_remote(url, retry_seconds(group))
-        passed = ancestry_in(into).orphaned if len(names) > 1 else ()
+        passed = read_ancestry(into).orphaned if len(names) > 1 else ()
         return remote, [name for name in names if name not in passed]
 
-    disk = Disk(into.checkpoints)
-    name, damage = copy_first(_Fetch(named, disk, group, accept, files), disk, group)
+    disk = DiskStorage(into.checkpoints)
+    name, damage = copy_newest_valid(_Fetch(named, disk, group, accept, files), disk, group)
     if name is None:
         raise CheckpointError(
             f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is valid"
@@ -102,8 +111,8 @@ class _Fetch(Source):
     be fetched again.
     """
 
-    find: Callable[[], tuple[Remote, list[str]]]
-    disk: Disk
+    find: Callable[[], tuple[RemoteStorage, list[str]]]
+    disk: DiskStorage
     group: Group
     accept: Callable[[Checkpoint], None]
     files: Callable[[], dict[Path, bytes]]
@@ -139,7 +148,11 @@ class _Fetch(Source):
             same_step = step_of(each) == self.manifest.step
             if same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.text:
                 return each
-        return name if is_name(name) and not is_complete(self.disk.root / name) else new_name(self.manifest.step)
+        return (
+            name
+            if is_checkpoint_name(name) and not is_complete(self.disk.root / name)
+            else new_checkpoint_name(self.manifest.step)
+        )
 
     def write(self, partial: Path) -> Iterator[None]:
         if self.group.rank != 0:
@@ -159,7 +172,7 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
         write_atomically(path, content)
 
 
-def _fetch_files(remote: Remote, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
+def _fetch_files(remote: RemoteStorage, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
     """Yields the bytes of all files received so far."""
     before = 0
     for file, entry in manifest.files.items():
@@ -179,9 +192,9 @@ def fetch_to_cache(url: str) -> Path:
     after the other."""
     run = RunFolder(cache_folder(url))
     with _locked(run):
-        folder = fetch_named(url, run)
+        folder = fetch_checkpoint(url, run)
         kept = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
-        _write_all(small_files(_run_of(url), _ALONE, *kept))
+        _write_all(read_small_files(_run_of(url), _ALONE, *kept))
     return folder
 
 

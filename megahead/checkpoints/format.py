@@ -185,13 +185,13 @@ class Snapshot:
     file: str
     file_names: list[str]
     entries: dict[str, TensorEntry]
-    bytes_of: list[int]
+    bytes_by_rank: list[int]
     """About how many bytes each rank will write."""
 
     @property
     def total_bytes(self) -> int:
         """Of all ranks together."""
-        return sum(self.bytes_of)
+        return sum(self.bytes_by_rank)
 
     @staticmethod
     def take(
@@ -289,7 +289,7 @@ def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntr
 
 T = TypeVar("T")
 
-MEETING_SECONDS = 5.0
+SYNC_SECONDS = 5.0
 """How long ranks work before they synchronize again."""
 
 
@@ -336,7 +336,7 @@ def run_long_on_all_ranks(
     All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that those with less work do not
     time out; for that `work` must yield often.
     """
-    seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
+    seconds = min(SYNC_SECONDS, group.timeout_seconds / 10)
     results: list[Any] = []
 
     def advance() -> list[Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megahead.background import submit
-from megahead.checkpoints.disk import Disk, Source, copy_first, find_checkpoint
+from megahead.checkpoints.disk import DiskStorage, Source, copy_newest_valid, find_checkpoint
 from megahead.checkpoints.format import (
     FileEntry,
     Header,
@@ -32,7 +32,7 @@ from megahead.checkpoints.format import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from megahead.checkpoints.reading import Resumed, open_together
+from megahead.checkpoints.reading import RecoveryResult, open_verified
 from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
@@ -57,14 +57,14 @@ class Peers:
         if len(names) == 1:
             return None
         here = names.index(self.nodes[rank])
-        next_ones = self.on(names[(here + 1) % len(names)])
-        return next_ones[self.on(names[here]).index(rank) % len(next_ones)]
+        next_ones = self.ranks_on(names[(here + 1) % len(names)])
+        return next_ones[self.ranks_on(names[here]).index(rank) % len(next_ones)]
 
-    def served_by(self, rank: int) -> list[int]:
+    def senders_to(self, rank: int) -> list[int]:
         """Those whose peer it is."""
         return [other for other in range(len(self.nodes)) if self.of(other) == rank]
 
-    def on(self, node: str) -> list[int]:
+    def ranks_on(self, node: str) -> list[int]:
         """The ranks there."""
         return [rank for rank, place in enumerate(self.nodes) if place == node]
 
@@ -115,7 +115,11 @@ class NodeMemory:
     def replicas(self, session_id: str) -> list[Path]:
         """The complete folders of all ranks of that session on this node."""
         rank_folders = sorted(self._session(session_id).glob("rank-*")) if self._is_ours() else []
-        return [rank_folder / name for rank_folder in rank_folders for name in highest_first(Disk(rank_folder).names())]
+        return [
+            rank_folder / name
+            for rank_folder in rank_folders
+            for name in highest_first(DiskStorage(rank_folder).names())
+        ]
 
     def make(self) -> None:
         """Makes the folder, which only this user may read; CheckpointError if it is another's."""
@@ -123,7 +127,7 @@ class NodeMemory:
         if not self._is_ours():
             raise CheckpointError(f"`{self.folder}` must belong to this user, but does not; remove it.")
 
-    def require_room(self, needed: int) -> None:
+    def require_free_memory(self, needed: int) -> None:
         """CheckpointError unless that many bytes more leave enough of the node's memory free."""
         memory = psutil.virtual_memory()
         there = shutil.disk_usage(ROOT).free
@@ -256,7 +260,7 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
             )
             is_newer = newest is None or step_of(copy) > step_of(newest)
             if is_newer and not (rank_folder / copy.name).exists():
-                begun = Disk(rank_folder).partial(copy.name)
+                begun = DiskStorage(rank_folder).partial(copy.name)
                 shutil.rmtree(begun, ignore_errors=True)
                 shutil.copytree(copy, begun)
                 begun.rename(rank_folder / copy.name)
@@ -265,7 +269,7 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
         done.touch()
 
 
-def wait_for_others(folder: RunFolder, session_id: str, launch: Launch, most_seconds: float) -> None:
+def wait_for_spare_ranks(folder: RunFolder, session_id: str, launch: Launch, most_seconds: float) -> None:
     """Waits until all ranks beyond those that train have shared what they have, but not for long."""
     deadline = time.monotonic() + min(WAIT_SECONDS, most_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
@@ -293,7 +297,7 @@ DISCARD_SECONDS = 5.0
 """How long a replica that is not needed any more is waited for."""
 
 
-class Replicas:
+class ReplicaWriter:
     """The replicas of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
 
     There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
@@ -303,13 +307,13 @@ class Replicas:
     def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:
         memory.remove()
         self._memory, self._session_id = memory, session_id
-        self._disk = Disk(memory.rank_folder(session_id, world_group.rank))
+        self._disk = DiskStorage(memory.rank_folder(session_id, world_group.rank))
         self._world_group, self._group = world_group, world_group.new_gloo_group()
         self.peers = Peers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[str | None] | None = None
         self._ends = threading.Event()
 
-    def may_begin(self) -> bool:
+    def can_start(self) -> bool:
         """Whether the last copy is complete on all ranks, so that another can begin; CheckpointError on all if it
         failed on one. Then older ones are removed."""
         pending = self._pending
@@ -328,8 +332,8 @@ class Replicas:
                     self._disk.remove(name)
         return not busy
 
-    def begin(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
-        """Begins a replica in a thread; only after `may_begin`. It has the name and the parents that it would have on
+    def start(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
+        """Begins a replica in a thread; only after `can_start`. It has the name and the parents that it would have on
         disk. `check` raises if it must not be kept."""
         self._ends = threading.Event()
         self._pending = submit(partial(self._keep, header, snapshot, check, self._ends))
@@ -370,9 +374,9 @@ class Replicas:
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
         first = not self._disk.names()
-        here = self.peers.on(self.peers.nodes[self._group.rank])
-        kept = [*here, *(other for rank in here for other in self.peers.served_by(rank))]
-        self._memory.require_room((2 if first else 1) * sum(snapshot.bytes_of[rank] for rank in kept))
+        here = self.peers.ranks_on(self.peers.nodes[self._group.rank])
+        kept = [*here, *(other for rank in here for other in self.peers.senders_to(rank))]
+        self._memory.require_free_memory((2 if first else 1) * sum(snapshot.bytes_by_rank[rank] for rank in kept))
         folder.mkdir(parents=True)
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
@@ -381,7 +385,7 @@ class Replicas:
         peer = self.peers.of(rank)
         if peer is None:
             return
-        served = {other: names[other] for other in self.peers.served_by(rank)}
+        served = {other: names[other] for other in self.peers.senders_to(rank)}
 
         def make_places() -> None:
             theirs.update({other: _allocate(folder / name, files[name].bytes) for other, name in served.items()})
@@ -406,7 +410,9 @@ def _allocate(path: Path, size: int) -> Tensor:
 # What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.
 
 
-def recover_newer(than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules) -> Resumed | None:
+def recover_newer(
+    than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules
+) -> RecoveryResult | None:
     """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
     None if there is none. Collective; CheckpointError where the disk cannot take it.
 
@@ -418,14 +424,14 @@ def recover_newer(than: int, folder: RunFolder, launch: Launch, group: Group, ru
     session_id = group.broadcast_object(last_session_id(folder) if group.rank == 0 else None)
     if session_id is None:
         return None
-    wait_for_others(folder, session_id, launch, group.timeout_seconds / 2)
-    found, disk = ReplicaSource(session_id, than, folder, group), Disk(folder.checkpoints)
-    name, lost = copy_first(found, disk, group, rules)
+    wait_for_spare_ranks(folder, session_id, launch, group.timeout_seconds / 2)
+    found, disk = ReplicaSource(session_id, than, folder, group), DiskStorage(folder.checkpoints)
+    name, lost = copy_newest_valid(found, disk, group, rules)
     problems = [*found.problems, *lost]
     if name is None:
-        return Resumed("memory", None, problems) if problems else None
-    checkpoint = open_together(disk.root / name, group)
+        return RecoveryResult("memory", None, problems) if problems else None
+    checkpoint = open_verified(disk.root / name, group)
     newer_by, seconds = checkpoint.step - max(than, 0), time.monotonic() - began
     newer = f"step {checkpoint.step:,}, {pluralize(newer_by, 'step')} newer than the disk's"
     details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
-    return Resumed("memory", checkpoint, problems, f"{newer}: saved as {name} in {seconds:.1f} s", details)
+    return RecoveryResult("memory", checkpoint, problems, f"{newer}: saved as {name} in {seconds:.1f} s", details)

@@ -58,13 +58,13 @@ def first_valid(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkp
     damage: list[str] = []
     for folder in run_on_first_rank(group, folders):
         try:
-            return open_together(folder, group), damage
+            return open_verified(folder, group), damage
         except CheckpointError as error:
             damage.append(str(error))
     return None, damage
 
 
-def open_together(folder: Path, group: Group) -> Checkpoint:
+def open_verified(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, every byte verified: each rank reads a share of its files, at about 1 GB per
     second. Collective; the same CheckpointError on all ranks."""
     run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)))
@@ -100,10 +100,10 @@ class Checkpoint:
         """File, shape and dtype of each tensor, without reading any."""
         self._verified: set[str] = set()
 
-    def state_value(self, name: str, type_: Any, absent: Any = None) -> Any:
+    def state_value(self, name: str, type_: Any, default: Any = None) -> Any:
         """`state[name]`, or `absent` if it is missing (earlier versions wrote less); CheckpointError if it is not an
         instance of `type_`."""
-        value = self.state.get(name, absent)
+        value = self.state.get(name, default)
         if not isinstance(value, type_):
             raise CheckpointError(f"`{self.folder / MANIFEST}` has no valid `{name}`; use another checkpoint.")
         return value
@@ -177,10 +177,10 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class RecoveryResult:
     """What came of looking for a newer checkpoint than the disk's: in the memory of nodes, or in the remote store."""
 
-    place: str
+    source: str
     """`memory` or `mirror`, as in the log."""
 
     checkpoint: Checkpoint | None
@@ -198,7 +198,7 @@ class Resumed:
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
         found = [] if self.checkpoint is None else [self.message]
-        return [("in memory" if self.place == "memory" else self.place, each) for each in [*self.problems, *found]]
+        return [("in memory" if self.source == "memory" else self.source, each) for each in [*self.problems, *found]]
 
     def fields(self) -> dict[str, Any]:
         """For the log."""
@@ -215,6 +215,6 @@ def target_samples(checkpoint: Checkpoint) -> int:
     """
     batch = checkpoint.config.get("batch")
     rows = batch.get("global_size") if isinstance(batch, dict) else None
-    absent = checkpoint.step * rows if isinstance(rows, int) else None
-    samples: int = checkpoint.state_value("target_samples", int, absent)
+    default = checkpoint.step * rows if isinstance(rows, int) else None
+    samples: int = checkpoint.state_value("target_samples", int, default)
     return samples

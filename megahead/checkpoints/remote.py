@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from megahead.background import submit
-from megahead.checkpoints.disk import Disk, step_folders
+from megahead.checkpoints.disk import DiskStorage, step_folders
 from megahead.checkpoints.format import MANIFEST, FileEntry, Manifest
 from megahead.checkpoints.store import (
     Ancestry,
@@ -21,7 +21,7 @@ from megahead.checkpoints.store import (
     highest_first,
     history,
     is_ancestor,
-    is_name,
+    is_checkpoint_name,
     manifest_if_valid,
     step_of,
 )
@@ -50,7 +50,7 @@ PARALLEL_TRANSFERS = 4
 
 
 @dataclass(frozen=True)
-class Remote(Storage):
+class RemoteStorage(Storage):
     """The checkpoints in a folder of a store. RemoteError where it cannot be read or written."""
 
     store: Store
@@ -58,9 +58,9 @@ class Remote(Storage):
     """The folder; empty: all of the store."""
 
     @staticmethod
-    def of(url: str, timeout: float = TIMEOUT_SECONDS) -> Remote:
+    def of(url: str, timeout: float = TIMEOUT_SECONDS) -> RemoteStorage:
         """Those of the run at `url`."""
-        return Remote(Store(url, timeout))
+        return RemoteStorage(Store(url, timeout))
 
     @property
     def url(self) -> str:
@@ -102,7 +102,7 @@ class Remote(Storage):
                 return Latest(each, manifest.parents)
         return latest
 
-    def point_to(self, latest: Latest) -> None:
+    def write_latest(self, latest: Latest) -> None:
         self.store.write(self.path("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
@@ -165,12 +165,12 @@ class Remote(Storage):
         found: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
-            if is_name(folder) and not folder.endswith(".replaced") and "/" not in file:
+            if is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file:
                 found.setdefault(folder, {})[file] = size
         return found
 
 
-def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[Remote, list[str]]:
+def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
     """What a URL means: the place, and which checkpoints there, best first: a run's history, that of a folder of
     checkpoints, one of them, or those of one step in the history (.../checkpoints/step-N without digits)."""
     store = Store(url, timeout)
@@ -178,11 +178,11 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[Remote, lis
     folder, name = split_url(store.url)
     named = re.fullmatch(r"(?:step-)?0*(\d+)", name)
     if MANIFEST in there or (named and not there):
-        beside = Remote(Store(folder, timeout), root="")
+        beside = RemoteStorage(Store(folder, timeout), root="")
         if MANIFEST in there:
             return beside, [name]
         return beside, [each for each in history(beside) if named and step_of(each) == int(named[1])]
-    remote = Remote(store, CHECKPOINTS if any(path.startswith(f"{CHECKPOINTS}/") for path in there) else "")
+    remote = RemoteStorage(store, CHECKPOINTS if any(path.startswith(f"{CHECKPOINTS}/") for path in there) else "")
     return remote, history(remote)
 
 
@@ -191,11 +191,11 @@ def retry_seconds(group: Group) -> float:
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
-def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
+def newer_names(remote: RemoteStorage, folder: RunFolder, than: int) -> list[str]:
     """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
     newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
     went back from itself."""
-    there, ancestry = history(remote), ancestry_in(folder)
+    there, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, there[0]) if there else None
     went_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
 
@@ -206,13 +206,13 @@ def newer_in(remote: Remote, folder: RunFolder, than: int) -> list[str]:
     return list(takewhile(is_fresh, there))
 
 
-def ancestry_in(folder: RunFolder) -> Ancestry:
+def read_ancestry(folder: RunFolder) -> Ancestry:
     """That of the run's newest checkpoint on disk whose manifest can be read."""
-    disk = Disk(folder.checkpoints)
+    disk = DiskStorage(folder.checkpoints)
     for name in history(disk):
         manifest = manifest_if_valid(disk, name)
         if manifest is not None:
-            return Ancestry.after(name, manifest)
+            return Ancestry.of(name, manifest)
     return Ancestry()
 
 
@@ -240,7 +240,7 @@ class RemoteState:
     """Of its checkpoints."""
 
 
-def read_state(remote: Remote, folder: RunFolder, resume: str) -> RemoteState:
+def read_state(remote: RemoteStorage, folder: RunFolder, resume: str) -> RemoteState:
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
     which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)

@@ -25,12 +25,12 @@ from megahead.errors import CheckpointError
 _NAME = re.compile(r"step-(\d{8,})(-[0-9a-f]{6})?(\.replaced)?")
 
 
-def new_name(step: int) -> str:
+def new_checkpoint_name(step: int) -> str:
     """A new unique name."""
     return f"step-{step:08d}-{secrets.token_hex(3)}"
 
 
-def is_name(name: str) -> bool:
+def is_checkpoint_name(name: str) -> bool:
     """Whether it is the name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
@@ -75,7 +75,7 @@ class Latest:
     def read(text: str) -> Latest:
         """Parses the content of the file."""
         name, *parents = text.split() or [""]
-        return Latest(name, tuple(filter(is_name, parents))) if is_name(name) else Latest()
+        return Latest(name, tuple(filter(is_checkpoint_name, parents))) if is_checkpoint_name(name) else Latest()
 
     def text(self) -> str:
         """The content of the file."""
@@ -95,7 +95,7 @@ class Storage(Protocol):
     def latest(self) -> Latest:
         """The `latest` file; without a name if it is missing or malformed."""
 
-    def point_to(self, latest: Latest) -> None:
+    def write_latest(self, latest: Latest) -> None:
         """Writes the `latest` file."""
 
     def remove(self, name: str) -> None:
@@ -177,7 +177,7 @@ class Ancestry:
     """Other known checkpoints."""
 
     @staticmethod
-    def after(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Ancestry:
+    def of(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Ancestry:
         """The ancestry of a session that resumes from the checkpoint `name`, or from none. `known`: existing names."""
         parents: tuple[str, ...] = ()
         orphaned: set[str] = set()
@@ -200,7 +200,7 @@ class Ancestry:
         """The run has saved the checkpoint `name`."""
         self.parents = (name, *self.parents)
 
-    def go_back(self, name: str) -> None:
+    def roll_back(self, name: str) -> None:
         """The run rolled back to the checkpoint `name`: later ones are orphaned."""
         at = self.parents.index(name) if name in self.parents else len(self.parents)
         later, kept = self.parents[:at], self.parents[at:] or (name,)
@@ -250,7 +250,7 @@ class KeepRules:
     in_use: Callable[[], Collection[str]] = frozenset
     """Names that are being read at the moment."""
 
-    def holds(self, name: str) -> bool:
+    def keeps(self, name: str) -> bool:
         """Whether a checkpoint is kept, whatever its loss."""
         step = step_of(name)
         return step in self.steps or name in self.in_use() or (self.every is not None and step % self.every == 0)
@@ -268,7 +268,7 @@ def retain(storage: Storage, rules: KeepRules) -> None:
             earlier[step_of(name)] = name
     kept = [*earlier.values()]
     best = _best(storage, [newest, *kept], rules.best)
-    surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.holds(name)]
+    surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.keeps(name)]
     for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
         storage.remove(name)
 

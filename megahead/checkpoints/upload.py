@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from megahead.checkpoints.format import Manifest
-from megahead.checkpoints.remote import LeaseLostError, Remote, RemoteLease
+from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage
 from megahead.checkpoints.store import Ancestry, Event, KeepRules, Latest, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
@@ -21,18 +21,18 @@ from megahead.run_folder import RunFolder
 # Sends a checkpoint: files, its manifest, `latest`. What need not be kept there goes afterwards.
 
 
-def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bool) -> int:
+def upload_checkpoint(remote: RemoteStorage, folder: Path, refuse: Callable[[], None], *, is_new: bool) -> int:
     """Puts a checkpoint into the store (see `Remote.put`), as the newest one if the session has saved it (`is_new`), or
     if it continues or orphans what is the newest there. Returns the bytes sent."""
     sent = remote.put(folder, refuse)
     latest, manifest = remote.latest.name, Manifest.read(folder)
-    known = Ancestry.after(folder.name, manifest)
+    known = Ancestry.of(folder.name, manifest)
     if is_new or latest is None or known.supersedes(latest) or latest not in remote.names():
-        remote.point_to(Latest(folder.name, manifest.parents))
+        remote.write_latest(Latest(folder.name, manifest.parents))
     return sent
 
 
-def remove_superseded(remote: Remote, name: str, rules: KeepRules) -> None:
+def remove_superseded(remote: RemoteStorage, name: str, rules: KeepRules) -> None:
     """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
     keep, and what is not of its history."""
     remote.remove_partial(but=name)
@@ -45,7 +45,7 @@ def remove_superseded(remote: Remote, name: str, rules: KeepRules) -> None:
 # The thread that sends: one checkpoint on its way, the newest of the others waiting, and the run's small files.
 
 
-PAUSES = (0.0, 1.0, 10.0)
+RETRY_DELAYS = (0.0, 1.0, 10.0)
 """Seconds before each attempt."""
 
 PROGRESS_SECONDS = 10.0
@@ -62,14 +62,14 @@ class Upload:
     """Whether the session has saved it; else it began with it, and may yet go on from what is newer there."""
 
 
-class Uploads:
+class Uploader:
     """Rank 0's uploads of its run to a store. Its methods return at once.
 
     One checkpoint is on its way at a time; of those that are saved meanwhile only the newest is sent next. What goes
     wrong is tried again, then reported; the next checkpoint is sent all the same, and the run does not depend on it.
     """
 
-    def __init__(self, remote: Remote, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
+    def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
         """`lease`: the session's; `rules`: which checkpoints stay in the store."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
         self._change = threading.Condition()
@@ -121,7 +121,7 @@ class Uploads:
         else why it `failed`, or that it was `skipped`."""
         return [self._events.get() for _ in range(self._events.qsize())]  # only this thread takes some
 
-    def finishing(self, deadline: float = math.inf) -> Iterator[None]:
+    def wait_until_done(self, deadline: float = math.inf) -> Iterator[None]:
         """Ends when nothing is left to be sent, or all attempts have failed, or the monotonic clock is there; yields
         often."""
         told = time.monotonic()
@@ -159,7 +159,7 @@ class Uploads:
 
         def act() -> None:
             try:
-                sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
+                sent = upload_checkpoint(self._remote, folder, self._lease.check, is_new=upload.is_new)
             except Exception:
                 if not _is_gone(folder):
                     raise
@@ -184,7 +184,7 @@ class Uploads:
         """Whether one of several attempts succeeded; else the `failure` is reported. A newer checkpoint ends them: it
         takes this one's place."""
         reason = ""
-        for pause in PAUSES:
+        for pause in RETRY_DELAYS:
             with self._change:
                 is_passed_over = self._change.wait_for(lambda: self._waiting is not None, pause)
             if is_passed_over and reason:

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing_path
 from megahead.terminal import terminal
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder").add_argument
     step = "step folder, or a run: its newest"
-    add("--checkpoint", type=existing_or_fetched, required=True, metavar="DIR", help=step)
+    add("--checkpoint", type=checkpoint_path, required=True, metavar="DIR", help=step)
     add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
     heads = "none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own"
     add("--head", required=True, choices=get_args(HeadName), help=heads)
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument
     model = "run, checkpoint, or folder as for from-hf"
-    add("--model", type=existing_or_fetched, required=True, metavar="DIR", help=model)
+    add("--model", type=checkpoint_path, required=True, metavar="DIR", help=model)
     add("--tokenizer", type=existing_path, required=True, metavar="FILE", help="the new tokenizer.json")
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     rows = "rows of new tokens: mean of their pieces (default), the same with more weight on rare pieces, or random"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
@@ -131,7 +131,7 @@ def cell(score: Score) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=existing_or_fetched, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=checkpoint_path, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
     default = f"default: {PAPER_TASKS}; with an encoder {ENCODER_TASKS}"
     add("--tasks", metavar="A,B", help=f"of {', '.join(TASKS)} ({default})")
     published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
@@ -70,7 +70,7 @@ def load_with_settings(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=checkpoint_path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     tasks = "glue/cola, superglue/boolq, xnli/en ..., or a whole suite"
     add("--task", nargs="+", required=True, metavar="T", help=tasks)
     add("--data", type=existing_path, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")

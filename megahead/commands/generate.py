@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import DataError, FieldError, UserError, existing_path, require_at_least
 from megahead.terminal import terminal
 
@@ -149,7 +149,7 @@ def input_lines(console: Console) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=existing_or_fetched, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
+    add("--model", type=checkpoint_path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
     prompts.add_argument("--file", type=existing_path, metavar="FILE", help="a prompt a line")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.wording import pluralize
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
     folder_help = "a step folder, a checkpoints folder, a run folder, or its URL"
-    parser.add_argument("folder", type=existing_or_fetched, help=folder_help)
+    parser.add_argument("folder", type=checkpoint_path, help=folder_help)
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
-    from megahead.checkpoints.disk import orphaned_in  # needs torch
+    from megahead.checkpoints.disk import orphaned_folders  # needs torch
     from megahead.checkpoints.reading import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.folder)
     describe(checkpoint, arguments.tensors)
-    for folder in orphaned_in(arguments.folder):
+    for folder in orphaned_folders(arguments.folder):
         print(f"orphaned   {folder}")
     checkpoint.verify()
     print("integrity  valid: every file has its length and checksum")

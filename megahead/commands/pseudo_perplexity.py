@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.data.train_tokenizer import sample_texts
 from megahead.errors import require_at_least
 from megahead.report.tables import to_rich
@@ -18,7 +18,7 @@ from megahead.terminal import terminal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="masked language models")
+    add("--model", type=checkpoint_path, nargs="+", required=True, metavar="DIR", help="masked language models")
     add("--input", nargs="+", required=True, metavar="F", help="text, as `megahead preprocess` takes it")
     add("--texts", type=int, default=100, metavar="N", help="the first N documents (default: 100)")
     add("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing_path
 from megahead.report.tables import to_rich
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=existing_or_fetched, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    add("--model", type=checkpoint_path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     files = "folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)"
     add("--wordnet", type=existing_path, default="/usr/share/wordnet", metavar="DIR", help=files)
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")

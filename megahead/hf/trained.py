@@ -157,7 +157,7 @@ class TrainedModel:
 
     def tokenizer_fingerprint(self) -> str | None:
         """The fingerprint of the run's tokenizer (`data.tokenizer.has_fingerprint`); None if it was not recorded."""
-        fingerprint: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
+        fingerprint: str | None = self.checkpoint.state_value("texts", dict, default={}).get("data.tokenizer")
         return fingerprint
 
     def run_folder(self) -> RunFolder:

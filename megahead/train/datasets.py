@@ -211,7 +211,7 @@ def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: di
     phase = matching_phase(config, saved)
     steps = saved.training.steps
     saved_values = saved.flat() | saved.schedule.resolved_steps(steps)
-    saved_values |= checkpoint.state_value("texts", dict, absent=fingerprints)
+    saved_values |= checkpoint.state_value("texts", dict, default=fingerprints)
     values = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
     saved_tokenizer, tokenizer = saved_values[TOKENIZER], config.data.tokenizer
     if saved_tokenizer and tokenizer and has_fingerprint(tokenizer, saved_tokenizer):
@@ -234,7 +234,7 @@ def _require_same_phase(checkpoint: Checkpoint, phase: Phase, steps: int) -> Non
     """CheckpointError if the first step of `phase` differs from that in `checkpoint`, or it ends before `checkpoint`
     (except at the end of a run that was made shorter)."""
     start, stop = phase.steps.start, phase.steps.stop
-    saved_start = checkpoint.state_value("phase_began", int, absent=min(start, checkpoint.step))
+    saved_start = checkpoint.state_value("phase_began", int, default=min(start, checkpoint.step))
     if saved_start != start or stop < min(checkpoint.step, steps):
         raise CheckpointError(
             f"`objective.schedule` must have the phase that saved {checkpoint.folder} from step {saved_start:,} to at "

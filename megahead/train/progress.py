@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import Disk
+from megahead.checkpoints.disk import DiskStorage
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import Checkpoint, first_valid, target_samples
-from megahead.checkpoints.store import Ancestry, ancestors_among, history, is_ancestor, is_name, new_name, step_of
+from megahead.checkpoints.store import (
+    Ancestry,
+    ancestors_among,
+    history,
+    is_ancestor,
+    is_checkpoint_name,
+    new_checkpoint_name,
+    step_of,
+)
 from megahead.config.plan import Phase, same_objective
 from megahead.data.batch import Batch
 from megahead.data.strategy import ErrorCounts
@@ -217,11 +225,11 @@ class RunHistory:
     def after_resume(resumed: Checkpoint | None, folder: RunFolder, known: Sequence[str] = ()) -> RunHistory:
         """The history of a session in the run `folder` that starts from `resumed`, which may be None or outside of it.
         `known`: names of checkpoints in other storages."""
-        disk = Disk(folder.checkpoints)
+        disk = DiskStorage(folder.checkpoints)
         run, all_known = RunHistory(disk.root, Ancestry()), (disk.names(), known)
         if resumed is None or not run.contains(resumed):
-            return replace(run, ancestry=Ancestry.after(None, None, *all_known))
-        return replace(run, ancestry=Ancestry.after(resumed.folder.name, resumed.manifest, *all_known))
+            return replace(run, ancestry=Ancestry.of(None, None, *all_known))
+        return replace(run, ancestry=Ancestry.of(resumed.folder.name, resumed.manifest, *all_known))
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """The checkpoint's folder name if it is in `root`, else its full path."""
@@ -229,23 +237,23 @@ class RunHistory:
 
     def contains(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint is in `root`, and was not renamed by an earlier version."""
-        return self._is_in_root(checkpoint) and is_name(checkpoint.folder.name)
+        return self._is_in_root(checkpoint) and is_checkpoint_name(checkpoint.folder.name)
 
     def _is_in_root(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
 
     def last_common_step(self) -> int:
         """The step of the newest ancestor that is also in the history on disk; log records up to it are valid."""
-        names = history(Disk(self.root))
+        names = history(DiskStorage(self.root))
         return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.parents)), default=0)
 
     def orphaned_by_next_save(self) -> list[str]:
         """Names of the checkpoints in the history on disk that the next save orphans."""
-        return [name for name in history(Disk(self.root)) if not is_ancestor(name, self.ancestry.parents)]
+        return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.parents)]
 
     def folders(self) -> list[Path]:
         """The existing ancestors, the newest first."""
-        return [self.root / name for name in ancestors_among(self.ancestry.parents, Disk(self.root).names())]
+        return [self.root / name for name in ancestors_among(self.ancestry.parents, DiskStorage(self.root).names())]
 
 
 @dataclass(frozen=True)
@@ -269,7 +277,7 @@ class Progress:
     def capture(self, group: Group, *, copied: bool) -> CapturedCheckpoint:
         """Captures the state after the last step; each rank of `group` writes a part. Training may continue before it
         is written if it is `copied`."""
-        name = self.world_group.broadcast_object(new_name(self.state.step))
+        name = self.world_group.broadcast_object(new_checkpoint_name(self.state.step))
         tensors = chain(self.engine.tensors(), self.state.tensors(self.data_group).items())
         snapshot = Snapshot.take(tensors, group, copied=copied)
         counters = self.state.counters() | {"optimizer_steps": self.engine.optimizer_steps}
@@ -300,12 +308,12 @@ class Progress:
         self._load(checkpoint)
         self.state.roll_back_to(checkpoint, self.data_group)
         self._reset_after_phase_change(checkpoint)
-        self.history.ancestry.go_back(checkpoint.folder.name)
+        self.history.ancestry.roll_back(checkpoint.folder.name)
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self.engine.load(CheckpointWithHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
-        self.engine.loss_scale.restore(checkpoint.state_value("scale", dict, absent={}))
+        self.engine.loss_scale.restore(checkpoint.state_value("scale", dict, default={}))
 
     def _reset_after_phase_change(self, checkpoint: Checkpoint) -> None:
         """Resets recent losses and target counts if those of the checkpoint's phase do not apply to this phase."""

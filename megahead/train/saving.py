@@ -13,13 +13,13 @@ from math import inf
 from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import fetch_named, small_files
+from megahead.checkpoints.fetch import fetch_checkpoint, read_small_files
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.memory import Replicas
+from megahead.checkpoints.memory import ReplicaWriter
 from megahead.checkpoints.reading import Checkpoint
-from megahead.checkpoints.remote import Remote, RemoteState, read_state, retry_seconds
+from megahead.checkpoints.remote import RemoteState, RemoteStorage, read_state, retry_seconds
 from megahead.checkpoints.store import Event, KeepRules
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.upload import Uploader
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
@@ -82,8 +82,8 @@ class Checkpointer:
         progress: Progress,
         rules: KeepRules,
         lease: Lease | None,
-        uploads: Uploads | None,
-        replicas: Replicas | None,
+        uploads: Uploader | None,
+        replicas: ReplicaWriter | None,
     ) -> None:
         """`rules`: which checkpoints are kept; `lease`, `uploads`: rank 0's, if any; `replicas`: if enabled."""
         training = progress.phase.config.training
@@ -165,7 +165,7 @@ class Checkpointer:
         start_time, replicas, step = time.monotonic(), self._replicas, self._progress.state.step
         assert replicas is not None
         try:
-            if not replicas.may_begin():
+            if not replicas.can_start():
                 self._skipped_replicas += 1
                 message = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
                 return Event(
@@ -176,7 +176,7 @@ class Checkpointer:
             replicas.close()
             return Event({"off": str(error)}, f"step {step:,}: no more copies in memory: {error}", "copy")
         captured = self._progress.capture(self._progress.world_group, copied=True)
-        replicas.begin(captured.header, captured.snapshot, captured.check_finite)
+        replicas.start(captured.header, captured.snapshot, captured.check_finite)
         fields = {"stall_seconds": round(time.monotonic() - start_time, 3), "bytes": captured.snapshot.total_bytes}
         return Event(fields, record="copy")
 
@@ -202,7 +202,7 @@ def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> Rem
     if url is None:
         return RemoteState()
     timeout = retry_seconds(world_group)
-    return run_on_first_rank(world_group, lambda: read_state(Remote.of(url, timeout), config.folder(), resume))
+    return run_on_first_rank(world_group, lambda: read_state(RemoteStorage.of(url, timeout), config.folder(), resume))
 
 
 def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
@@ -214,13 +214,13 @@ def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_
     url, folder = config.training.remote_checkpoints, config.folder()
     validate = checkpoint_validator(resume, config, datasets)
     if url is None or not is_below(resume, url):
-        return str(fetch_named(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
+        return str(fetch_checkpoint(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
 
     def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
-        return small_files(url, world_group, *log, folder.run_id)
+        return read_small_files(url, world_group, *log, folder.run_id)
 
-    return str(fetch_named(resume, folder, world_group, validate, files))
+    return str(fetch_checkpoint(resume, folder, world_group, validate, files))
 
 
 def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:

@@ -18,11 +18,11 @@ import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer, share_replicas
-from megahead.checkpoints.reading import Resumed
-from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
+from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_newer, share_replicas
+from megahead.checkpoints.reading import RecoveryResult
+from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import Event, KeepRules
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.upload import Uploader
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -70,7 +70,7 @@ class Session:
     data_group: Group
     """Data-parallel ranks, for CPU tensors."""
 
-    uploads: Uploads | None = field(default=None, init=False)
+    uploads: Uploader | None = field(default=None, init=False)
     """Rank 0's, if the run has one, once the first phase is ready to train."""
 
     session_id: str = field(default_factory=new_session_id, init=False)
@@ -94,14 +94,14 @@ class Session:
         while True:
             yield find_resume_point("auto", folder, self.world_group, (self._recover,))
 
-    def _recover(self, newer_than: int) -> Resumed | None:
+    def _recover(self, newer_than: int) -> RecoveryResult | None:
         """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
         return recover_newer(newer_than, folder, self.launch, self.world_group, self.keep_rules)
 
-    def _fetch(self, newer_than: int) -> Resumed | None:
+    def _fetch(self, newer_than: int) -> RecoveryResult | None:
         """Fetches the remote store's newest checkpoint, if it is newer than step `newer_than`."""
         config, url = self.plan.config, self.plan.config.training.remote_checkpoints
         if url is None:
@@ -136,14 +136,14 @@ class Session:
         return Lease(self.plan.config.folder().session, self.session_id)
 
     @cached_property
-    def replicas(self) -> Replicas | None:
+    def replicas(self) -> ReplicaWriter | None:
         """Replicas in the memory of the nodes, if enabled. Created after the resumed state is on disk and the lease is
         taken, since replicas that were handed over are removed."""
         if self.plan.config.training.replicate_every is None:
             return None
         session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
         self._remove_shared_replicas()
-        replicas = Replicas(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
+        replicas = ReplicaWriter(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
         if not self.launch.restarts_ranks:
             self._error_callbacks.callback(replicas.close, timeout=0)
         return replicas
@@ -165,13 +165,13 @@ class Session:
         """The history of the weights at `start`."""
         return RunHistory.after_resume(start.checkpoint, self.plan.config.folder(), self._remote_state.names)
 
-    def start_uploads(self, start: ResumePoint, history: RunHistory) -> Uploads | None:
+    def start_uploads(self, start: ResumePoint, history: RunHistory) -> Uploader | None:
         """Rank 0's uploads, if enabled. At first enqueues the checkpoint at `start`, if it is the run's newest."""
         url, checkpoint = self.plan.config.training.remote_checkpoints, start.checkpoint
         if self.uploads is None and url is not None and self.lease is not None:
-            remote, folder = Remote.of(url), self.plan.config.folder()
+            remote, folder = RemoteStorage.of(url), self.plan.config.folder()
             remote_lease = RemoteLease(remote.store, folder, self.lease.session_id, self._remote_state)
-            self.uploads = Uploads(remote, folder, remote_lease, self.keep_rules)
+            self.uploads = Uploader(remote, folder, remote_lease, self.keep_rules)
             self._error_callbacks.callback(self.uploads.close)
             is_local = checkpoint is not None and history.contains(checkpoint) and not start.is_from("mirror")
             if checkpoint is not None and is_local and not history.orphaned_by_next_save():
@@ -182,7 +182,9 @@ class Session:
         """Waits for the uploads until `deadline`, and returns their events. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
-        run_long_on_all_ranks(self.world_group, iter(()) if self.uploads is None else self.uploads.finishing(deadline))
+        run_long_on_all_ranks(
+            self.world_group, iter(()) if self.uploads is None else self.uploads.wait_until_done(deadline)
+        )
         return [] if self.uploads is None else self.uploads.events()
 
     def close_after_error(self) -> None:

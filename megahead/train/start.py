@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.checkpoints.disk import find_checkpoint, orphaned_in
-from megahead.checkpoints.fetch import fetch_named
+from megahead.checkpoints.disk import find_checkpoint, orphaned_folders
+from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.reading import Checkpoint, Resumed, newest_valid, open_together
+from megahead.checkpoints.reading import Checkpoint, RecoveryResult, newest_valid, open_verified
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -42,7 +42,7 @@ class ResumePoint:
     damage: list[str]
     """A sentence for each newer but damaged checkpoint."""
 
-    recovered: Sequence[Resumed] = ()
+    recovered: Sequence[RecoveryResult] = ()
     """Newer checkpoints from memory or the remote store; `checkpoint` is the last usable one."""
 
     @property
@@ -95,16 +95,16 @@ class ResumePoint:
 
 
 def find_resume_point(
-    resume: str, folder: RunFolder, world_group: Group, recover: Sequence[Callable[[int], Resumed | None]] = ()
+    resume: str, folder: RunFolder, world_group: Group, recover: Sequence[Callable[[int], RecoveryResult | None]] = ()
 ) -> ResumePoint:
     """Finds the checkpoint for `--resume auto|never|DIR`. Collective. `recover`: for `auto`, functions that write a
     checkpoint newer than a step (-1: any) to `folder`, from memory or the remote store. Otherwise nothing is
     written."""
     if resume != "auto":
         path = run_on_first_rank(world_group, lambda: _find_requested(resume, folder))
-        return ResumePoint(None if path is None else open_together(path, world_group), [])
+        return ResumePoint(None if path is None else open_verified(path, world_group), [])
     checkpoint, damage = newest_valid(folder.path, world_group)
-    recovered: list[Resumed] = []
+    recovered: list[RecoveryResult] = []
     for recover_newer in recover:
         resumed = recover_newer(-1 if checkpoint is None else checkpoint.step)
         recovered += [] if resumed is None else [resumed]
@@ -126,7 +126,7 @@ def refuse_damaged(folder: Path, damage: list[str]) -> None:
 
 
 def _refuse_orphaned(folder: RunFolder) -> None:
-    orphaned = orphaned_in(folder.path)
+    orphaned = orphaned_folders(folder.path)
     if orphaned:
         raise CheckpointError(
             f"{folder} must hold a checkpoint to resume, but holds only {', '.join(path.name for path in orphaned)}; "
@@ -228,11 +228,11 @@ def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str
 def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
     """Opens the checkpoint at `init.from_checkpoint`, fetched to the run's `folder` if it is a URL."""
     if is_remote(path):
-        return open_together(fetch_named(path, RunFolder(folder.fetched_checkpoints), world_group), world_group)
+        return open_verified(fetch_checkpoint(path, RunFolder(folder.fetched_checkpoints), world_group), world_group)
     local = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
     if local is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
-    return open_together(local, world_group)
+    return open_verified(local, world_group)
 
 
 def _checkpoint_weights(

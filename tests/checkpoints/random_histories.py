@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoints.disk import Disk, write_snapshot
+from megahead.checkpoints.disk import DiskStorage, write_snapshot
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import MANIFEST, Header, Snapshot
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
-from megahead.checkpoints.remote import LeaseLostError, Remote, RemoteLease, read_state
-from megahead.checkpoints.store import Ancestry, KeepRules, history, new_name, orphans, step_of
-from megahead.checkpoints.upload import remove_superseded, send
+from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage, read_state
+from megahead.checkpoints.store import Ancestry, KeepRules, history, new_checkpoint_name, orphans, step_of
+from megahead.checkpoints.upload import remove_superseded, upload_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import Store
@@ -102,15 +102,15 @@ class Histories:
     """Checkpoints with a damaged file: the place, and the name."""
 
     @property
-    def remote(self) -> Remote:
-        return Remote.of(f"file://{self.root}/store")
+    def remote(self) -> RemoteStorage:
+        return RemoteStorage.of(f"file://{self.root}/store")
 
     def folder(self, disk: str) -> RunFolder:
         return RunFolder(self.root / disk)
 
-    def place(self, where: str) -> Disk:
+    def place(self, where: str) -> DiskStorage:
         """As the model looks at it: the store's folder is laid out as a disk's."""
-        return Disk(self.root / where / "checkpoints")
+        return DiskStorage(self.root / where / "checkpoints")
 
     def chain(self, name: str | None) -> list[str]:
         """A checkpoint and all that led to it, by the model."""
@@ -138,7 +138,7 @@ class Histories:
         if older and self.chance.random() < 0.25:
             name = self.chance.choice(older)
             checkpoint = open_checkpoint(place.root / name)
-        ancestry = Ancestry.after(name, checkpoint and checkpoint.manifest, place.names(), seen.names)
+        ancestry = Ancestry.of(name, checkpoint and checkpoint.manifest, place.names(), seen.names)
         assert set(ancestry.parents) == set(self.chain(name))
         lease = RemoteLease(self.remote.store, folder, f"{disk} {self.chance.random()}", seen)
         lease.acquire()
@@ -165,7 +165,7 @@ class Histories:
                 return (name,)
         return (newest,)
 
-    def has_manifest(self, place: Disk) -> bool:
+    def has_manifest(self, place: DiskStorage) -> bool:
         """Whether `latest` says what led to it; True for an empty place."""
         try:
             name = place.latest.name
@@ -181,7 +181,7 @@ class Histories:
         """The session saves; or is killed before some act."""
         session, place = self.sessions[disk], self.place(disk)
         session.step += self.chance.choice((1, 1, 2))
-        name = new_name(session.step)
+        name = new_checkpoint_name(session.step)
         assert name not in self.parents
         self.parents[name] = session.ancestry.newest
         before, latest = place.names(), place.latest.name
@@ -217,7 +217,7 @@ class Histories:
         session = self.sessions[disk]
         there = self.valid(disk, list(session.ancestry.parents))
         if there:
-            session.ancestry.go_back(self.chance.choice(there))
+            session.ancestry.roll_back(self.chance.choice(there))
             session.step, session.has_saved = session.ancestry.step, False
 
     def upload(self, disk: str, killed: int | None = None) -> None:
@@ -232,7 +232,7 @@ class Histories:
         try:
             with killed_at(10_000 if killed is None else killed, *IN_STORE):
                 session.lease.acquire()
-                send(self.remote, self.place(disk).root / tip, session.lease.check, is_new=True)
+                upload_checkpoint(self.remote, self.place(disk).root / tip, session.lease.check, is_new=True)
                 remove_superseded(self.remote, tip, RULES)
                 assert self.has_one_history(tip)
         except LeaseLostError:

@@ -14,11 +14,11 @@ import torch
 
 from megahead import remote_files
 from megahead.checkpoints import fetch as downloading
-from megahead.checkpoints.arguments import existing_or_fetched
-from megahead.checkpoints.fetch import fetch_named, fetch_newer
+from megahead.checkpoints.arguments import checkpoint_path
+from megahead.checkpoints.fetch import fetch_checkpoint, fetch_newer
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
-from megahead.checkpoints.remote import Remote, read_state
+from megahead.checkpoints.remote import RemoteStorage, read_state
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import RemoteError
@@ -68,7 +68,7 @@ def test_a_line_says_how_much_of_all_files_is_there(
     sizes = [entry.bytes for entry in Manifest.read(saved).files.values()]
     monkeypatch.setattr(remote_files, "PROGRESS_SECONDS", 0)
     monkeypatch.setattr(remote_files, "format_gib", str)
-    fetch_named(f"file://{tmp_path}/run", RunFolder(tmp_path / "new"))
+    fetch_checkpoint(f"file://{tmp_path}/run", RunFolder(tmp_path / "new"))
     begin, total = f"fetching file://{tmp_path}/run/checkpoints/{saved.name}:", sum(sizes)
     assert capsys.readouterr().out.splitlines() == [f"{begin} {so_far} of {total}" for so_far in (sizes[0], total)]
 
@@ -90,7 +90,7 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
     fetch_files = downloading._fetch_files
     with mirror(url, tmp_path / "first", keep=1) as sending:
 
-        def fetch(remote: Remote, name: str, *others: Any) -> Iterator[None]:
+        def fetch(remote: RemoteStorage, name: str, *others: Any) -> Iterator[None]:
             if without_digits(name).endswith("6"):
                 sending.enqueue(save(tmp_path / "first", 8))
                 finish(sending)
@@ -104,9 +104,11 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
 def test_no_more_is_read_than_the_first_that_may_be_used(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, names = Remote.manifest_with_text, []
-    monkeypatch.setattr(Remote, "manifest_with_text", lambda remote, name: names.append(name) or read(remote, name))
-    assert without_digits(fetch_named(url, RunFolder(tmp_path / "first")).name) == "step-00000006"
+    read, names = RemoteStorage.manifest_with_text, []
+    monkeypatch.setattr(
+        RemoteStorage, "manifest_with_text", lambda remote, name: names.append(name) or read(remote, name)
+    )
+    assert without_digits(fetch_checkpoint(url, RunFolder(tmp_path / "first")).name) == "step-00000006"
     assert set(names) == {folder_of(tmp_path / "store", 6).name}
 
 
@@ -127,7 +129,7 @@ def test_a_log_that_cannot_be_read_is_told_before_a_long_fetch(
         raise RemoteError("down")
 
     fetched: list[str] = []
-    monkeypatch.setattr(downloading, "small_files", broken)
+    monkeypatch.setattr(downloading, "read_small_files", broken)
     monkeypatch.setattr(downloading, "_fetch_files", lambda remote, name, *others: fetched.append(name))
     with pytest.raises(CheckpointError, match="down"):
         newer(url, tmp_path / "new")
@@ -142,7 +144,7 @@ def test_one_of_an_earlier_version_leaves_another_of_its_name_as_it_is(url: str,
         manifest.write(folder)
         folder.rename(root / "checkpoints/step-00000003")
     for _ in range(2):
-        fetched = fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run))
+        fetched = fetch_checkpoint(f"{url}/checkpoints/step-00000003", RunFolder(run))
         assert open_checkpoint(fetched).read("weight/w")[0] == 3
     assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 9
     assert len([name for name in folders_in(run) if "step-00000003" in name]) == 2
@@ -197,37 +199,37 @@ def test_a_run_its_checkpoints_and_one_of_them_can_be_named(url: str, tmp_path: 
     named = f"/checkpoints/{folder_of(tmp_path / 'store', 3).name}"
     meant = {"": 6, "/checkpoints": 6, "/": 6, named: 3, "/checkpoints/step-00000003": 3, "/checkpoints/3": 3}
     for name, step in meant.items():
-        assert open_checkpoint(fetch_named(f"{url}{name}", RunFolder(tmp_path / "new"))).step == step
+        assert open_checkpoint(fetch_checkpoint(f"{url}{name}", RunFolder(tmp_path / "new"))).step == step
     with pytest.raises(
         CheckpointError, match="must be a checkpoint, or the folder of a run that has one, but holds none"
     ):
-        fetch_named(f"file://{tmp_path}/nowhere", RunFolder(tmp_path / "new"))
+        fetch_checkpoint(f"file://{tmp_path}/nowhere", RunFolder(tmp_path / "new"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
 def test_commands_take_far_checkpoints(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "store" / name).write_text("{}")
-    folder = existing_or_fetched(url)
+    folder = checkpoint_path(url)
     assert open_checkpoint(folder).step == 6
     assert RunFolder.of(folder).tokenizer.read_text() == "{}"
     before = next(folder.glob("*.safetensors")).stat().st_mtime_ns
-    assert existing_or_fetched(url) == folder
+    assert checkpoint_path(url) == folder
     assert next(folder.glob("*.safetensors")).stat().st_mtime_ns == before
     flip(next(folder.glob("*.safetensors")))
-    open_checkpoint(existing_or_fetched(url)).verify()
-    assert existing_or_fetched(str(tmp_path)) == tmp_path
+    open_checkpoint(checkpoint_path(url)).verify()
+    assert checkpoint_path(str(tmp_path)) == tmp_path
     shutil.rmtree(folder_of(tmp_path / "store", 6))
     branch = save(tmp_path / "branch", 6, value=7.0)
     shutil.copytree(branch, tmp_path / "store/checkpoints" / branch.name)
     (tmp_path / "store/checkpoints/latest").write_text(branch.name)
-    assert open_checkpoint(existing_or_fetched(url)).read("weight/w")[0] == 7
+    assert open_checkpoint(checkpoint_path(url)).read("weight/w")[0] == 7
 
 
 def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
     """The session that named it may yet be refused, and the next one goes on from what was the newest."""
     folder_of(tmp_path / "first", 3).rename(tmp_path / "lost")
-    fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(tmp_path / "first"))
+    fetch_checkpoint(f"{url}/checkpoints/step-00000003", RunFolder(tmp_path / "first"))
     assert open_checkpoint(tmp_path / "first").step == 6
 
 
@@ -239,7 +241,7 @@ def test_a_newer_one_becomes_the_newest_of_the_run(url: str, tmp_path: Path) -> 
 
 def test_a_session_that_was_killed_once_it_had_fetched_is_followed_by_another(url: str, tmp_path: Path) -> None:
     assert newer(url, tmp_path / "new") is not None
-    read_state(Remote.of(url), RunFolder(tmp_path / "new"), "auto")
+    read_state(RemoteStorage.of(url), RunFolder(tmp_path / "new"), "auto")
 
 
 def test_the_log_is_here_before_the_checkpoint_counts(
@@ -251,7 +253,7 @@ def test_the_log_is_here_before_the_checkpoint_counts(
         raise KeyboardInterrupt
 
     (tmp_path / "store/metrics.jsonl").write_text('{"step": 6}\n')
-    monkeypatch.setattr(downloading.Disk, "publish", killed)
+    monkeypatch.setattr(downloading.DiskStorage, "publish", killed)
     with pytest.raises(KeyboardInterrupt):
         newer(url, tmp_path / "new")
     assert (tmp_path / "new/metrics.jsonl").read_text() == '{"step": 6}\n'
@@ -261,14 +263,14 @@ def test_what_goes_wrong_here_is_no_damage_there(url: str, tmp_path: Path, monke
     def gone(*_: object) -> None:
         raise FileNotFoundError("here")
 
-    monkeypatch.setattr(downloading.Disk, "publish", gone)
+    monkeypatch.setattr(downloading.DiskStorage, "publish", gone)
     with pytest.raises(CheckpointError, match="must take a checkpoint, but cannot"):
         newer(url, tmp_path / "new")
 
 
 def test_a_damaged_one_that_a_name_means_is_told(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(stored(tmp_path, 6))
-    assert open_checkpoint(fetch_named(url, RunFolder(tmp_path / "new"))).step == 3
+    assert open_checkpoint(fetch_checkpoint(url, RunFolder(tmp_path / "new"))).step == 3
     said = capsys.readouterr()
     assert without_digits(said.err).startswith(f"passed over: `{url}/checkpoints/step-00000006/tensors-")
     assert said.out == ""
@@ -278,11 +280,11 @@ def test_commands_at_the_same_time_fetch_one_after_the_other(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = RunFolder.of(existing_or_fetched(f"{url}/checkpoints/step-00000003")).path
+    run = RunFolder.of(checkpoint_path(f"{url}/checkpoints/step-00000003")).path
     half = run / "checkpoints/.step-00000006-abcdef.partial"
     half.mkdir()
     fetched: list[Path] = []
-    other = threading.Thread(target=lambda: fetched.append(existing_or_fetched(f"{url}/checkpoints/step-00000003")))
+    other = threading.Thread(target=lambda: fetched.append(checkpoint_path(f"{url}/checkpoints/step-00000003")))
     with (run / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder_of(run, 3) / "checkpoint.json").unlink()  # to be fetched again
@@ -302,15 +304,15 @@ def test_a_run_in_a_folder_named_checkpoints_has_its_tokenizer(
     (tmp_path / "store").rename(tmp_path / "checkpoints/mine")
     (tmp_path / "checkpoints/mine/tokenizer.json").write_text("{}")
     for name in ("", "/", "/checkpoints", "/checkpoints/step-00000003", "/checkpoints/step-00000003/"):
-        folder = existing_or_fetched(f"file://{tmp_path}/checkpoints/mine{name}")
+        folder = checkpoint_path(f"file://{tmp_path}/checkpoints/mine{name}")
         assert RunFolder.of(folder).tokenizer.read_text() == "{}"
 
 
 def test_one_whose_upload_was_killed_before_latest_counts(url: str, tmp_path: Path) -> None:
     """It is whole in the store; the disk that had it may be lost."""
-    Remote.of(url).put(save(tmp_path / "first", 8), lambda: None)
+    RemoteStorage.of(url).put(save(tmp_path / "first", 8), lambda: None)
     assert fetched_step(url, tmp_path / "new") == 8
-    Remote.of(url).put(save(tmp_path / "first", 9, parent_step=3), lambda: None)
+    RemoteStorage.of(url).put(save(tmp_path / "first", 9, parent_step=3), lambda: None)
     assert fetched_step(url, tmp_path / "another") == 8  # this went back from 6
 
 

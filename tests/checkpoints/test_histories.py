@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoints.disk import Disk, find_checkpoint, orphaned_in, step_folders
+from megahead.checkpoints.disk import DiskStorage, find_checkpoint, orphaned_folders, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.store import KeepRules, Latest, ancestors_among, step_of
@@ -95,7 +95,7 @@ def test_a_step_orphaned_twice_is_kept_twice_and_can_be_opened_by_its_name(tmp_p
         orphaned.append(save(tmp_path, 8, parent_step=2, loss=loss))
         newest = save(tmp_path, 4, parent_step=2)
     assert both(tmp_path) == ([2, 4], [4, 8, 8])
-    assert {folder.name for folder in orphaned} < {folder.name for folder in orphaned_in(tmp_path)}
+    assert {folder.name for folder in orphaned} < {folder.name for folder in orphaned_folders(tmp_path)}
     assert [open_checkpoint(folder).read("weight")[0] for folder in orphaned] == [3.0, 4.0]
     assert [find_checkpoint(tmp_path / name) for name in ("step-00000004", "4", "8")] == [newest, newest, None]
 
@@ -115,7 +115,7 @@ def test_names_are_never_used_twice_and_each_names_its_parents(tmp_path: Path) -
     assert len({first.name, second.name, back.name}) == 3
     assert Manifest.read(second).parents == Manifest.read(back).parents == (first.name,)
     assert (Manifest.read(second).orphaned, Manifest.read(back).orphaned) == ((), (second.name,))
-    assert Disk(tmp_path).latest == Latest(back.name, (first.name,))
+    assert DiskStorage(tmp_path).latest == Latest(back.name, (first.name,))
 
 
 def test_one_whose_list_of_parents_is_damaged_is_passed_over_without_an_orphan_in_its_place(tmp_path: Path) -> None:

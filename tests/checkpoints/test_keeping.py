@@ -13,7 +13,7 @@ import pytest
 from megahead.checkpoints import memory as keeping
 from megahead.checkpoints import memory as node_memory
 from megahead.checkpoints.format import Snapshot
-from megahead.checkpoints.memory import NodeMemory, Peers, Replicas
+from megahead.checkpoints.memory import NodeMemory, Peers, ReplicaWriter
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
@@ -31,11 +31,11 @@ def keep_with_room(group: Group, folder: Path, room: int) -> list[str]:
     memory = give_memory(folder, group.rank)
     if group.rank == 1:
         leave_room(room)
-    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group)
     wait(copies)
     try:
-        copies.may_begin()
+        copies.can_start()
     except CheckpointError as error:
         copies.close()
         return [str(error), *map(str, memory.iterdir())]
@@ -61,11 +61,11 @@ def keep_on_a_node_that_fills_up(group: Group, folder: Path) -> tuple[str, list[
             raise OSError(errno.ENOSPC, "No space left on device")
 
         keeping.os.posix_fallocate = no_room  # type: ignore[assignment]
-    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group)
     wait(copies)
     with pytest.raises(CheckpointError) as error:
-        copies.may_begin()
+        copies.can_start()
     copies.close()
     return str(error.value), files_in(memory)
 
@@ -79,8 +79,8 @@ def test_a_session_that_is_over_removes_nothing_of_the_one_that_came_after_it(
 ) -> None:
     monkeypatch.setattr(node_memory, "ROOT", tmp_path)
     memory = NodeMemory.of(RunFolder(tmp_path / "run"))
-    first = Replicas(memory, "the first", ALONE)
-    second = Replicas(memory, "the second", ALONE)
+    first = ReplicaWriter(memory, "the first", ALONE)
+    second = ReplicaWriter(memory, "the second", ALONE)
     for copies in (first, second):
         begin(copies, 2, ALONE)
         wait(copies)
@@ -92,11 +92,11 @@ def test_a_session_that_is_over_removes_nothing_of_the_one_that_came_after_it(
 
 def keep_what_is_bad(group: Group, folder: Path) -> str:
     give_memory(folder, group.rank)
-    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group, bad=group.rank == 1)
     wait(copies)
     with pytest.raises(CheckpointError) as error:
-        copies.may_begin()
+        copies.can_start()
     return str(error.value)
 
 
@@ -107,7 +107,7 @@ def test_what_must_not_be_saved_is_not_kept_in_memory_either(tmp_path: Path) -> 
 def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
     """While it is on its way; then another can be kept."""
     memory = give_memory(folder, group.rank)
-    copies = Replicas(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     write = Snapshot.write
     if group.rank == 1:
 
@@ -117,11 +117,11 @@ def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
 
         Snapshot.write = slowly  # type: ignore[method-assign]
     begin(copies, 6, group)
-    busy = not copies.may_begin()
+    busy = not copies.can_start()
     copies.discard()
     forgotten = files_in(memory)
     Snapshot.write = write  # type: ignore[method-assign]
-    assert copies.may_begin()
+    assert copies.can_start()
     begin(copies, 2, group)
     wait(copies)
     return busy, forgotten, files_in(memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megahead.checkpoints.fetch import fetch_named
+from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -38,13 +38,13 @@ def test_one_that_was_orphaned_in_the_mirror_alone_is_not_newer(url: str, tmp_pa
 
 def test_nor_is_it_what_the_run_means_by_its_mirrors_address(url: str, tmp_path: Path) -> None:
     run = went_back(url, tmp_path)
-    assert fetch_named(url, RunFolder(run)).name == folder_of(run, 3).name
-    assert open_checkpoint(fetch_named(f"{url}/checkpoints/step-00000006", RunFolder(run))).step == 6
+    assert fetch_checkpoint(url, RunFolder(run)).name == folder_of(run, 3).name
+    assert open_checkpoint(fetch_checkpoint(f"{url}/checkpoints/step-00000006", RunFolder(run))).step == 6
 
 
 def test_what_a_run_goes_on_from_after_all_is_not_orphaned(url: str, tmp_path: Path) -> None:
     run = went_back(url, tmp_path)
-    fetched = fetch_named(f"{url}/checkpoints/step-00000006", RunFolder(run))
+    fetched = fetch_checkpoint(f"{url}/checkpoints/step-00000006", RunFolder(run))
     (run / "checkpoints/latest").write_text(fetched.name)
     with mirror(url, run, keep=9) as sending:
         sending.enqueue(save(run, 8, parent_step=6))

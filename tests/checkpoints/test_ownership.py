@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megahead.checkpoints.remote import Remote, RemoteLease, read_state
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.remote import RemoteLease, RemoteStorage, read_state
+from megahead.checkpoints.upload import Uploader
 from megahead.errors import CheckpointError, UserError
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -22,16 +22,16 @@ def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
     sentence = rf"`training\.remote_checkpoints` must be this run's or empty, but {url} is that of another"
     for folder, resume in ((other, "auto"), (fresh, str(tmp_path / "first"))):
         with pytest.raises(CheckpointError, match=sentence):
-            read_state(Remote.of(url), folder, resume)
+            read_state(RemoteStorage.of(url), folder, resume)
     with pytest.raises(
         CheckpointError,
         match=r"`--resume never` needs a remote store without checkpoints, but .* has checkpoints/step-00000006-\w+;",
     ):
-        read_state(Remote.of(url), fresh, "never")
-    read_state(Remote.of(url), RunFolder(tmp_path / "first"), "auto")
-    read_state(Remote.of(url), fresh, "auto")
-    read_state(Remote.of(url), fresh, f"{url}/checkpoints/{folder_of(tmp_path / 'store', 3).name}")
-    read_state(Remote.of(f"file://{tmp_path}/empty"), other, "auto")
+        read_state(RemoteStorage.of(url), fresh, "never")
+    read_state(RemoteStorage.of(url), RunFolder(tmp_path / "first"), "auto")
+    read_state(RemoteStorage.of(url), fresh, "auto")
+    read_state(RemoteStorage.of(url), fresh, f"{url}/checkpoints/{folder_of(tmp_path / 'store', 3).name}")
+    read_state(RemoteStorage.of(f"file://{tmp_path}/empty"), other, "auto")
 
 
 def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_pa
         with pytest.raises(
             CheckpointError, match=rf"this run's or empty, but {url} has checkpoints/step-00000006-\w+, and no run-id;"
         ):
-            read_state(Remote.of(url), RunFolder(tmp_path / folder), resume)
-    read_state(Remote.of(url), RunFolder(tmp_path / "fresh"), "auto")
+            read_state(RemoteStorage.of(url), RunFolder(tmp_path / folder), resume)
+    read_state(RemoteStorage.of(url), RunFolder(tmp_path / "fresh"), "auto")
 
 
 def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
@@ -55,11 +55,11 @@ def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
         CheckpointError,
         match=r"`training\.remote_checkpoints` must be another place than output_dir, but file://.*/link is",
     ):
-        read_state(Remote.of(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
+        read_state(RemoteStorage.of(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
     assert not list((tmp_path / "run").glob(".tried-*"))
 
 
-def only_the_later_goes_on(first: Uploads, second: Uploads) -> None:
+def only_the_later_goes_on(first: Uploader, second: Uploader) -> None:
     with pytest.raises(UserError, match="another has begun on node-b"):
         first.check()
     second.check()
@@ -141,7 +141,7 @@ def test_of_two_that_looked_at_the_same_time_the_first_to_come_has_the_mirror(pl
     """Between the two a model is built."""
     run, url = places
     run.mkdir()
-    remote, folder = Remote.of(url), RunFolder(run)
+    remote, folder = RemoteStorage.of(url), RunFolder(run)
     first, second = (
         RemoteLease(remote.store, folder, mark, read_state(remote, folder, "auto")) for mark in ("a\n", "b\n")
     )
@@ -158,7 +158,7 @@ def test_of_two_that_looked_at_the_same_time_the_first_to_come_has_the_mirror(pl
 def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
     """Both found it empty."""
     run, url = places
-    remote, leases = Remote.of(url), []
+    remote, leases = RemoteStorage.of(url), []
     for name in ("one", "other"):
         folder = RunFolder(run.with_name(name))
         folder.path.mkdir()
@@ -172,7 +172,7 @@ def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
 def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places: Places) -> None:
     run, url = places
     run.mkdir()
-    remote, folder = Remote.of(url), RunFolder(run)
+    remote, folder = RemoteStorage.of(url), RunFolder(run)
     lease = RemoteLease(remote.store, folder, "this\n", read_state(remote, folder, "auto"))
     (run.parent / "store/run-id").write_text("another\n")
     with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
@@ -222,7 +222,7 @@ def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:
         sending.check()
     assert {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()} == before
     assert {"run-id", "session", "config.yaml"} <= set(before)
-    read_state(Remote.of(url), RunFolder(run), "auto")
+    read_state(RemoteStorage.of(url), RunFolder(run), "auto")
 
 
 @pytest.mark.parametrize("fails", ["run-id", "/session", "config.yaml"])

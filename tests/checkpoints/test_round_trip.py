@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megahead.checkpoints.disk import Disk, find_checkpoint
+from megahead.checkpoints.disk import DiskStorage, find_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.store import KeepRules, highest_first
 from megahead.distributed.group import Group
@@ -168,7 +168,7 @@ def test_the_highest_step_comes_first_however_many_digits_it_has(tmp_path: Path)
     names = ["step-100000000", "step-99999999", "step-00000020", "step-00000020.replaced", "step-00000003"]
     for name in [*sorted(names), "step-4", "step-00000004.partial", "abandoned-step-00000030"]:
         (tmp_path / name).mkdir()
-    assert highest_first(Disk(tmp_path).names()) == names
+    assert highest_first(DiskStorage(tmp_path).names()) == names
 
 
 def test_slices_of_one_memory_are_saved_each_by_itself(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoints.fetch import fetch_named
+from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
+from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import KeepRules
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.upload import Uploader
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -70,7 +70,7 @@ def test_a_history_that_was_orphaned_goes_when_the_new_one_counts(places: Places
 
 
 def fetch_to(url: str, beside: Path) -> Path:
-    return fetch_named(url, RunFolder(beside.with_name("elsewhere")))
+    return fetch_checkpoint(url, RunFolder(beside.with_name("elsewhere")))
 
 
 @pytest.mark.parametrize("fault", ["loses", "cuts", "fails"])
@@ -95,19 +95,19 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
         sending.enqueue(save(run, 9))
         finish(sending)
         assert steps_in_mirror(url) == [3, 9]
-        assert not any("step-00000006" in name for name in Remote.of(url).store.sizes("checkpoints"))
+        assert not any("step-00000006" in name for name in RemoteStorage.of(url).store.sizes("checkpoints"))
 
 
 def test_what_was_emptied_while_it_was_sent_is_sent_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     run, url = places
-    send_files = Remote._send
+    send_files = RemoteStorage._send
 
     def send(*given: Any) -> None:
         send_files(*given)
         shutil.rmtree(run.parent / "store/checkpoints")
-        monkeypatch.setattr(Remote, "_send", send_files)
+        monkeypatch.setattr(RemoteStorage, "_send", send_files)
 
-    monkeypatch.setattr(Remote, "_send", send)
+    monkeypatch.setattr(RemoteStorage, "_send", send)
     with mirror(url, run) as sending:
         sending.enqueue(save(run, 6))
     open_checkpoint(run.parent / "store").verify()
@@ -252,7 +252,7 @@ def test_nothing_goes_before_the_newest_is_latest(places: Places, monkeypatch: p
         sending.enqueue(newest := save(run, 3, parent_step=-1))
     assert acts[:2] == [f"write checkpoints/{newest.name}/checkpoint.json", "write checkpoints/latest"]
     assert len(acts) > 2
-    assert {name.split("/")[1] for name in Remote.of(url).store.sizes("checkpoints")} == {"latest", newest.name}
+    assert {name.split("/")[1] for name in RemoteStorage.of(url).store.sizes("checkpoints")} == {"latest", newest.name}
 
 
 def removing(removed: list[str], remove: Callable[[Store, str], None]) -> Callable[[Store, str], None]:
@@ -313,13 +313,13 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
     with mirror(url, run) as sending:
         finish(sending)
         with monkeypatch.context() as patches:
-            patches.setattr(Remote, "put", fails)
+            patches.setattr(RemoteStorage, "put", fails)
             patches.setattr(Path, "is_dir", fails)
             sending.enqueue(folder)
             finish(sending)
         (event,) = sending.events()
         assert "Input/output error" in str(event.message)
-        monkeypatch.setattr(Remote, "put", dies)
+        monkeypatch.setattr(RemoteStorage, "put", dies)
         sending.enqueue(folder)
         began = time.monotonic()
         finish(sending)
@@ -329,11 +329,11 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
 def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
-    remote, folder = Remote.of(url), RunFolder(run)
+    remote, folder = RemoteStorage.of(url), RunFolder(run)
     lease = RemoteLease(remote.store, folder, "this session\n", RemoteState())
-    sending = Uploads(remote, folder, lease, KeepRules())
+    sending = Uploader(remote, folder, lease, KeepRules())
     with faults("waits", "session"):
-        assert list(sending.finishing(time.monotonic() - 1)) == []
+        assert list(sending.wait_until_done(time.monotonic() - 1)) == []
     sending.close()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.checkpoints.arguments import existing_or_fetched
+from megahead.checkpoints.arguments import checkpoint_path
 from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
 from megahead.remote_files import RemoteError, Store, error_summary, is_below, is_remote, refuse_secrets, split_url
@@ -60,7 +60,7 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
         with pytest.raises(UserError, match=re.escape(sentence)) as mistakes:
             config_from_dict(small_config(tmp_path).model_dump(mode="json"), overrides=[override])
         told_to_user.append(str(mistakes.value))
-    for open_it in (Store, existing_or_fetched):
+    for open_it in (Store, checkpoint_path):
         with pytest.raises(UserError, match=RULE) as refused:
             open_it(url)
         assert not isinstance(refused.value, ValueError)  # which argparse would answer with the whole argument

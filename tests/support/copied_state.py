@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.memory import NodeMemory, Replicas, recover_newer
+from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_newer
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import KeepRules, new_name
+from megahead.checkpoints.store import KeepRules, new_checkpoint_name
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.distributed.tensors import RoundRobinShard
@@ -30,18 +30,18 @@ def tensors(step: int, group: Group) -> list[tuple[str, torch.Tensor | RoundRobi
     return [*plain, ("late/weight/rows", RoundRobinShard(rows[group.rank :: group.size].clone(), 7))]
 
 
-def begin(copies: Replicas, step: int, group: Group, bad: bool = False) -> None:
+def begin(copies: ReplicaWriter, step: int, group: Group, bad: bool = False) -> None:
     def check() -> None:
         if bad:
             raise CheckpointError("numbers must be good.")
 
     snapshot = Snapshot.take(tensors(step, group), group, copied=True)
-    name = group.broadcast_object(new_name(step))
+    name = group.broadcast_object(new_checkpoint_name(step))
     header = Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"})
-    copies.begin(header, snapshot, check)
+    copies.start(header, snapshot, check)
 
 
-def wait(copies: Replicas) -> None:
+def wait(copies: ReplicaWriter) -> None:
     assert copies._pending is not None
     copies._pending.exception(30)
 
@@ -50,9 +50,9 @@ def keep(group: Group, folder: Path, nodes: str, steps: tuple[int, ...], mark: s
     """A session that keeps copies of these steps, waits for each, and is killed; what lies on its node then."""
     memory = give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    copies = Replicas(NodeMemory.of(run), mark, group)
+    copies = ReplicaWriter(NodeMemory.of(run), mark, group)
     for step in steps:
-        assert copies.may_begin()
+        assert copies.can_start()
         begin(copies, step, group)
         wait(copies)
     group.all_gather_objects(None)

@@ -12,10 +12,10 @@ import torch
 
 from megahead.checkpoints import upload
 from megahead.checkpoints.fetch import fetch_newer
-from megahead.checkpoints.reading import Resumed
-from megahead.checkpoints.remote import Remote, RemoteLease, RemoteState
+from megahead.checkpoints.reading import RecoveryResult
+from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import KeepRules, step_of
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.upload import Uploader
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 from support.saved import save_checkpoint
@@ -41,33 +41,33 @@ def save(run: Path, step: int, value: float | None = None, parent_step: int | No
 
 def steps_in_mirror(url: str) -> list[int]:
     """Of the checkpoints that have a name, ascending."""
-    return sorted(map(step_of, Remote.of(url).names()))
+    return sorted(map(step_of, RemoteStorage.of(url).names()))
 
 
 @contextmanager
 def mirror(
     url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None
-) -> Iterator[Uploads]:
+) -> Iterator[Uploader]:
     """A session's, without pauses between attempts; left when all is sent."""
-    pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
+    pauses, upload.RETRY_DELAYS = upload.RETRY_DELAYS, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
-        remote, folder = Remote.of(url, timeout=5), RunFolder(run)
-        plain = Remote.of(url.replace("faulty:", "file:")).store
+        remote, folder = RemoteStorage.of(url, timeout=5), RunFolder(run)
+        plain = RemoteStorage.of(url.replace("faulty:", "file:")).store
         seen = RemoteState(plain.read_if_exists("run-id") or None, plain.read_if_exists("session") or None)
-        sending = Uploads(
+        sending = Uploader(
             remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
         )
         yield sending
         finish(sending)
         sending.close()
     finally:
-        upload.PAUSES = pauses
+        upload.RETRY_DELAYS = pauses
 
 
-def finish(sending: Uploads) -> None:
+def finish(sending: Uploader) -> None:
     """Waits until all is sent."""
-    for _ in sending.finishing(time.monotonic() + 20):
+    for _ in sending.wait_until_done(time.monotonic() + 20):
         pass
 
 
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def newer(url: str, folder: Path, than: int = -1, group: Group = Group()) -> Resumed | None:  # noqa: B008 - frozen
+def newer(url: str, folder: Path, than: int = -1, group: Group = Group()) -> RecoveryResult | None:  # noqa: B008 - frozen
     """What a mirror has above a step, fetched into a run's folder."""
     return fetch_newer(than, url, RunFolder(folder), group, lambda found: None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megahead.checkpoints.disk import Disk
-from megahead.checkpoints.store import history, is_name, orphans, step_of
+from megahead.checkpoints.disk import DiskStorage
+from megahead.checkpoints.store import history, is_checkpoint_name, orphans, step_of
 
 
 def folder_of(place: Path, step: int) -> Path:
@@ -17,17 +17,17 @@ def folder_of(place: Path, step: int) -> Path:
 
 def folders_in(place: Path) -> list[str]:
     """Paths of all that have a name below a folder."""
-    return [str(path.relative_to(place)) for path in sorted(place.glob("**/step-*")) if is_name(path.name)]
+    return [str(path.relative_to(place)) for path in sorted(place.glob("**/step-*")) if is_checkpoint_name(path.name)]
 
 
 def steps_of_history(place: Path) -> list[int]:
     """Steps of the newest one and of what led to it, ascending."""
-    return sorted(map(step_of, history(Disk.of(place))))
+    return sorted(map(step_of, history(DiskStorage.of(place))))
 
 
 def orphaned_steps(place: Path) -> list[int]:
     """Steps of the others, ascending."""
-    return sorted(map(step_of, orphans(Disk.of(place))))
+    return sorted(map(step_of, orphans(DiskStorage.of(place))))
 
 
 def without_digits(text: str) -> str:

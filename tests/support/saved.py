@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoints.disk import Disk, write_snapshot
+from megahead.checkpoints.disk import DiskStorage, write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.store import Ancestry, KeepRules, history, new_name, step_of
+from megahead.checkpoints.store import Ancestry, KeepRules, history, new_checkpoint_name, step_of
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 
@@ -29,13 +29,13 @@ def save_checkpoint(
     """As `write_snapshot`. `parent_step`: the step of the checkpoint in `root` that this one continues, -1 for none,
     None for `step`; all others are orphaned."""
     snapshot = Snapshot.take(tensors, group)
-    ancestry = ancestry_in(root, step if parent_step is None else parent_step) if group.rank == 0 else Ancestry()
-    header = Header(new_name(step), step, state, config, ancestry.parents, ancestry.orphaned)
+    ancestry = read_ancestry(root, step if parent_step is None else parent_step) if group.rank == 0 else Ancestry()
+    header = Header(new_checkpoint_name(step), step, state, config, ancestry.parents, ancestry.orphaned)
     return write_snapshot(root, group.broadcast_object(header), snapshot, group, rules)
 
 
-def ancestry_in(root: Path, step: int) -> Ancestry:
+def read_ancestry(root: Path, step: int) -> Ancestry:
     """That of a run that goes on from the newest checkpoint in `root` with at most this step."""
-    disk = Disk(root)
+    disk = DiskStorage(root)
     tip = next((name for name in history(disk) if step_of(name) <= step), None)
-    return Ancestry.after(tip, None if tip is None else disk.manifest(tip), disk.names())
+    return Ancestry.of(tip, None if tip is None else disk.manifest(tip), disk.names())

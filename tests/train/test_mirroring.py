@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoints.upload import Uploads
+from megahead.checkpoints.upload import Uploader
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
@@ -37,7 +37,7 @@ def test_a_session_that_will_be_killed_waits_some_seconds_from_its_signal() -> N
 
 def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
     """How it ended, and until when it waited, in seconds from its signal."""
-    update, finishing, came, waited = Engine.step, Uploads.finishing, list[float](), list[float]()
+    update, finishing, came, waited = Engine.step, Uploader.wait_until_done, list[float](), list[float]()
 
     def step(engine: Engine, *arguments: Any) -> Any:
         if not came:
@@ -45,12 +45,12 @@ def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
             came.append(time.monotonic())
         return update(engine, *arguments)
 
-    def noted(mirror: Uploads, deadline: float = math.inf) -> Iterator[None]:
+    def noted(mirror: Uploader, deadline: float = math.inf) -> Iterator[None]:
         waited.append(deadline - came[0])
         return finishing(mirror, deadline)
 
     Engine.step = step  # type: ignore[method-assign, assignment]
-    Uploads.finishing = noted  # type: ignore[method-assign]
+    Uploader.wait_until_done = noted  # type: ignore[method-assign]
     config = small_config(folder, {"training.remote_checkpoints": f"file://{folder}/store"})
     return pretrain(config, Launch(restarts_ranks=True)).ending, waited
 
