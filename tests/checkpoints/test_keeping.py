@@ -153,7 +153,7 @@ def test_a_folder_of_another_user_or_a_link_is_not_used(tmp_path: Path, monkeypa
 
 def test_ranks_that_share_a_memory_share_a_node(tmp_path: Path) -> None:
     nodes = on_ranks(4, node_of, tmp_path)
-    assert Peers(nodes).on(nodes[0]) == [0, 1]
+    assert Peers(nodes).ranks_on(nodes[0]) == [0, 1]
     assert len(set(nodes)) == 2
 
 
