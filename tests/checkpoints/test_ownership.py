@@ -177,7 +177,7 @@ def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places
     (run.parent / "store/run-id").write_text("another\n")
     with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
         lease.acquire()
-    assert not folder.identity.exists()
+    assert not folder.run_id.exists()
 
 
 def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
