@@ -87,11 +87,11 @@ class ResumePoint:
         return config.optimizer.learning_rate * ratio
 
     def log_fields(self) -> dict[str, Any]:
-        return {"damaged": self.damage} | {resumed.place: resumed.fields() for resumed in self.recovered}
+        return {"damaged": self.damage} | {resumed.source: resumed.fields() for resumed in self.recovered}
 
     def is_from(self, source: str) -> bool:
         """Whether the checkpoint was recovered from `source`, "memory" or "mirror"."""
-        return any(resumed.place == source and resumed.checkpoint is self.checkpoint for resumed in self.recovered)
+        return any(resumed.source == source and resumed.checkpoint is self.checkpoint for resumed in self.recovered)
 
 
 def find_resume_point(
@@ -110,7 +110,7 @@ def find_resume_point(
         recovered += [] if resumed is None else [resumed]
         checkpoint = (resumed and resumed.checkpoint) or checkpoint
     if checkpoint is None:
-        unusable = [problem for resumed in recovered if resumed.place == "mirror" for problem in resumed.problems]
+        unusable = [problem for resumed in recovered if resumed.source == "mirror" for problem in resumed.problems]
         refuse_damaged(folder.path, [*damage, *unusable])
         run_on_first_rank(world_group, lambda: _refuse_orphaned(folder))
     return ResumePoint(checkpoint, damage, recovered)
