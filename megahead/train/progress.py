@@ -222,14 +222,14 @@ class RunHistory:
     ancestry: Ancestry
 
     @staticmethod
-    def after_resume(resumed: Checkpoint | None, folder: RunFolder, known: Sequence[str] = ()) -> RunHistory:
+    def after_resume(resumed: Checkpoint | None, folder: RunFolder, remote_names: Sequence[str] = ()) -> RunHistory:
         """The history of a session in the run `folder` that starts from `resumed`, which may be None or outside of it.
-        `known`: names of checkpoints in other storages."""
+        `remote_names`: the checkpoints in the remote store."""
         disk = DiskStorage(folder.checkpoints)
-        run, all_known = RunHistory(disk.root, Ancestry()), (disk.names(), known)
+        run, existing_names = RunHistory(disk.root, Ancestry()), (disk.names(), remote_names)
         if resumed is None or not run.contains(resumed):
-            return replace(run, ancestry=Ancestry.of(None, None, *all_known))
-        return replace(run, ancestry=Ancestry.of(resumed.folder.name, resumed.manifest, *all_known))
+            return replace(run, ancestry=Ancestry.of(None, None, *existing_names))
+        return replace(run, ancestry=Ancestry.of(resumed.folder.name, resumed.manifest, *existing_names))
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """The checkpoint's folder name if it is in `root`, else its full path."""

@@ -37,7 +37,7 @@ from megahead.train.progress import CapturedCheckpoint, Progress
 
 
 def new_session_id() -> str:
-    """A unique id."""
+    """A unique id, with this process's host and number."""
     return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
 
 

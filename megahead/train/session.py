@@ -52,14 +52,12 @@ from megahead.wording import pluralize
 
 @dataclass
 class Session:
-    """What the phases of a run share, from when this process takes part in it."""
+    """One launch of a run on this rank: the objects that its phases share."""
 
     plan: RunPlan
-    """Of the whole run."""
+    """The plan of the whole run; a phase has its own config."""
 
     launch: Launch
-    """This rank's."""
-
     mesh: Mesh
     device: torch.device
     datasets: RunDatasets
@@ -71,10 +69,9 @@ class Session:
     """Data-parallel ranks, for CPU tensors."""
 
     uploads: Uploader | None = field(default=None, init=False)
-    """Rank 0's, if the run has one, once the first phase is ready to train."""
+    """Rank 0's uploads, if enabled; set when the first phase is ready to train."""
 
     session_id: str = field(default_factory=new_session_id, init=False)
-    """No other session's."""
 
     _remote_state: RemoteState = field(default=RemoteState(), init=False)
     """The remote checkpoints at the start of the session."""
