@@ -49,8 +49,8 @@ def run() -> None:
 
     launch = read_launch(os.environ)
     result = pretrain(config, launch, arguments.resume)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a launcher's second signal must not change the exit code
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_IGN)  # a launcher's second signal must not change the exit code
     if result.ending == "stopped" and arguments.stopped_code is not None:
         sys.exit(arguments.stopped_code)
     if result.ending == "stopped":

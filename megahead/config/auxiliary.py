@@ -118,10 +118,10 @@ class CustomConfig(AuxiliarySettings):
     """`path/to/file.py:Class` or `package.module:Class`, a subclass of megahead.objectives.auxiliary.Auxiliary."""
 
     weight: float = Field(default=1.0, gt=0)
-    """How often its loss counts; the softmax's counts once."""
+    """Weight of its loss; the softmax's has 1."""
 
     settings: dict[str, Any] = Field(default={})
-    """What the class reads of `config.objective.custom.settings`."""
+    """Settings for the class, which reads them from `config.objective.custom.settings`."""
 
     curves: ClassVar = (Curve("auxiliary_loss", "Auxiliary loss", "of an objective of one's own"),)
 

@@ -46,7 +46,7 @@ class MaskingConfig(Settings):
     """Masked-language modelling: some tokens of a row are replaced, and predicted from both sides.
 
     A row is [CLS], text, [SEP]. Targets are always the tokens of the text as it was; special tokens and padding are
-    never selected. All draws depend on the seed and the sample's number alone.
+    never selected. All random draws depend only on the seed and the sample's index.
     """
 
     mask_token: int = Field(ge=0)
@@ -80,13 +80,13 @@ class MaskingConfig(Settings):
     text."""
 
     mask_share: float = Field(default=0.8, ge=0, le=1)
-    """Share of the targets read as the mask token."""
+    """Share of the targets replaced by the mask token."""
 
     random_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of the targets read as a random token; the rest is read unchanged."""
+    """Share of the targets replaced by a random token; the rest is unchanged."""
 
     noise_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the other tokens that is read as random tokens in training; the paper's code corrupts a tenth of the
+    """Share of the other tokens replaced by random tokens in training; the paper's code corrupts a tenth of the
     inputs."""
 
     masks_from_layer: int = Field(default=0, ge=0)
@@ -103,11 +103,11 @@ class MaskingConfig(Settings):
     strategy: str = "uniform"
     """What is masked: tokens with equal probability (`uniform`), whole words, spans of geometric length (`span`),
     rarer tokens (`frequency`), tokens informative about their neighbours (`informative`), tokens the model misses
-    (`hardest`), collocations (`pmi`), tokens by data.id_weights (`weights`), or what a class of your own says, named
-    as `path/to/file.py:Class` or `package.module:Class` (docs/extending.md)."""
+    (`hardest`), collocations (`pmi`), tokens by data.id_weights (`weights`), or by a class of your own, named as
+    `path/to/file.py:Class` or `package.module:Class` (docs/extending.md)."""
 
     strategy_settings: dict[str, Any] = Field(default={})
-    """What a strategy of your own reads."""
+    """Settings for a strategy of your own."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: length l has probability proportional to span_stop (1 - span_stop)^(l - 1), up to longest_span."""

@@ -180,12 +180,14 @@ def _unused_settings(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     masking, causal = config.masking, config.model.is_causal
     strategies = set[str]() if masking is None else set(masking.strategies_by_setting().values())
     for field in () if masking is None else masking.changed():
-        users = _STRATEGIES_BY_FIELD.get(field, ())
+        strategies_needed = _STRATEGIES_BY_FIELD.get(field, ())
         if causal and field not in SPECIAL_TOKEN_FIELDS:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
-        elif users and not strategies.intersection(users):
-            settings = [setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(users)]
-            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(users)}"
+        elif strategies_needed and not strategies.intersection(strategies_needed):
+            settings = [
+                setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(strategies_needed)
+            ]
+            yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(strategies_needed)}"
     if config.data.id_weights is not None and (masking is None or causal or not masking.uses_id_weights()):
         yield "data", "id_weights", f"without {' or '.join(STRATEGIES_BY_SETTING)}: weights"
 

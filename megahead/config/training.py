@@ -135,7 +135,7 @@ class EngineConfig(Settings):
     default to values for the device; fp16's loss scale is set here (`fp16.initial_scale_power`)."""
 
     embedding: Literal["auto", "dense", "rows"] = "auto"
-    """`dense`: a weight like others. `rows`: the sharded embedding, whose rows lie round-robin on all ranks; a step
+    """`dense`: a weight like others. `rows`: the sharded embedding, rows distributed round-robin over ranks; a step
     exchanges and updates only those it uses, with the same results (headless only). `auto`: rows from 65,536 ids on
     or with another `optimizer.table.rule` than adamw, where possible."""
 

@@ -16,12 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from megahead.files import write_atomically
 from megahead.report.panels import build_panels
 from megahead.report.read import Record, Run, events_of
-from megahead.report.tables import show
+from megahead.report.tables import format_value
 from megahead.wording import format_duration, format_si, pluralize
 
 
 def save_page(runs: Sequence[Run], output: Path) -> Path:
-    """Writes the page, whole or not at all."""
+    """Writes the page atomically."""
     write_atomically(output, render_page(runs))
     return output
 
@@ -73,7 +73,7 @@ def _summary(run: Run) -> dict[str, str]:
         "tokens read": format_si(last["tokens"]),
         "time trained": format_duration(last["seconds"]),
         "tokens/s (median)": format_si(median(speeds)) if speeds else "",
-        "steps skipped": show(training[-1].get("skipped_steps")) if training else "",
+        "steps skipped": format_value(training[-1].get("skipped_steps")) if training else "",
         "ending": run.ending or "not noted",
     }
 
@@ -106,7 +106,7 @@ def _evaluation_number(held_out: Record, key: str) -> str:
 
 
 def _format(value: float | None) -> str:
-    return "" if value is None else show(float(value))
+    return "" if value is None else format_value(float(value))
 
 
 # What was trained, and with which settings.

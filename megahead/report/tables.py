@@ -22,7 +22,7 @@ def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[st
     for name in columns(rows):
         table.add_column(Text(name), justify="right" if name in right or _is_numeric(rows, name) else "left")
     for row in rows:
-        table.add_row(*(Text(show(row.get(name))) for name in columns(rows)))
+        table.add_row(*(Text(format_value(row.get(name))) for name in columns(rows)))
     return table
 
 
@@ -31,7 +31,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     names = columns(rows)
     if not names:
         return ""
-    grid = [names, *([show(row.get(name)) for name in names] for row in rows)]
+    grid = [names, *([format_value(row.get(name)) for name in names] for row in rows)]
     grid = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in grid]
     widths = [max(3, *(len(line[k]) for line in grid)) for k in range(len(names))]
     numeric = [_is_numeric(rows, name) for name in names]
@@ -57,7 +57,7 @@ def columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Formats a value for display: thousands separators, four significant digits, empty for None."""
     if value is None:
         return ""

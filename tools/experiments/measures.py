@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
 from megahead.report.figures import PALETTE, STYLE
 from megahead.report.read import RunMetrics
-from megahead.report.tables import show
+from megahead.report.tables import format_value
 
 Row = dict[str, Any]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
@@ -138,11 +138,11 @@ def _draw(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
     if chart.log_across:
         positions = sorted({x for line in chart.lines.values() for x, _ in line})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(positions, [show(round(position)) for position in positions])
+        axes.set_xticks(positions, [format_value(round(position)) for position in positions])
         axes.xaxis.set_minor_locator(NullLocator())
     if chart.log_up:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: show(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: format_value(value)))
     if chart.from_zero:
         axes.set_ylim(bottom=0)
