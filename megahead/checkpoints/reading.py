@@ -25,7 +25,7 @@ from megahead.checkpoints.format import (
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.saved import derive, names_up_to_date
+from megahead.sharded_embedding.saved import derivable_names, derive
 
 _ALONE = Group()
 
@@ -110,7 +110,7 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Names of the tensors that can be read: first the saved ones, then those that are computed from stale rows."""
-        return [*self.tensors, *names_up_to_date(self.tensors)]
+        return [*self.tensors, *derivable_names(self.tensors)]
 
     def read(self, name: str) -> Tensor:
         """One full tensor on the CPU.

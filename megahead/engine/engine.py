@@ -162,7 +162,7 @@ class Engine:
     is `RunPlan.deepspeed`. At stage 3 the module's parameters are empty outside of its forward: read `tensors`.
 
     `weights` has the full (unsharded) initial tensors by parameter name. They are read one at a time: `module` may be
-    unallocated (see `assemble`), so that at stage 3 no rank has the full model in memory.
+    unallocated (see `build_parallel_model`), so that at stage 3 no rank has the full model in memory.
     """
 
     def __init__(

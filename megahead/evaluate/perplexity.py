@@ -24,7 +24,7 @@ from megahead.errors import FieldError
 from megahead.hf.heads import require_head
 from megahead.hf.trained import TrainedModel
 from megahead.losses.softmax import EvaluationSums
-from megahead.objectives.auxiliary import held_out_rows
+from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.objectives.micro_batch import EvaluationRequest
 
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
@@ -88,7 +88,7 @@ class ValidationSet:
         """As a run of `config` scores it."""
         rows, collator, auxiliary = (
             config.training.evaluate_samples,
-            held_out_rows(config),
+            held_out_row_collator(config),
             config.objective.auxiliary(),
         )
         return ValidationSet(samples, config.data, rows, config.batch.micro_size, group, collator, auxiliary)

@@ -23,7 +23,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, RoutedTensors
 from megahead.errors import CheckpointError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
-from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_
+from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, fill_
 from megahead.run_folder import RunFolder
 from megahead.version import __version__
 
@@ -144,7 +144,7 @@ class TrainedModel:
     def load(self) -> Pretraining:
         """Returns the model in fp32 on the CPU, in evaluation mode; CheckpointError when a parameter is missing, or its
         shape differs from the config's."""
-        pretraining = assemble(self.config, Group(), torch.device("cpu"))
+        pretraining = build_parallel_model(self.config, Group(), torch.device("cpu"))
         self.require_parameters(pretraining.named_parameters())
         fill_(pretraining, Group(), self._weights())
         return pretraining.eval()

@@ -1,4 +1,4 @@
-"""What a run learns: the module that maps a batch to a loss, and the batches it is given."""
+"""What a run learns: the module that maps a batch to a loss, and the batches it is context."""
 
 from megahead.lazy import lazy_getattr
 

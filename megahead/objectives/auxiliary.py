@@ -1,6 +1,6 @@
-"""What a model may learn beside the softmax over candidates: the interface of such an objective, and how it is built.
+"""Auxiliary objectives, trained in addition to the softmax over candidates: their interface and construction.
 
-B rows, T inputs a row, M = B T, D features, N targets.
+B rows, T inputs per row, M = B T, D features, N targets.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megahead.models.backbone import Backbone
 
 
 class Predictions(Protocol):
-    """What the outputs say of their targets, without gradients."""
+    """Predicts the targets from the outputs, without gradients."""
 
     def __call__(self, bias_V: Tensor | None = None, *, all_ids: bool) -> list[Softmax]:
-        """Among all ids, by a head with the bias `bias_V`, or for each candidate group among its candidates."""
+        """The softmax over all ids, with the head's bias `bias_V`, or for each candidate group over its candidates."""
         ...
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One pass of the model over a batch, as an auxiliary objective sees it."""
+class ForwardContext:
+    """One forward pass of the model over a batch: the argument of an auxiliary objective."""
 
     backbone: Backbone
     batch: Batch
@@ -44,42 +44,42 @@ class Pass:
     """The embedded inputs."""
 
     outputs_ND: Tensor
-    """Final hidden states of the targets, of what learns these."""
+    """Final hidden states of the targets, from the generator if there is one, else from the backbone."""
 
     hidden_MD: Tensor | None
-    """Those of all tokens, rows concatenated, where the objective `needs_all_outputs`."""
+    """Final hidden states of all tokens, rows concatenated, if the objective `needs_all_outputs`."""
 
     predictions: Predictions
 
     head_bias_V: Tensor | None = None
-    """In an evaluation the bias of the head over all ids."""
+    """In evaluation the bias of the head over all ids."""
 
     training: bool = True
 
 
 class Auxiliary(nn.Module):
-    """An auxiliary objective: `prepare` in the loader's thread, then `sums` in the pass of each micro-batch.
+    """An auxiliary objective: `prepare` runs in the loader's thread, `sums` in each micro-batch's forward pass.
 
-    The class is made for a run's config before the weights are known: layers are built on the current device, and get
-    their first values by name (norms 1, biases 0, matrices as the model's). Every tensor rank has all of it, and sees
-    the same inputs. Under ZeRO 3 a weight is whole only inside of the layer that owns it: call layers.
+    It is constructed from a run's config, with layers on the current device; initial values follow from parameter names
+    (norms 1, biases 0, matrices as in the model). It is replicated on all tensor ranks, which have the same inputs.
+    Under ZeRO 3 a weight is complete only inside its own layer: call layers, do not read weights.
     """
 
     key = "custom"
-    """Under this name its parameters are in checkpoints."""
+    """Prefix of its parameters in checkpoints."""
 
     needs_all_outputs = False
-    """Whether `Pass.hidden_MD` is needed; by default targets' outputs alone are computed. The settings of what is
-    built in say it, for estimates too."""
+    """Whether it needs `ForwardContext.hidden_MD`; by default only targets' outputs are computed. Built-in objectives
+    define it in their settings, for estimates."""
 
     evaluated = False
-    """Whether held-out text is scored by it, too."""
+    """Whether it is also evaluated on held-out text."""
 
     generator: Backbone | None
-    """A second encoder, which learns the targets in the model's place."""
+    """A second encoder, which learns the targets instead of the backbone."""
 
     sampling_bias_V: Tensor | None
-    """The bias of the training-free head, in runs whose settings say that tokens are drawn from all ids."""
+    """The bias of the training-free head, in runs whose settings sample tokens from all ids."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -90,47 +90,47 @@ class Auxiliary(nn.Module):
 
     @classmethod
     def head_parameters(cls, model: ModelConfig) -> int:
-        """How many parameters it has, for estimates."""
+        """Its number of parameters, for estimates."""
         return 0
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Any:
-        """Tensors of a batch on the CPU that `sums` will find in `Pass.batch.auxiliary`, in any nesting of tuples,
-        lists and dicts. `rng` draws by the samples' numbers alone: what is drawn is the same on any mesh."""
+        """CPU tensors of a batch, which `sums` reads from `ForwardContext.batch.auxiliary`, in any nesting of tuples,
+        lists and dicts. The random numbers of `rng` depend only on the samples' indices: they are equal on any mesh."""
         return ()
 
     @classmethod
     def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
-        """`collator`, whose batches also have what is prepared. By default its targets stay as they are."""
-        return _Preparing(collator, cls, config, seed)
+        """A collator that adds the result of `prepare` to the batches of `collator`."""
+        return _AuxiliaryCollator(collator, cls, config, seed)
 
     @classmethod
-    def counted(cls, batch: Batch) -> int | None:
-        """How many of what its loss is a mean over the batch has; None: the targets, by their weights."""
+    def num_loss_terms(cls, batch: Batch) -> int | None:
+        """The number of terms in the batch that the loss is a mean over; None: the targets, weighted."""
         return None
 
-    def sums(self, given: Pass) -> Mapping[str, Tensor]:
-        """Scalars by name, summed over the batch, `loss` among them, which has a gradient; all others are logged, as
-        `AuxiliarySettings.means` makes means of the sums over all ranks (by default for one of `count`)."""
+    def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
+        """Scalar tensors by name, summed over the batch: `loss`, which is differentiated, and metrics, which are logged
+        as the means that `AuxiliarySettings.means` computes from the sums over all ranks (by default per `count`)."""
         raise NotImplementedError
 
-    def checked_sums(self, given: Pass) -> Mapping[str, Tensor]:
-        """`sums`; ConfigError unless they are scalar tensors by name, `loss` among them."""
-        sums = self.sums(given)
-        named = sums if isinstance(sums, Mapping) else {type(sums).__name__: sums}
-        if "loss" in named and all(isinstance(value, Tensor) and value.dim() == 0 for value in named.values()):
-            return named
+    def compute_sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
+        """The result of `sums`; ConfigError unless it is scalar tensors by name with a `loss`."""
+        sums = self.sums(context)
+        sums = sums if isinstance(sums, Mapping) else {type(sums).__name__: sums}
+        if "loss" in sums and all(isinstance(value, Tensor) and value.dim() == 0 for value in sums.values()):
+            return sums
         rule = "name a class whose `sums` returns scalar tensors by name, `loss` among them"
-        kinds = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in named.items()}
-        raise ConfigError("objective.custom.objective", rule, got=f"one with {kinds}")
+        shapes = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in sums.items()}
+        raise ConfigError("objective.custom.objective", rule, got=f"one with {shapes}")
 
 
 @dataclass(frozen=True)
-class _Preparing(RowCollator):
-    """Makes the batches of `inner`, with what the objective prepares."""
+class _AuxiliaryCollator(RowCollator):
+    """Adds what the objective prepares to the batches of `inner`."""
 
     inner: RowCollator
-    kind: type[Auxiliary]
+    auxiliary_class: type[Auxiliary]
     config: RunConfig
     seed: int
 
@@ -140,56 +140,59 @@ class _Preparing(RowCollator):
 
     def batch(self, text: Any, sample_indices: Any, document_starts: Any = None) -> Batch:
         batch = self.inner.batch(text, sample_indices, document_starts)
-        return replace(batch, auxiliary=self.kind.prepare(batch, self.config, CounterRng(self.seed, sample_indices)))
+        return replace(
+            batch, auxiliary=self.auxiliary_class.prepare(batch, self.config, CounterRng(self.seed, sample_indices))
+        )
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
         return self.inner.num_predicted_tokens(info)
 
 
-def auxiliary_kind(settings: AuxiliarySettings) -> type[Auxiliary]:
-    """The class that computes it. ConfigError where one's own cannot be imported or is none."""
-    kind = load_class("objective.custom.objective", settings.implementation())
-    if not (isinstance(kind, type) and issubclass(kind, Auxiliary)):
+def auxiliary_class(settings: AuxiliarySettings) -> type[Auxiliary]:
+    """The class of the objective; ConfigError if a custom one cannot be imported or is no `Auxiliary`."""
+    loaded = load_class("objective.custom.objective", settings.implementation())
+    if not (isinstance(loaded, type) and issubclass(loaded, Auxiliary)):
         rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
         raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))
-    return kind
+    return loaded
 
 
 def build_auxiliary(config: RunConfig) -> Auxiliary | None:
-    """That of a run, on torch's default device. ConfigError where it has what no checkpoint could hold."""
+    """The auxiliary objective of a run, on torch's default device; ConfigError if checkpoints do not support it."""
     settings = config.objective.auxiliary()
     if settings is None:
         return None
-    built = auxiliary_kind(settings)(config)
-    without_dimension = [name for name, parameter in built.named_parameters() if not parameter.ndim]
-    if lacking := [*without_dimension, *(name for name, _ in built.named_buffers())]:
+    auxiliary = auxiliary_class(settings)(config)
+    scalars = [name for name, parameter in auxiliary.named_parameters() if not parameter.ndim]
+    if unsupported := [*scalars, *(name for name, _ in auxiliary.named_buffers())]:
         rule = "have parameters of one dimension or more, and no buffers"
-        got = f"{settings.implementation()!r} with `{lacking[0]}`"
+        got = f"{settings.implementation()!r} with `{unsupported[0]}`"
         raise ConfigError("objective.custom.objective", rule, got=got)
-    if isinstance(settings, CustomConfig) and built.key != Auxiliary.key:
+    if isinstance(settings, CustomConfig) and auxiliary.key != Auxiliary.key:
         rule = f"leave `key` as it is ({Auxiliary.key}), since other names are those of the model's own parts"
-        raise ConfigError("objective.custom.objective", rule, got=f"{settings.implementation()!r} with {built.key!r}")
-    return built
+        got = f"{settings.implementation()!r} with {auxiliary.key!r}"
+        raise ConfigError("objective.custom.objective", rule, got=got)
+    return auxiliary
 
 
-def with_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_out: bool = False) -> RowCollator:
-    """`collator`, whose batches also have what the run's auxiliary objective needs. For `held_out` rows only if it is
-    evaluated on them."""
+def add_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_out: bool = False) -> RowCollator:
+    """A collator that adds what the run's auxiliary objective prepares; for `held_out` rows only if it is evaluated."""
     settings = config.objective.auxiliary()
-    kind = None if settings is None else auxiliary_kind(settings)
-    return collator if kind is None or (held_out and not kind.evaluated) else kind.collator(collator, config, seed)
+    if settings is None or (held_out and not auxiliary_class(settings).evaluated):
+        return collator
+    return auxiliary_class(settings).collator(collator, config, seed)
 
 
-def training_rows(
+def training_row_collator(
     config: RunConfig,
     datasets: Sequence[IndexedDataset],
     error_counts: ErrorCounts | None = None,
     steps_before_masking: int = 0,
 ) -> RowCollator:
-    """How a run, or a phase of it, makes batches of its training samples; arguments as of `training_collator`."""
-    return with_auxiliary(training_collator(config, datasets, error_counts, steps_before_masking), config, config.seed)
+    """The collator of a run or phase for training samples; arguments as in `training_collator`."""
+    return add_auxiliary(training_collator(config, datasets, error_counts, steps_before_masking), config, config.seed)
 
 
-def held_out_rows(config: RunConfig) -> RowCollator:
-    """The same of held-out rows, which are masked alike in every run."""
-    return with_auxiliary(held_out_collator(config), config, 0, held_out=True)
+def held_out_row_collator(config: RunConfig) -> RowCollator:
+    """The collator for held-out rows, which are masked equally in every run."""
+    return add_auxiliary(held_out_collator(config), config, 0, held_out=True)

@@ -1,4 +1,4 @@
-"""Prepares micro-batches with their candidates in a background thread, ahead of the step."""
+"""Prefetches micro-batches with their candidates in a background thread."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
 # A candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
-# Any rank can look up the row of any id itself, so that forming a group exchanges only ids, 4 bytes per target.
+# Every rank can look up the row of any id, so that ranks exchange only ids to form a group, 4 bytes per target.
 #
 # G targets of a candidate group, R data ranks, A accumulation steps.
 
-_PURPOSE = 0xCA4D1DA7E5  # makes these draws independent of others from the run's seed
+_SEED_PURPOSE = 0xCA4D1DA7E5  # makes these random numbers independent of others from the run's seed
 
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Chooses the candidates of a rank's micro-batches: the same for a sample on any number of ranks."""
+    """Chooses the candidates of a rank's micro-batches. They do not depend on the number of ranks."""
 
     objective: Objective
     group_samples: int
@@ -45,28 +45,28 @@ class CandidateGroups:
     ) -> list[tuple[Candidates, ...]]:
         """For each micro-batch, the candidates of each candidate group with samples in it.
 
-        The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with counts_RA[r, k]
-        targets. Collective where groups are larger than micro-batches: one all-gather of ids.
+        The global batch starts at `first_sample`; rank r of R has its micro-batches k * R + r, with counts_RA[r, k]
+        targets. Collective if groups are larger than micro-batches: one all-gather of ids.
         """
         if self.group_samples <= self.micro_size:
             starts = [first_sample + (k * ranks.size + ranks.rank) * self.micro_size for k in range(len(batches))]
-            return [self._within(start, batch) for start, batch in zip(starts, batches, strict=True)]
+            return [self._choose_within_batch(start, batch) for start, batch in zip(starts, batches, strict=True)]
         ids = gather_targets([batch.target_ids_N for batch in batches], counts_RA, ranks)
         per_group = self.group_samples // self.micro_size  # micro-batches
-        mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
+        local_indices = [k * ranks.size + ranks.rank for k in range(len(batches))]
         candidate_sets = {
             group: self._candidate_set(first_sample, group, torch.cat(ids[group * per_group :][:per_group]))
-            for group in {k // per_group for k in mine}
+            for group in {k // per_group for k in local_indices}
         }
         return [
             (candidate_sets[k // per_group].candidates(batch.target_ids_N, batch.weight_N),)
-            for k, batch in zip(mine, batches, strict=True)
+            for k, batch in zip(local_indices, batches, strict=True)
         ]
 
-    def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
-        """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`.
+    def _choose_within_batch(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
+        """The candidates of each group of a micro-batch that consists of complete groups and starts at `first_sample`.
 
-        Its targets are cut where groups end: `target_index_N` counts through the rows, one after another."""
+        Splits the targets at the ends of groups; `target_index_N` indexes the concatenated rows."""
         rows, row_length = batch.input_ids_BT.shape
         ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
         sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
@@ -78,23 +78,22 @@ class CandidateGroups:
         )
 
     def _candidate_set(self, first_sample: int, group: int, target_ids_G: Tensor) -> CandidateSet:
-        """Of the group with this number from `first_sample` on."""
-        seed = derive_seed(self.seed, first_sample + group * self.group_samples, _PURPOSE)
+        """The candidate set of the group with index `group`, counted from `first_sample`."""
+        seed = derive_seed(self.seed, first_sample + group * self.group_samples, _SEED_PURPOSE)
         return self.objective.candidate_set(target_ids_G, seed=seed)
 
 
-def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:
+def gather_targets(local_ids: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:
     """The target ids of every micro-batch of the global batch, in the order of their samples, on every rank.
 
-    `mine`: those of this rank's A micro-batches; counts_RA: how many each micro-batch of each rank has. One all-gather,
-    of as many 4-byte ids as the rank with most targets has.
+    `local_ids`: the targets of this rank's A micro-batches; counts_RA: the number of targets of each micro-batch. One
+    all-gather of 4-byte ids, padded to the rank with most targets.
     """
-    local = torch.cat(mine)
-    padded = local.new_zeros(int(counts_RA.sum(1).max()), dtype=torch.int32)
-    padded[: len(local)] = local
-    gathered_R = ranks.all_gather(padded)
-    counts = counts_RA.tolist()
-    by_rank = [ids[: sum(of_rank)].long().split(of_rank) for ids, of_rank in zip(gathered_R, counts, strict=True)]
+    ids = torch.cat(local_ids)
+    padded = ids.new_zeros(int(counts_RA.sum(1).max()), dtype=torch.int32)
+    padded[: len(ids)] = ids
+    gathered, counts = ranks.all_gather(padded), counts_RA.tolist()
+    by_rank = [ids[: sum(sizes)].long().split(sizes) for ids, sizes in zip(gathered, counts, strict=True)]
     return [parts[k] for k in range(counts_RA.shape[1]) for parts in by_rank]
 
 
@@ -113,20 +112,20 @@ class StepBatches:
     """Targets of the global batch, over all ranks."""
 
     candidates: float
-    """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
+    """Mean number of candidates of this rank's outputs (for logs); 0 means the whole vocabulary."""
 
-    rows: RowPlan | None = None
-    """How ranks exchange the embedding's rows for this step, where these are sharded."""
+    row_plan: RowPlan | None = None
+    """The exchange of the embedding's rows for this step, if they are sharded."""
 
 
 class StepLoader:
-    """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
+    """Splits global batches into micro-batches. A step's samples depend only on the index of its first one.
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
-    candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks what is read. `counted`: that
-    of an auxiliary objective. `owners`: all ranks, over a connection of their own, if the embedding's rows are sharded
-    over them; `sharing`: those that read the same samples. Batches are on the CPU, prepared for `device`, which
+    candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples.
+    `num_loss_terms`: of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over
+    them; `tensor_group`: the ranks that read the same samples. Batches are on the CPU, prepared for `device`, which
     computes in half precision if `half`.
     """
 
@@ -143,53 +142,53 @@ class StepLoader:
         device: torch.device = CPU,
         half: bool = False,
         collator: RowCollator | None = None,
-        counted: Callable[[Batch], int | None] | None = None,
-        owners: Group | None = None,
-        sharing: Group | None = None,
+        num_loss_terms: Callable[[Batch], int | None] | None = None,
+        planning_group: Group | None = None,
+        tensor_group: Group | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, collator)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._counted = counted or (lambda batch: None)
+        self._num_loss_terms = num_loss_terms or (lambda batch: None)
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
         self._device, self._half = device, half
-        self._owners, self._sharing = owners, sharing
+        self._planning_group, self._tensor_group = planning_group, tensor_group
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
-        """The batches of all optimizer steps from `first_sample` on; never ends. Collective over the group."""
-        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
+        """The batches of all optimizer steps from `first_sample` on, without end. Collective over the group."""
+        return prefetch(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
-        """The batches of the step that begins at `first_sample`.
+        """The batches of the step that starts at `first_sample`.
 
         One all-gather of 3 A numbers, and one of ids if candidate groups are larger than micro-batches.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes = [(batch.target_ids_N.numel(), batch.total_weight(), self._counted(batch)) for batch in batches]
-        mine = torch.tensor([[size or 0 for size in each] for each in sizes], dtype=torch.float64)
-        counts_RA, weights_RA, others_RA = self._group.all_gather(mine).unbind(-1)
+        sizes = [(batch.target_ids_N.numel(), batch.total_weight(), self._num_loss_terms(batch)) for batch in batches]
+        local_sizes = torch.tensor([[size or 0 for size in batch_sizes] for batch_sizes in sizes], dtype=torch.float64)
+        counts_RA, weights_RA, auxiliary_RA = self._group.all_gather(local_sizes).unbind(-1)
         counts_RA = counts_RA.long()
         targets = int(counts_RA.sum())
-        scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, others_RA)]
+        loss_weights = [ranks * accumulation / max(float(x_RA.sum()), 1.0) for x_RA in (weights_RA, auxiliary_RA)]
         if sizes[0][-1] is None:
-            del scales[-1]
+            del loss_weights[-1]
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
-        prepared = [micro.prepared_for(self._device, self._half) for micro in micro_batches]
-        return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan(prepared))
+        micro_batches = [MicroBatch(*pair, *loss_weights) for pair in zip(batches, candidates, strict=True)]
+        prepared = [micro.prepare_for(self._device, self._half) for micro in micro_batches]
+        return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 
-    def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
-        """The exchange of the embedding's rows, each of which is fetched once for all micro-batches of the step."""
-        if self._owners is None:
+    def _plan_rows(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
+        """The exchange of the embedding's rows, each fetched once for all micro-batches of the step."""
+        if self._planning_group is None:
             return None
         ids = torch.cat([micro.ids() for micro in micro_batches])
-        return plan_rows(ids, self._owners, len(micro_batches), self._sharing)
+        return plan_rows(ids, self._planning_group, len(micro_batches), self._tensor_group)
 
     def samples(self, first_sample: int, micro_step: int, rank: int) -> range:
-        """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
+        """The samples that `rank` reads for a micro-step of the step that starts at `first_sample`."""
         start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
         return range(start, start + self._batch.micro_size)
 
@@ -200,21 +199,20 @@ def mean_candidates(micro_batches: list[MicroBatch]) -> float:
     return sum(counts) / len(counts)
 
 
-def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
-    """`prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
+def prefetch(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
+    """Yields `prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
 
-    Which keys are prepared depends only on how many results were taken, not on timing, so `prepare` may call
-    collectives: ranks that stop at the same key have prepared the same keys. Its exception is raised where its result
-    is taken.
+    The prepared keys depend only on the number of results consumed, not on timing, so `prepare` may call collectives:
+    ranks that stop at the same key have prepared the same keys. An exception of `prepare` is raised for its key.
     """
     if depth == 0:
         yield from map(prepare, keys)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
-        waiting: deque[Future[T]] = deque()
+        pending: deque[Future[T]] = deque()
         for key in keys:
-            waiting.append(pool.submit(prepare, key))
-            if len(waiting) > depth:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(prepare, key))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

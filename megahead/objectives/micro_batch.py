@@ -18,11 +18,11 @@ CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
 CANDIDATE_MULTIPLE_ON_CPU = 128
-"""In half precision on a CPU, where a new shape costs more to compile a matrix product for than to compute."""
+"""The same in half precision on a CPU, where compiling a matrix product for a new shape costs more than its compute."""
 
 DOCUMENT_MULTIPLE = 128
-"""On CUDA `cu_seqlens` is padded to a multiple of this, so that compiled blocks see one or two shapes. Empty documents
-cost the kernels almost nothing."""
+"""On CUDA `cu_seqlens` is padded to a multiple of this, so that blocks are compiled for one or two shapes. Empty
+documents cost the kernels almost nothing."""
 
 
 def documents_of(batch: Batch) -> Documents:
@@ -34,7 +34,7 @@ def documents_of(batch: Batch) -> Documents:
 
 
 def target_positions_of(batch: Batch) -> TargetPositions:
-    """The positions of the batch that have a target."""
+    """The positions of the batch with a target."""
     rows, row_length = batch.input_ids_BT.shape
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
@@ -46,23 +46,24 @@ def all_positions_of(batch: Batch) -> TargetPositions:
 
 
 def token_subsets_of(batch: Batch) -> list[TokenSubset]:
-    """The token subsets of the batch that some layers compute, in the order of these layers."""
+    """The token subsets to which some layers are restricted, in the order of these layers."""
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
     for part in batch.selections:
-        computed = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
-        subsets.append(TokenSubset(computed, part.layers, part.first_layer_sees_all, part.cu_seqlens))
+        positions = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
+        subsets.append(TokenSubset(positions, part.layers, part.first_layer_sees_all, part.cu_seqlens))
     return subsets
 
 
-def with_boundaries(batch: Batch, multiple: int) -> Batch:
-    """The same batch with `cu_seqlens`, padded to a multiple, so that the GPU need not compute and synchronize it."""
+def with_cu_seqlens(batch: Batch, multiple: int) -> Batch:
+    """The batch with `cu_seqlens` padded to a multiple, which saves a synchronization with the GPU."""
     documents = documents_of(batch)
     selections = tuple(
         part._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
         for part, subset in zip(batch.selections, token_subsets_of(batch), strict=True)
     )
-    packed = batch.positions_BT is not None  # else each row is one, of a length that is known
-    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, selections=selections)
+    is_packed = batch.positions_BT is not None  # else each row is one document
+    cu_seqlens = documents.padded_cu_seqlens(multiple) if is_packed else None
+    return replace(batch, cu_seqlens=cu_seqlens, selections=selections)
 
 
 @dataclass(frozen=True)
@@ -74,41 +75,41 @@ class MicroBatch:
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float
-    """data_ranks * accumulation / global_targets, where targets count by their weights. The loss summed over this
-    micro-batch, times this, contributes to the mean over the global batch's targets, since the engine averages over
-    accumulation steps and data ranks."""
+    """data_ranks * accumulation / global_targets, with weighted targets. Factor that makes the loss summed over this
+    micro-batch a part of the mean over the global batch's targets, since the engine averages over accumulation steps
+    and data ranks."""
 
     auxiliary_weight: float | None = None
-    """The same for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
+    """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
 
     def ids(self) -> Tensor:
-        """int64: all ids whose embeddings it looks up, inputs and candidates."""
+        """int64: the ids of all embeddings that it looks up, inputs and candidates."""
         candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
         return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
-        candidates = tuple(one.to(device) for one in self.candidates)
+        """The same micro-batch on `device`."""
+        candidates = tuple(group.to(device) for group in self.candidates)
         return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
-    def prepared_for(self, device: torch.device, half: bool = False) -> MicroBatch:
-        """The same micro-batch, still on the CPU, prepared for `device`; `half`: it computes in half precision.
+    def prepare_for(self, device: torch.device, half: bool = False) -> MicroBatch:
+        """The micro-batch on the CPU, padded for `device`; `half`: for computation in half precision.
 
-        For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host does not block.
+        For CUDA also in pinned memory and with `cu_seqlens`, so that the host does not block.
         """
         if device.type != "cuda":
-            return self._padded(CANDIDATE_MULTIPLE_ON_CPU) if half else self
-        candidates = tuple(one.pin_memory() for one in self._padded(CANDIDATE_MULTIPLE).candidates)
-        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pin_memory(), candidates=candidates)
+            return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
+        candidates = tuple(group.pin_memory() for group in self._pad_candidates(CANDIDATE_MULTIPLE).candidates)
+        return replace(self, batch=with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE).pin_memory(), candidates=candidates)
 
-    def _padded(self, multiple: int) -> MicroBatch:
-        return replace(self, candidates=tuple(one.pad_to_multiple(multiple) for one in self.candidates))
+    def _pad_candidates(self, multiple: int) -> MicroBatch:
+        return replace(self, candidates=tuple(group.pad_to_multiple(multiple) for group in self.candidates))
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Batches to evaluate over the whole vocabulary: a forward pass of the body for each, then one pass over the
-    vocabulary for all."""
+    """Batches to evaluate over the whole vocabulary: one forward pass of the backbone per batch, then one softmax over
+    the vocabulary for all of them."""
 
     batches: tuple[Batch, ...]
 
@@ -116,13 +117,13 @@ class EvaluationRequest:
     """Added to the scores of all V ids: log q for a headless model's training-free head; None: no bias."""
 
 
-# Parameters of a vanilla head: an output matrix, a bias, and for an encoder a transform.
+# Parts of a vanilla head: an output matrix, a bias, and for an encoder a transform.
 #
 # V padded vocabulary, D features, N targets.
 
 
 class OutputEmbedding(nn.Module):
-    """The matrix of an untied vanilla head, [V, D]: a parameter only."""
+    """The matrix of an untied vanilla head, [V, D]; has no `forward`."""
 
     def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class OutputEmbedding(nn.Module):
 
 
 class OutputBias(nn.Module):
-    """The bias of the logits, [V]: a parameter only."""
+    """The bias of the logits, [V]; has no `forward`."""
 
     def __init__(self, padded_vocab_size: int) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class OutputBias(nn.Module):
 class MaskHead(nn.Module):
     """The head of a masked language model without its output matrix: dense layer, norm, and bias of the logits.
 
-    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has none.
+    scores = norm(gelu(dense h)) . e_v + bias_v. Headless encoders do not have this head.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""Lazy optimizer updates of embedding rows: a row without gradients gets its missed updates when it is next fetched."""
+"""Lazy optimizer updates of embedding rows: a row's missed updates are applied when it is next fetched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _JUMP_FACTOR = 2.0
-"""The learning rate jumps if two consecutive steps differ by more than this factor."""
+"""A learning rate jump is a change by more than this factor between consecutive steps."""
 
 
 class StepSeries:
@@ -47,7 +47,7 @@ class StepSeries:
 
 
 class RateHistory:
-    """Learning rates and weight decay of all applied steps, in float64. Steps count from 1; step 0 is the start."""
+    """Learning rates and weight decay of all applied steps, in float64. Steps are numbered from 1."""
 
     def __init__(self, weight_decay: float, rates: Sequence[float] | Floats = ()) -> None:
         self._weight_decay = weight_decay
@@ -56,25 +56,25 @@ class RateHistory:
 
     @property
     def steps(self) -> int:
-        """Steps applied so far."""
+        """The number of applied steps."""
         return len(self._rates) - 1
 
     @property
     def rates(self) -> Floats:
-        """[steps]: the learning rate of each."""
+        """[steps]: the learning rate of each step."""
         return self._rates.values[1:].copy()
 
     def extend(self, rates: Floats) -> None:
         """Appends steps with these rates."""
         before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
-        decay = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
+        decay = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded as in torch
         is_jump = np.maximum(rates, before) > _JUMP_FACTOR * np.minimum(rates, before)
         _accumulate(self._jumps, is_jump)
         _accumulate(self._log_decay, np.log(decay))
         self._rates.extend(rates)
 
     def rate(self, steps: Any) -> Any:
-        """Rates of these steps."""
+        """The learning rates of `steps`."""
         return self._rates.values[steps]
 
     def decay_factor(self, since: Any, until: Any) -> Any:
@@ -83,21 +83,21 @@ class RateHistory:
         return np.exp(log_decay[until] - log_decay[since])
 
     def jumps(self, since: Any, until: Any) -> Any:
-        """The number of jumps of the rate over since + 1 .. until, each relative to the step before."""
+        """The number of learning rate jumps over since + 1 .. until, each relative to the previous step."""
         jumps = self._jumps.values
         return jumps[until] - jumps[since]
 
 
-def _accumulate(sums: StepSeries, more: NDArray[Any]) -> None:
-    """Continues a running sum. Rounding is the same whether values are added one at a time or together."""
-    sums.extend(np.cumsum(np.concatenate([sums.values[-1:], more]))[1:])
+def _accumulate(sums: StepSeries, values: NDArray[Any]) -> None:
+    """Extends a cumulative sum. The rounding does not depend on how many values are added at once."""
+    sums.extend(np.cumsum(np.concatenate([sums.values[-1:], values]))[1:])
 
 
 # Gauss quadrature of sums with geometric weights: a few nodes replace hundreds of terms.
 #
 # For a smooth f and weights near ratio^j, sum over j = 1 .. n of w_j f(j) is the sum over a few nodes x of W_x f(x).
-# The nodes are those of the measure ratio^j (a discrete Laguerre); the weights integrate the actual w_j, so that
-# slopes in these cost nothing.
+# The nodes are those of the measure ratio^j (discrete Laguerre polynomials); the weights W_x integrate the actual w_j,
+# so that slowly varying w_j lose no accuracy.
 
 
 def gauss_nodes(ratio: float, count: int, terms_G: Ints) -> Floats:
@@ -106,36 +106,36 @@ def gauss_nodes(ratio: float, count: int, terms_G: Ints) -> Floats:
     With at most `count` terms the nodes are 1 .. `count`. Eigenvalues of the Jacobi matrix (Golub & Welsch 1969).
     """
     nodes_GN = np.tile(np.arange(1.0, count + 1), (len(terms_G), 1))
-    more = terms_G > count
-    nodes_GN[more] = np.linalg.eigvalsh(_recurrence(ratio, count, terms_G[more]))
+    needs_quadrature_G = terms_G > count
+    nodes_GN[needs_quadrature_G] = np.linalg.eigvalsh(_jacobi_matrices(ratio, count, terms_G[needs_quadrature_G]))
     return nodes_GN
 
 
-def _recurrence(ratio: float, count: int, terms_G: Ints) -> Floats:
+def _jacobi_matrices(ratio: float, count: int, terms_G: Ints) -> Floats:
     """[G, count, count]: the tridiagonal Jacobi matrices of the measures' orthogonal polynomials."""
-    places_J = np.arange(1.0, np.max(terms_G, initial=1) + 1)
-    weights_GJ = ratio**places_J * (places_J <= terms_G[:, None])
+    x_J = np.arange(1.0, np.max(terms_G, initial=1) + 1)
+    weights_GJ = ratio**x_J * (x_J <= terms_G[:, None])
     weights_GJ /= weights_GJ.sum(1, keepdims=True)
     matrix_GNN = np.zeros((len(terms_G), count, count))
-    before_GJ, polynomial_GJ = np.zeros_like(weights_GJ), np.ones_like(weights_GJ)
-    norm_before_G = np.full(len(terms_G), np.inf)
+    previous_GJ, polynomial_GJ = np.zeros_like(weights_GJ), np.ones_like(weights_GJ)
+    previous_norm_G = np.full(len(terms_G), np.inf)
     for k in range(count):
         norm_G = np.sum(weights_GJ * polynomial_GJ**2, 1)
-        center_G = np.sum(weights_GJ * places_J * polynomial_GJ**2, 1) / norm_G
-        beside_G = norm_G / norm_before_G
-        matrix_GNN[:, k, k - 1] = matrix_GNN[:, k - 1, k] = np.sqrt(beside_G)  # 0 beside the first
-        matrix_GNN[:, k, k] = center_G
-        following_GJ = (places_J - center_G[:, None]) * polynomial_GJ - beside_G[:, None] * before_GJ
-        before_GJ, polynomial_GJ, norm_before_G = polynomial_GJ, following_GJ, norm_G
+        alpha_G = np.sum(weights_GJ * x_J * polynomial_GJ**2, 1) / norm_G
+        beta_G = norm_G / previous_norm_G
+        matrix_GNN[:, k, k - 1] = matrix_GNN[:, k - 1, k] = np.sqrt(beta_G)  # 0 for k = 0
+        matrix_GNN[:, k, k] = alpha_G
+        next_GJ = (x_J - alpha_G[:, None]) * polynomial_GJ - beta_G[:, None] * previous_GJ
+        previous_GJ, polynomial_GJ, previous_norm_G = polynomial_GJ, next_GJ, norm_G
     return matrix_GNN
 
 
-def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
-    """[G, N, J]: the Lagrange polynomial of each node, evaluated at `places_J`."""
-    apart_GNJ, basis = places_J - nodes_GN[:, :, None], []
+def lagrange_basis(nodes_GN: Floats, x_J: Floats) -> Floats:
+    """[G, N, J]: the Lagrange polynomial of each node, evaluated at `x_J`."""
+    difference_GNJ, basis = x_J - nodes_GN[:, :, None], []
     for k, node_G1 in enumerate(nodes_GN.T[:, :, None]):
-        there_G1 = np.delete(node_G1 - nodes_GN, k, 1).prod(1, keepdims=True)
-        basis.append(np.delete(apart_GNJ, k, 1).prod(1) / there_G1)
+        denominator_G1 = np.delete(node_G1 - nodes_GN, k, 1).prod(1, keepdims=True)
+        basis.append(np.delete(difference_GNJ, k, 1).prod(1) / denominator_G1)
     return np.stack(basis, 1)
 
 
@@ -148,101 +148,102 @@ def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
 #     E_j = eps sqrt(1 - b2^{s+j}) b2^{-j/2}
 #
 # where W is the factor of weight decay. With b1 < sqrt(b2) the sum converges within a window of steps. Gauss quadrature
-# with four nodes is accurate for terms that are smooth in j. All terms are added where they are not: near the first
+# with four nodes is accurate for terms that are smooth in j. Where they are not, all terms are added: near the first
 # step, where Adam's bias correction is singular, and after a jump of the learning rate.
 #
-# `last_step` is s, the step of a row's last update; 0 if there was none, so that it lacks only weight decay.
+# `last_step` is s, the step of a row's last update; 0 if there was none, so that only weight decay is missing.
 
 
 NODES = 4
 EARLY_STEPS = 64
-"""Steps whose terms are added one by one (measured without warm-up: four nodes alone err by 7e-4 there)."""
-_NEGLIGIBLE = 1e-7
-LONGEST_WINDOW = 1024
-"""Most terms that are summed. No run comes near: its config refuses betas whose window exceeds 798."""
+"""Steps whose terms are added exactly (the quadrature error there, measured without warm-up, is 7e-4)."""
+_TOLERANCE = 1e-7
+MAX_WINDOW = 1024
+"""Largest number of terms. Not reached by runs: configs with betas whose window exceeds 798 are invalid."""
 
 
-def window_of(betas: tuple[float, float]) -> float:
-    """Terms until the sum has converged to 1e-7; inf if it does not converge."""
+def convergence_window(betas: tuple[float, float]) -> float:
+    """The number of terms until the sum has converged to 1e-7; inf if it does not converge."""
     if betas[0] == 0:
         return 1
     ratio = betas[0] / math.sqrt(betas[1]) if betas[1] else math.inf
-    return math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio)) if ratio < 1 else math.inf
+    return math.ceil(math.log(_TOLERANCE) / math.log(ratio)) if ratio < 1 else math.inf
 
 
 class LazyUpdates:
     """The missed updates of stale rows, from a growing history of learning rates.
 
-    The missed updates of rows last updated at each of S steps are [S, 3 + 2 K], float64: W, b1^n and b2^n,
-    then K summands of two columns, their weight and E: one for each node, whose weight is the sum over terms j of A_j
-    times the node's Lagrange polynomial at j, or one for each term, whose weight is A_j.
+    The missed updates of rows last updated at each of S steps are an array [S, 3 + 2 K], float64: W, b1^n and b2^n,
+    then K summands of two columns, weight and E: either one for each node, with the sum over terms j of A_j times the
+    node's Lagrange polynomial at j as weight, or one for each term, with the weight A_j.
     """
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
         self._betas, self._eps, self._history = betas, eps, history
-        self._window = int(min(window_of(betas), LONGEST_WINDOW))
+        self._window = int(min(convergence_window(betas), MAX_WINDOW))
         self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
         self._powers = self._ratio ** np.arange(1, self._window + 1)
         gaps, j = np.arange(self._window + 1), np.arange(1.0, self._window + 1)
         self._nodes = gauss_nodes(self._ratio, NODES, gaps)  # [gap, NODES]
-        self._basis = (
-            lagrange_basis(self._nodes, j) * (j <= gaps[:, None])[:, None]
-        )  # [gap, NODES, window], of each term
-        self._corrected = StepSeries(0.0)  # rates with Adam's bias correction
+        self._basis = lagrange_basis(self._nodes, j) * (j <= gaps[:, None])[:, None]  # [gap, NODES, window]
+        self._corrected = StepSeries(0.0)  # learning rates with Adam's bias correction
         self._full_window_sums = StepSeries(np.zeros(NODES))  # sums over the whole window after a step
 
     def _extend(self) -> None:
-        """Continues both `StepSeries`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
+        """Extends both `StepSeries` to the history's last step: some 0.1 ms a step for any number of rows."""
         b1, b2 = self._betas
         steps = np.arange(len(self._corrected), self._history.steps + 1)
         self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))
-        window_passed = np.arange(len(self._full_window_sums), self._history.steps - self._window + 1)
-        for part in np.array_split(window_passed, len(window_passed) // 4096 + 1):
-            self._full_window_sums.extend(self._at_nodes(part, np.full(len(part), self._window)))
+        full_steps = np.arange(len(self._full_window_sums), self._history.steps - self._window + 1)
+        for part in np.array_split(full_steps, len(full_steps) // 4096 + 1):
+            self._full_window_sums.extend(self._node_weights(part, np.full(len(part), self._window)))
 
-    def needs_every_term(self, last_step: Ints) -> NDArray[np.bool_]:
-        """Whether quadrature is inaccurate for rows last updated at these steps, so that every term must be added."""
+    def needs_exact_updates(self, last_step: Ints) -> NDArray[np.bool_]:
+        """Whether quadrature is inaccurate for rows last updated at these steps, so that all terms must be added."""
         until = np.minimum(last_step + self._window, self._history.steps)
         jumps = self._history.jumps(np.minimum(last_step + 1, until), until)
         has_terms = (last_step > 0) & (last_step < self._history.steps)
-        answer: NDArray[np.bool_] = has_terms & ((last_step < EARLY_STEPS) | (jumps > 0))
-        return answer
+        needs_exact: NDArray[np.bool_] = has_terms & ((last_step < EARLY_STEPS) | (jumps > 0))
+        return needs_exact
 
-    def by_quadrature(self, last_step: Ints) -> Floats:
-        """The missed updates by quadrature, for steps with `needs_every_term` False."""
+    def quadrature_updates(self, last_step: Ints) -> Floats:
+        """The missed updates by quadrature, for steps without `needs_exact_updates`."""
         self._extend()
         gaps = np.minimum(self._history.steps - last_step, self._window)
         weights, in_window = np.empty((len(last_step), NODES)), gaps < self._window
-        weights[in_window] = self._at_nodes(last_step[in_window], gaps[in_window])
+        weights[in_window] = self._node_weights(last_step[in_window], gaps[in_window])
         weights[~in_window] = self._full_window_sums.values[last_step[~in_window]]
         return self._columns(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
 
-    def term_by_term(self, last_step: Ints) -> Floats:
-        """The missed updates term by term, for any steps."""
+    def exact_updates(self, last_step: Ints) -> Floats:
+        """The missed updates as sums of all terms, for any steps."""
         self._extend()
-        now = self._history.steps
-        longest = min(self._window, int(np.max(now - last_step, initial=1)))
-        terms = np.arange(1, longest + 1)
-        steps = np.minimum(last_step[:, None] + terms, now)
-        in_gap = terms <= (now - last_step)[:, None]
+        current_step = self._history.steps
+        num_terms = min(self._window, int(np.max(current_step - last_step, initial=1)))
+        terms = np.arange(1, num_terms + 1)
+        steps = np.minimum(last_step[:, None] + terms, current_step)
+        in_gap = terms <= (current_step - last_step)[:, None]
         weights = in_gap * self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps)
-        return self._columns(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
+        return self._columns(last_step, weights * self._powers[:num_terms], self._offsets(last_step[:, None], terms))
 
     def _columns(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
-        now, (b1, b2) = self._history.steps, self._betas
-        decay_S, gaps_S = self._history.decay_factor(last_step_S, now), (now - last_step_S).astype(np.float64)
-        in_turn = np.stack([decay_S[:, None] * weights_SK, offsets_SK], 2)
-        in_turn = in_turn.reshape(len(decay_S), 2 * weights_SK.shape[1])
-        return np.concatenate([np.stack([decay_S, b1**gaps_S, b2**gaps_S], 1), in_turn], 1)
+        """[S, 3 + 2 K]: the missed updates with these summands."""
+        current_step, (b1, b2) = self._history.steps, self._betas
+        decay_S = self._history.decay_factor(last_step_S, current_step)
+        gaps_S = (current_step - last_step_S).astype(np.float64)
+        summands = np.stack([decay_S[:, None] * weights_SK, offsets_SK], 2)
+        summands = summands.reshape(len(decay_S), 2 * weights_SK.shape[1])
+        return np.concatenate([np.stack([decay_S, b1**gaps_S, b2**gaps_S], 1), summands], 1)
 
-    def _at_nodes(self, last_step: Ints, gaps: Ints) -> Floats:
-        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, without the decay up to now."""
+    def _node_weights(self, last_step: Ints, gaps: Ints) -> Floats:
+        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, without the factor W(s, t)."""
         steps = np.minimum(last_step[:, None] + np.arange(1, self._window + 1), self._history.steps)
         terms = self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps) * self._powers
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
         return sums
 
     def _offsets(self, last_step_S1: Ints, j: Floats | Ints) -> Floats:
+        """E of the terms or nodes `j`."""
         b2 = self._betas[1]
         offsets: Floats = self._eps * np.sqrt(1 - b2 ** (last_step_S1 + j)) * b2 ** (-j / 2)
         return offsets
@@ -253,11 +254,11 @@ class LazyUpdates:
 # A row is stale if the last steps did not update it, because no batch used it. Its missed updates (momentum and weight
 # decay) are applied when it is next fetched. `last_step`: the step of a row's last update.
 #
-# `Rows` has the tensors of n rows: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
+# `Rows` are the tensors of n rows: `weight` [n, D] and its moments, per element [n, D] or per row [n, 1].
 
 
 Rows = Mapping[str, Tensor]
-Moments = Mapping[str, Literal["each", "row"]]
+Moments = Mapping[str, Literal["element", "row"]]
 WEIGHT = "weight"
 
 
@@ -265,7 +266,7 @@ class RowOptimizer(ABC):
     """The optimizer of a rank's rows. Updates them in place, and records the learning rate of every applied step."""
 
     moments: ClassVar[Moments]
-    """Names of the optimizer state: a number for each weight, or one for the row."""
+    """Names of the optimizer states, and whether they are per element or per row."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -280,38 +281,40 @@ class RowOptimizer(ABC):
         """Applies the missed updates to rows last updated at the steps `last_step_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
-        """One step with learning rate `rate` on rows that are up to date. Ranks without such rows call it, too."""
+        """Applies one step with learning rate `rate` to up-to-date rows. Must be called by all ranks, also without
+        rows."""
         self.history.extend(np.array([rate]))
         rows[WEIGHT].mul_(1 - rate * self._config.weight_decay)
         self._update_(rows, gradients_nD, rate)
 
     @abstractmethod
     def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
-        """The step without weight decay. The history has this step already."""
+        """The step without weight decay; called after the history has recorded it."""
 
 
 class LazyAdamW(RowOptimizer):
     """Equal to AdamW on every row at every step, up to rounding."""
 
-    moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "each"}
+    moments: ClassVar[Moments] = {"exp_avg": "element", "exp_avg_sq": "element"}
 
     def resume(self, rates: Floats) -> None:
         super().resume(rates)
         self._lazy = LazyUpdates(self._config.betas, self._config.eps, self.history)
 
     def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
-        steps_S, place_n = np.unique(last_step_n.numpy().astype(np.int64), return_inverse=True)
-        every_term_S = self._lazy.needs_every_term(steps_S)
-        parts = (~every_term_S, self._lazy.by_quadrature), (every_term_S, self._lazy.term_by_term)
-        for wanted_S, update_by in parts:
-            if wanted_S.all():
-                _apply_(rows, update_by(steps_S), place_n)
-            elif wanted_S.any():
-                new_place_S = np.cumsum(wanted_S) - 1
-                these = np.flatnonzero(wanted_S[place_n])
-                index = torch.from_numpy(these).to(rows[WEIGHT].device)
+        steps_S, inverse_n = np.unique(last_step_n.numpy().astype(np.int64), return_inverse=True)
+        is_exact_S = self._lazy.needs_exact_updates(steps_S)
+        methods = (~is_exact_S, self._lazy.quadrature_updates), (is_exact_S, self._lazy.exact_updates)
+        for is_selected_S, compute_updates in methods:
+            if is_selected_S.all():
+                _apply_updates_(rows, compute_updates(steps_S), inverse_n)
+            elif is_selected_S.any():
+                selected_index_S = np.cumsum(is_selected_S) - 1
+                row_index = np.flatnonzero(is_selected_S[inverse_n])
+                index = torch.from_numpy(row_index).to(rows[WEIGHT].device)
                 part = {name: values.index_select(0, index) for name, values in rows.items()}
-                _apply_(part, update_by(steps_S[wanted_S]), new_place_S[place_n[these]])
+                updates = compute_updates(steps_S[is_selected_S])
+                _apply_updates_(part, updates, selected_index_S[inverse_n[row_index]])
                 for name, values in rows.items():
                     values.index_copy_(0, index, part[name])
 
@@ -328,9 +331,9 @@ class LazyAdamW(RowOptimizer):
 
 
 class RowwiseAdamW(LazyAdamW):
-    """AdamW with one second moment per row, the mean over its weights; needs a third less memory."""
+    """AdamW with one second moment per row, the mean over its elements; needs a third less memory."""
 
-    moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "row"}
+    moments: ClassVar[Moments] = {"exp_avg": "element", "exp_avg_sq": "row"}
 
     def _squares(self, gradients_nD: Tensor) -> Tensor:
         return gradients_nD.square().mean(1, keepdim=True)
@@ -358,19 +361,19 @@ ROW_OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {
 
 
 def build_row_optimizer(name: str, config: OptimizerConfig) -> RowOptimizer:
-    """The optimizer of that name, with the betas, eps and decay of all other weights."""
+    """The row optimizer `name`, with the betas, eps and weight decay of `config`."""
     return ROW_OPTIMIZERS[name](config)
 
 
-def _apply_(rows: Rows, update_SC: Floats, place_n: Ints) -> None:
-    """Applies missed updates of `LazyUpdates`: line place_n[i] to row i. One pass over the rows for each summand."""
+def _apply_updates_(rows: Rows, updates_SC: Floats, inverse_n: Ints) -> None:
+    """Applies missed updates of `LazyUpdates`: those of inverse_n[i] to row i. One pass over the rows per summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
-    on_device = torch.from_numpy(update_SC).to(weight.device, weight.dtype)  # in one copy
-    columns_nC = on_device[torch.from_numpy(place_n).to(weight.device)]
-    decay, first, second, *summands = columns_nC[:, :, None].unbind(1)
+    device_updates_SC = torch.from_numpy(updates_SC).to(weight.device, weight.dtype)  # in one copy
+    columns_nC = device_updates_SC[torch.from_numpy(inverse_n).to(weight.device)]
+    decay, mean_factor, square_factor, *summands = columns_nC[:, :, None].unbind(1)
     root, total = square.sqrt(), torch.zeros_like(square)
-    for share, offset in zip(summands[0::2], summands[1::2], strict=True):
-        total.addcdiv_(share.expand_as(root), root + offset)
+    for term_weight, offset in zip(summands[0::2], summands[1::2], strict=True):
+        total.addcdiv_(term_weight.expand_as(root), root + offset)
     weight.mul_(decay).addcmul_(mean, total, value=-1)
-    mean.mul_(first)
-    square.mul_(second)
+    mean.mul_(mean_factor)
+    square.mul_(square_factor)

@@ -1,9 +1,8 @@
-"""The sharded embedding: who owns which rows, their exchange, and the module that stands in the embedding's place.
+"""The sharded embedding: the exchange of its rows between ranks, and the module that replaces the embedding.
 
-Rows are sharded round-robin: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in
-most vocabularies, are spread evenly. R ranks; n rows of this rank; U: ids that this rank needs; u: those that it
-requests; S: rows that others request of it (repeats counted); O: how many of these are distinct; D features. *Places*
-are indices into the U rows.
+Rows are sharded round-robin: rank i mod R owns id i, at index i // R, so that frequent ids, which are adjacent in most
+vocabularies, are distributed evenly. R ranks; n rows of this rank; U ids that this rank needs; u ids that it requests;
+S rows that other ranks request from it (with repeats); O distinct rows among these; D features.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import WEIGHT, RowOptimizer, Rows, build_row_optimizer
 from megahead.sharded_embedding.saved import LAST_STEP, RATES
 
-# The exchange of a step's rows, planned ahead of it.
+# The exchange of a step's rows, planned before the step.
 #
-# Ranks that need the same ids, a tensor group, request every T-th each, and share what comes: u = U / T.
+# The T ranks of a tensor group need the same ids. Each requests every T-th, u = U / T, and gathers the others' rows.
 
 
 @dataclass(frozen=True)
@@ -36,101 +35,102 @@ class RowPlan:
     """One rank's part in the exchange of rows of one step."""
 
     ids_U: Tensor
-    """int64: the ids that it needs, increasing, each once."""
+    """int64: the ids that this rank needs, increasing, without repeats."""
 
-    sharing: Group
-    """T ranks that need the same ids. Its rank t requests `ids_U[t::T]`."""
+    tensor_group: Group
+    """The T ranks that need the same ids. Rank t requests `ids_U[t::T]`."""
 
-    by_owner_u: Tensor
-    """int64: the permutation that sorts the ids it requests by owning rank."""
+    owner_order_u: Tensor
+    """int64: the permutation that sorts the requested ids by owning rank."""
 
-    requested: list[int]
-    """How many rows it requests of each rank."""
+    recv_counts: list[int]
+    """The number of rows to receive from each rank."""
 
-    served: list[int]
-    """How many rows each rank requests of it."""
+    send_counts: list[int]
+    """The number of rows to send to each rank."""
 
     owned_O: Tensor
-    """int64: indices, among this rank's own rows, of those that any rank requests; increasing, without repeats."""
+    """int64: indices of the rows of this rank that any rank requests; increasing, without repeats."""
 
-    place_S: Tensor
-    """int64: for each row that it serves, ordered by requesting rank: its index in `owned_O`."""
+    owned_index_S: Tensor
+    """int64: for each row to send, ordered by rank, its index in `owned_O`."""
 
     num_passes: int
-    """How many forward passes the step has; the last backward pass completes the row gradients."""
+    """The step's number of forward passes; the last backward pass completes the row gradients."""
 
     def to(self, device: torch.device) -> RowPlan:
-        """The same on `device`."""
-        names = ("ids_U", "by_owner_u", "owned_O", "place_S")
+        """The same plan on `device`."""
+        names = ("ids_U", "owner_order_u", "owned_O", "owned_index_S")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def plan_rows(ids: Tensor, ranks: Group, num_passes: int = 1, sharing: Group | None = None) -> RowPlan:
-    """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed), the same ones on all ranks of `sharing`.
+def plan_rows(ids: Tensor, ranks: Group, num_passes: int = 1, tensor_group: Group | None = None) -> RowPlan:
+    """The plan of a step that needs `ids` (int64 on the CPU, with repeats), equal on all ranks of `tensor_group`.
 
     Collective over `ranks`, which must be a group for CPU tensors (gloo): sends one count to each rank, then 4 bytes
-    per id. Nothing is sent over `sharing` yet.
+    per id. No communication over `tensor_group`.
     """
-    ids_U, sharing = torch.unique(ids), sharing or Group()
-    requested_u = ids_U[sharing.rank :: sharing.size]
+    ids_U, tensor_group = torch.unique(ids), tensor_group or Group()
+    requested_u = ids_U[tensor_group.rank :: tensor_group.size]
     owners_u = requested_u % ranks.size
-    by_owner_u = torch.argsort(owners_u, stable=True)
-    requested = torch.bincount(owners_u, minlength=ranks.size)
-    served = ranks.all_to_all(requested).tolist()
-    wanted_S = ranks.all_to_all(requested_u[by_owner_u].int(), requested.tolist(), served).long()
-    owned_O, place_S = torch.unique(wanted_S // ranks.size, return_inverse=True)
-    return RowPlan(ids_U, sharing, by_owner_u, requested.tolist(), served, owned_O, place_S, num_passes)
+    owner_order_u = torch.argsort(owners_u, stable=True)
+    recv_counts = torch.bincount(owners_u, minlength=ranks.size)
+    send_counts = ranks.all_to_all(recv_counts).tolist()
+    sent_S = ranks.all_to_all(requested_u[owner_order_u].int(), recv_counts.tolist(), send_counts).long()
+    owned_O, owned_index_S = torch.unique(sent_S // ranks.size, return_inverse=True)
+    counts = recv_counts.tolist(), send_counts
+    return RowPlan(ids_U, tensor_group, owner_order_u, *counts, owned_O, owned_index_S, num_passes)
 
 
 def rows_from_owners(owned_OD: Tensor, plan: RowPlan, ranks: Group) -> Tensor:
-    """[U, D]: the rows that this rank needs; `owned_OD`: those that others request of it. Collective."""
-    sent_SD = owned_OD.index_select(0, plan.place_S)
-    got_uD = ranks.all_to_all(sent_SD, plan.served, plan.requested)
-    share_uD = torch.empty_like(got_uD).index_copy_(0, plan.by_owner_u, got_uD)
-    return _joined(share_uD, len(plan.ids_U), plan.sharing)
+    """[U, D]: the rows that this rank needs; `owned_OD`: its own rows that ranks request. Collective."""
+    sent_SD = owned_OD.index_select(0, plan.owned_index_S)
+    received_uD = ranks.all_to_all(sent_SD, plan.send_counts, plan.recv_counts)
+    rows_uD = torch.empty_like(received_uD).index_copy_(0, plan.owner_order_u, received_uD)
+    return _all_gather_rows(rows_uD, len(plan.ids_U), plan.tensor_group)
 
 
 def gradients_to_owners(gradients_UD: Tensor, plan: RowPlan, ranks: Group) -> Tensor:
-    """[O, D]: the sums of all ranks' gradients, added in the order of ranks: the same bits each time. Collective."""
-    sent_uD = _summed_share(gradients_UD, plan.sharing).index_select(0, plan.by_owner_u)
-    got_SD = ranks.all_to_all(sent_uD, plan.requested, plan.served)
+    """[O, D]: the sums of all ranks' gradients, added in the order of ranks, so deterministic. Collective."""
+    sent_uD = _reduce_scatter_gradients(gradients_UD, plan.tensor_group).index_select(0, plan.owner_order_u)
+    received_SD = ranks.all_to_all(sent_uD, plan.recv_counts, plan.send_counts)
     summed_OD = gradients_UD.new_zeros(len(plan.owned_O), gradients_UD.shape[1])
-    for part, place in zip(got_SD.split(plan.served), plan.place_S.split(plan.served), strict=True):
-        summed_OD.index_add_(0, place, part)  # a rank requests a row once
+    by_rank = received_SD.split(plan.send_counts), plan.owned_index_S.split(plan.send_counts)
+    for gradients, index in zip(*by_rank, strict=True):
+        summed_OD.index_add_(0, index, gradients)  # a rank requests a row once
     return summed_OD
 
 
-def _joined(share_uD: Tensor, count: int, sharing: Group) -> Tensor:
+def _all_gather_rows(rows_uD: Tensor, count: int, tensor_group: Group) -> Tensor:
     """[U, D]: every T-th row from each rank; `count`: U."""
-    if sharing.size == 1:
-        return share_uD
-    even_uD = F.pad(share_uD, (0, 0, 0, -(-count // sharing.size) - len(share_uD)))  # some ranks have a row less
-    return sharing.all_gather(even_uD).transpose(0, 1).flatten(0, 1)[:count]
+    if tensor_group.size == 1:
+        return rows_uD
+    padded_uD = F.pad(rows_uD, (0, 0, 0, -(-count // tensor_group.size) - len(rows_uD)))  # some ranks have a row less
+    return tensor_group.all_gather(padded_uD).transpose(0, 1).flatten(0, 1)[:count]
 
 
-def _summed_share(gradients_UD: Tensor, sharing: Group) -> Tensor:
-    """[u, D]: the sums of every T-th row's gradients over these ranks: the inverse way of `_joined`."""
-    if sharing.size == 1:
+def _reduce_scatter_gradients(gradients_UD: Tensor, tensor_group: Group) -> Tensor:
+    """[u, D]: the sums over these ranks of every T-th row's gradients: the backward pass of `_all_gather_rows`."""
+    if tensor_group.size == 1:
         return gradients_UD
-    count = len(range(sharing.rank, len(gradients_UD), sharing.size))
-    even_UD = F.pad(gradients_UD, (0, 0, 0, -len(gradients_UD) % sharing.size))
-    return sharing.reduce_scatter(even_UD.unflatten(0, (-1, sharing.size)), dim=1).squeeze(1)[:count]
+    count = len(range(tensor_group.rank, len(gradients_UD), tensor_group.size))
+    padded_UD = F.pad(gradients_UD, (0, 0, 0, -len(gradients_UD) % tensor_group.size))
+    return tensor_group.reduce_scatter(padded_UD.unflatten(0, (-1, tensor_group.size)), dim=1).squeeze(1)[:count]
 
 
-# The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
+# The rows that one rank owns, with their moments: stored as of each row's last update, read as of the current step.
 
 
 class OwnedRows:
-    """fp32 on the device; `last_step`, the steps at which rows were last updated, on the CPU.
+    """A rank's rows and moments in fp32 on the device; `last_step`, the steps of their last updates, on the CPU.
 
-    Rows are never brought up to date in place only to look at them: roundings would move, and a run that was saved
-    would not go on bitwise.
+    Reading rows does not update them in place: the different rounding would prevent bitwise equal resumption.
     """
 
     def __init__(self, count: int, features: int, row_optimizer: RowOptimizer, device: torch.device) -> None:
         self.row_optimizer = row_optimizer
         widths = {WEIGHT: features} | {
-            n: features if kind == "each" else 1 for n, kind in row_optimizer.moments.items()
+            name: features if shape == "element" else 1 for name, shape in row_optimizer.moments.items()
         }
         self.rows = {name: torch.zeros(count, width, device=device) for name, width in widths.items()}
         self.last_step_n = torch.zeros(count, dtype=torch.int32)
@@ -141,68 +141,66 @@ class OwnedRows:
         return self.row_optimizer.history.steps
 
     def count_stale(self, owned_O: Tensor) -> int:
-        """How many of these have not been updated by the last step (int64 on the CPU)."""
+        """The number of rows among `owned_O` (int64 on the CPU) that the last step did not update."""
         return int((self.last_step_n[owned_O] < self.steps).sum())
 
-    def take(self, owned_O: Tensor) -> dict[str, Tensor]:
-        """Copies of these rows, brought up to date."""
-        there_O = owned_O.to(self.rows[WEIGHT].device)
-        taken = {name: values.index_select(0, there_O) for name, values in self.rows.items()}
-        self.row_optimizer.catch_up_(taken, self.last_step_n[owned_O])
-        return taken
+    def gather(self, owned_O: Tensor) -> dict[str, Tensor]:
+        """Copies of these rows, updated to the current step."""
+        index_O = owned_O.to(self.rows[WEIGHT].device)
+        rows = {name: values.index_select(0, index_O) for name, values in self.rows.items()}
+        self.row_optimizer.catch_up_(rows, self.last_step_n[owned_O])
+        return rows
 
-    def put(self, owned_O: Tensor, rows: Rows) -> None:
-        """These rows were updated by the last step."""
-        there_O = owned_O.to(self.rows[WEIGHT].device)
+    def scatter(self, owned_O: Tensor, rows: Rows) -> None:
+        """Stores these rows, which the last step updated."""
+        index_O = owned_O.to(self.rows[WEIGHT].device)
         for name, values in self.rows.items():
-            values.index_copy_(0, there_O, rows[name])
+            values.index_copy_(0, index_O, rows[name])
         self.last_step_n.index_fill_(0, owned_O, self.steps)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All weights as they would be now, some [b, D] at a time."""
-        for places in torch.arange(len(self.last_step_n)).split(_BLOCK):
-            yield self.take(places)[WEIGHT]
+        """All weights as of the current step, in blocks [b, D]."""
+        for index_b in torch.arange(len(self.last_step_n)).split(_BLOCK_ROWS):
+            yield self.gather(index_b)[WEIGHT]
 
     def reset_steps(self) -> None:
-        """Weights are as new: everything else is as before the first step."""
+        """Resets moments and steps to those before the first step; does not change weights."""
         for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.last_step_n):
             values.zero_()
         self.row_optimizer.resume(np.empty(0))
 
 
 class FetchedRows:
-    """What came from the owners, and what will go back to them once the step's last backward pass is done."""
+    """The rows fetched for one step, and their gradients, which the step's last backward pass sends to the owners."""
 
-    def __init__(self, plan: RowPlan, served: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`plan`: which rows this rank requests of others and they of it, and how many forward passes the step has;
-        `served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
-        self.served = served
-        self.sums_OD: Tensor | None = None
-        """Gradients of `served`, over all micro-batches and ranks, on average over data ranks."""
-        self._plan, self._mesh = plan.to(served[WEIGHT].device), mesh
-        self._rows_UD = rows_from_owners(served[WEIGHT], self._plan, mesh.world_group).to(dtype)
+    def __init__(self, plan: RowPlan, owned_rows: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
+        """`owned_rows`: this rank's O rows that ranks request, up to date; `dtype`: of looked-up rows. Collective."""
+        self.owned_rows = owned_rows
+        self.gradients_OD: Tensor | None = None
+        """Gradients of `owned_rows`, summed over micro-batches and ranks, divided by the number of data ranks."""
+        self._plan, self._mesh = plan.to(owned_rows[WEIGHT].device), mesh
+        self._rows_UD = rows_from_owners(owned_rows[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
         self._passes_left, self._open_lookups = plan.num_passes, 0
 
     def look_up(self, ids: Tensor, norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
-        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `num_duplicates` ids are not counted
-        here, since another rank has the same ones and counts them. A forward pass may look up several times, if all
-        that it looks up has a gradient."""
+        """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which another
+        rank has, too. A forward pass may look up several times, if all results are differentiated."""
         if torch.is_grad_enabled():
             self._passes_left -= self._open_lookups == 0
             self._open_lookups += 1
-        places = torch.searchsorted(self._plan.ids_U, ids)
-        looked_up: Tensor = _LookUp.apply(norm_proxy, self, places, num_duplicates)
-        return looked_up
+        index = torch.searchsorted(self._plan.ids_U, ids)
+        rows: Tensor = _LookUp.apply(norm_proxy, self, index, num_duplicates)
+        return rows
 
-    def rows_at(self, places: Tensor) -> Tensor:
-        return F.embedding(places, self._rows_UD)
+    def gather(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self._rows_UD)
 
-    def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
-        """Of one lookup; after the last one of all backward passes the norm of all rows' gradients together.
-        Collective then."""
+    def add_gradients(self, index: Tensor, gradients: Tensor) -> Tensor | None:
+        """Adds the gradients of one lookup. The step's last call is collective, and returns the norm of the gradients
+        of all ranks' rows."""
         added_UD = torch.ops.aten.embedding_dense_backward(
-            gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
+            gradients.float(), index, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
         self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
         self._open_lookups -= 1
@@ -210,62 +208,63 @@ class FetchedRows:
 
     def _complete(self, gradients_UD: Tensor) -> Tensor:
         world = self._mesh.world_group
-        self.sums_OD = gradients_to_owners(gradients_UD, self._plan, world).div_(self._mesh.data_group.size)
+        self.gradients_OD = gradients_to_owners(gradients_UD, self._plan, world).div_(self._mesh.data_group.size)
         self._gradients_UD = None
-        return world.all_gather(self.sums_OD.norm(dtype=torch.float64).square()).sum().sqrt()
+        return world.all_gather(self.gradients_OD.norm(dtype=torch.float64).square()).sum().sqrt()
 
 
 class _LookUp(torch.autograd.Function):
-    """Hands gradients to `fetched`; the norm proxy's gradient is 0, but in the last backward pass has the norm of all
-    rows' gradients together."""
+    """Adds gradients to `fetched`. The norm proxy's gradient is 0, but in the step's last backward pass has the norm of
+    all rows' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, norm_proxy: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(norm_proxy)
-        return fetched.rows_at(places)
+        return fetched.gather(index)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (places,) = ctx.saved_tensors
-        counted = gradients.reshape(-1, gradients.shape[-1])[ctx.num_duplicates :]
-        norm = ctx.fetched.add_gradients(places.flatten()[ctx.num_duplicates :], counted)
-        return ctx.zeros if norm is None else vector_of_norm(norm, ctx.zeros), None, None, None
+        (index,) = ctx.saved_tensors
+        gradients = gradients.reshape(-1, gradients.shape[-1])[ctx.num_duplicates :]
+        norm = ctx.fetched.add_gradients(index.flatten()[ctx.num_duplicates :], gradients)
+        return ctx.zeros if norm is None else vector_with_norm(norm, ctx.zeros), None, None, None
 
 
-def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
-    """A tensor of positive numbers, of the shape and dtype of `like`, whose L2 norm is `norm` within a relative 1e-5.
+def vector_with_norm(norm: Tensor, like: Tensor) -> Tensor:
+    """A tensor of positive numbers, of the shape and dtype of `like`, with the L2 norm `norm` to a relative 1e-5.
 
-    In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
+    In half precision some are rounded up and the others down, in proportions that preserve the sum.
     """
     limits, count = torch.finfo(like.dtype), like.numel()
-    each = norm.double() / math.sqrt(count)
-    spacing = (limits.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(limits.smallest_normal * limits.eps)
-    shares = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
-    return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)
+    element = norm.double() / math.sqrt(count)
+    exponent = torch.frexp(element).exponent - 1.0
+    spacing = (limits.eps * torch.exp2(exponent)).clamp_min(limits.smallest_normal * limits.eps)
+    offsets = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
+    return (torch.floor(element / spacing + offsets) * spacing).to(like.dtype).view_as(like)
 
 
-# The module in the embedding's place: it looks rows up among those that were fetched for the step.
+# The module that replaces the embedding: looks up the rows fetched for the step.
 #
-# Rows are no parameter. They count in the global gradient norm, in clipping and in the search for gradients that are
-# not finite through the *norm proxy*, a parameter of a few numbers that does nothing else: in the last backward pass
-# of a step row gradients go to their owners, and the proxy's gradient gets the norm of all of them together. Whoever
-# reduces, measures and clips gradients, at any ZeRO stage and in any precision, then needs to know nothing of rows.
+# Rows are not a parameter. They contribute to the global gradient norm, to clipping and to the check for non-finite
+# gradients through the *norm proxy*, a small parameter without other use: in the last backward pass of a step row
+# gradients are sent to their owners, and the proxy's gradient is set to their global norm. So the code that reduces,
+# measures and clips gradients, at any ZeRO stage and in any precision, does not depend on rows.
 
 
 NORM_PROXY_SIZE = 4096
-"""Numbers of the norm proxy: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
-_BLOCK = 1 << 14
-"""Rows of all ranks that are scored against at once."""
+"""Elements of the norm proxy: the gradient of each is 1/64 of the norm, far below fp16's largest number."""
+_BLOCK_ROWS = 1 << 14
+"""Rows of all ranks in a block."""
 
 
 class RowTable(nn.Module):
     """The embedding [rows, D], sharded round-robin over all ranks. One step: `fetch`, lookups, then `step` or
     `discard`.
 
-    fp32, whatever the precision of the model around it: looked-up rows come in that of the norm proxy. In evaluation
-    mode lookups fetch what they need, from a copy of all rows that is up to date and kept until the next `fetch`.
-    Every method is to be called by all ranks.
+    Stored in fp32 in any precision of the model; looked-up rows have the norm proxy's dtype. In evaluation mode lookups
+    fetch their rows from an up-to-date copy of all rows, which is cached until the next `fetch`. All methods are
+    collective.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class RowTable(nn.Module):
         device: torch.device,
         rate_ratio: float = 1.0,
     ) -> None:
-        """`rate_ratio`: the learning rate of rows over that of a step."""
+        """`rate_ratio`: the learning rate of rows divided by that of a step."""
         super().__init__()
         self.num_rows, self._rate_ratio = rows, rate_ratio
         self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
@@ -286,102 +285,104 @@ class RowTable(nn.Module):
         )
         self._mesh, self._planning_group = mesh, mesh.world_group.new_gloo_group()
         self._fetched: FetchedRows | None = None
-        self._now_nD: Tensor | None = None
+        self._current_nD: Tensor | None = None
 
     def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
+        """[..., D]: rows of `ids` on every tensor rank, all with the same gradient.
 
-        With `scattered_ids_U` also [u, D]: this rank's even share of their rows, as of a `VocabularyParallelEmbedding`.
-        U must be a multiple of the tensor ranks; an id of -1 has a row of zeros.
+        With `scattered_ids_U` also [u, D]: this rank's even share of their rows, as in `VocabularyParallelEmbedding`.
+        U must be a multiple of the tensor ranks; the row of id -1 is zero.
         """
         tensor = self._mesh.tensor_group
         num_duplicates = ids.numel() if tensor.rank else 0
         if scattered_ids_U is None:
             return self._look_up(ids, num_duplicates)
         share_u = tensor.shard(scattered_ids_U, 0)
-        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
-        inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
+        rows = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
+        inputs, rows_uD = rows.split([ids.numel(), len(share_u)])
         return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
 
     def fill_(self, blocks: Iterable[Tensor]) -> None:
-        """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
+        """Sets the initial rows, from consecutive blocks [b, D] of all rows, and resets moments and steps."""
         fill_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
         self.owned.reset_steps()
-        self._now_nD = None
+        self._current_nD = None
 
     def state(self) -> dict[str, Tensor | RoundRobinShard]:
-        """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last updated,
-        `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
-        shards = {kind: RoundRobinShard(part, self.num_rows) for kind, part in self._shards().items()}
+        """The state for bitwise equal resumption on any number of ranks: rows and moments as of each row's last update,
+        `touched`: the steps of these updates [V], and the `rates` of all steps (on every rank)."""
+        shards = {name: RoundRobinShard(shard, self.num_rows) for name, shard in self._shards().items()}
         return {**shards, RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
 
     def restore(self, state: TensorSource) -> None:
-        """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
-        for kind, part in self._shards().items():
-            blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
-            fill_shard_(part, blocks, self._mesh.world_group)
+        """Restores the tensors of `state`, block by block."""
+        for name, shard in self._shards().items():
+            blocks = (_validate_row_shape(block, shard.shape[1:], name) for block in state.blocks(name))
+            fill_shard_(shard, blocks, self._mesh.world_group)
         self.owned.row_optimizer.resume(state.read(RATES).numpy())
-        self._now_nD = None
+        self._current_nD = None
 
     def _shards(self) -> dict[str, Tensor]:
         return {**self.owned.rows, LAST_STEP: self.owned.last_step_n}
 
     def fetch(self, plan: RowPlan) -> None:
-        """Rows of a step come here, up to date."""
-        self._plan, self._now_nD = plan, None
-        self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.norm_proxy.dtype)
+        """Fetches the rows of a step, up to date."""
+        self._plan, self._current_nD = plan, None
+        self._fetched = FetchedRows(plan, self.owned.gather(plan.owned_O), self._mesh, self.norm_proxy.dtype)
 
     def step(self, learning_rate: float, scale: float) -> None:
-        """Updates the rows that were fetched, by their gradients times `scale`."""
+        """Updates the fetched rows, with their gradients times `scale`."""
         fetched = self._fetched
-        if fetched is None or fetched.sums_OD is None:
+        if fetched is None or fetched.gradients_OD is None:
             raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
-        self.owned.row_optimizer.step_(fetched.served, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
-        self.owned.put(self._plan.owned_O, fetched.served)
+        rows, rate = fetched.owned_rows, learning_rate * self._rate_ratio
+        self.owned.row_optimizer.step_(rows, fetched.gradients_OD.mul_(scale), rate)
+        self.owned.scatter(self._plan.owned_O, rows)
         self.discard()
 
     def discard(self) -> None:
-        """Forgets what was fetched."""
+        """Discards the fetched rows."""
         self._fetched = None
 
-    def weight_blocks(self, until: int) -> Iterator[Tensor]:
-        """The first `until` rows, consecutive [b, D], on every rank in the model's precision, in evaluation mode."""
-        own_nD, ranks = self._now(), self._mesh.world_group
-        most, of_each = -(-self.num_rows // ranks.size), max(1, _BLOCK // ranks.size)  # some ranks have a row less
-        for place in range(0, -(-until // ranks.size), of_each):
-            part_bD = own_nD[place : place + of_each]
-            even_bD = F.pad(part_bD, (0, 0, 0, min(of_each, most - place) - len(part_bD)))
-            yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
+    def weight_blocks(self, num_rows: int) -> Iterator[Tensor]:
+        """The first `num_rows` rows in consecutive blocks [b, D], on every rank, in the model's dtype; for
+        evaluation."""
+        local_nD, ranks = self._current_rows(), self._mesh.world_group
+        local_size, block_size = -(-self.num_rows // ranks.size), max(1, _BLOCK_ROWS // ranks.size)
+        for start in range(0, -(-num_rows // ranks.size), block_size):
+            block_bD = local_nD[start : start + block_size]  # some ranks have a row less
+            padded_bD = F.pad(block_bD, (0, 0, 0, min(block_size, local_size - start) - len(block_bD)))
+            yield ranks.all_gather(padded_bD).transpose(0, 1).flatten(0, 1)[: num_rows - start * ranks.size]
 
     def _look_up(self, ids: Tensor, num_duplicates: int) -> Tensor:
-        """Rows of `ids`; another rank counts the gradients of the first `num_duplicates` of them."""
+        """Rows of `ids`, without the gradients of the first `num_duplicates`, which another rank has, too."""
         if not self.training:
             plan = plan_rows(ids.flatten().cpu(), self._planning_group).to(ids.device)
-            rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
+            rows_UD = rows_from_owners(self._current_rows().index_select(0, plan.owned_O), plan, self._mesh.world_group)
             return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
         if self._fetched is None:
             raise RuntimeError("rows are fetched before they are looked up")
         return self._fetched.look_up(ids, self.norm_proxy, num_duplicates)
 
-    def _now(self) -> Tensor:
-        """[n, D]: this rank's rows as they would be now."""
-        if self._now_nD is None:
-            blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
-            self._now_nD = join_blocks((block.to(self.norm_proxy.dtype) for block in blocks), kept_nD.shape)
-        return self._now_nD
+    def _current_rows(self) -> Tensor:
+        """[n, D]: this rank's rows as of the current step."""
+        if self._current_nD is None:
+            blocks, shape = self.owned.blocks(), self.owned.rows[WEIGHT].shape
+            self._current_nD = join_blocks((block.to(self.norm_proxy.dtype) for block in blocks), shape)
+        return self._current_nD
 
 
-def _of_rows(block: Tensor, shape: torch.Size, kind: str) -> Tensor:
-    """The block; CheckpointError where another rule has other numbers of a row under the same name."""
+def _validate_row_shape(block: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """The block; CheckpointError if its rows have another shape, saved by another optimizer rule."""
     if block.shape[1:] != shape:
         rule = "a checkpoint of rows goes on with the optimizer.table.rule that it was saved with"
-        raise CheckpointError(f"`{kind}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {rule}.")
+        raise CheckpointError(f"`{name}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {rule}.")
     return block
 
 
 def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
-    """Replaces `backbone.embedding`, which has no memory yet, by a `RowTable` of zeros, if `config` says so.
-    Collective over `mesh`."""
+    """Replaces `backbone.embedding`, which is not allocated, by a `RowTable` of zeros if `config` shards it. Collective
+    over `mesh`."""
     if shards_embedding(config):
         rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
         row_optimizer = build_row_optimizer(settings.rule, config.optimizer)
@@ -389,6 +390,6 @@ def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device:
         backbone.register_module("embedding", table)
 
 
-def owners_of(config: RunConfig, mesh: Mesh) -> Group | None:
-    """A connection of its own between the ranks that own rows; None where the embedding is dense. Collective."""
+def new_planning_group(config: RunConfig, mesh: Mesh) -> Group | None:
+    """A new group of all ranks for `plan_rows`; None if the embedding is not sharded. Collective."""
     return mesh.world_group.new_gloo_group() if shards_embedding(config) else None

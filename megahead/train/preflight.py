@@ -55,9 +55,9 @@ def check_custom_classes(config: RunConfig) -> None:
 
         custom_strategy(config.masking.strategy)
     if config.objective.custom is not None:
-        from megahead.objectives.auxiliary import auxiliary_kind
+        from megahead.objectives.auxiliary import auxiliary_class
 
-        auxiliary_kind(config.objective.custom)
+        auxiliary_class(config.objective.custom)
 
 
 def check_tokenizer(config: RunConfig) -> None:

@@ -31,12 +31,12 @@ from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
-from megahead.objectives.auxiliary import auxiliary_kind, training_rows
+from megahead.objectives.auxiliary import auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
-from megahead.objectives.pretraining import Pretraining, assemble
+from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
-from megahead.sharded_embedding.table import owners_of, shard_embedding_
+from megahead.sharded_embedding.table import new_planning_group, shard_embedding_
 from megahead.train.boards import require_trackers
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, require_same_run
 from megahead.train.describe import describe_launches, describe_phases, describe_run
@@ -402,7 +402,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
 def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with its own process group."""
     steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
-    auxiliary = None if settings is None else auxiliary_kind(settings)
+    auxiliary = None if settings is None else auxiliary_class(settings)
     return StepLoader(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
@@ -413,10 +413,10 @@ def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> 
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        collator=training_rows(config, session.datasets.train, state.error_counts, steps_before_masking),
-        counted=None if auxiliary is None else auxiliary.counted,
-        owners=owners_of(config, session.mesh),
-        sharing=session.mesh.tensor_group,
+        collator=training_row_collator(config, session.datasets.train, state.error_counts, steps_before_masking),
+        num_loss_terms=None if auxiliary is None else auxiliary.num_loss_terms,
+        planning_group=new_planning_group(config, session.mesh),
+        tensor_group=session.mesh.tensor_group,
     )
 
 
@@ -426,7 +426,7 @@ def build_engine(
     """Builds the engine (the model, sharded over the mesh and initialized from `weights`, and its optimizer); returns
     it with banner lines."""
     config = plan.config
-    pretraining = assemble(config, mesh.tensor_group, device)
+    pretraining = build_parallel_model(config, mesh.tensor_group, device)
     engine_lines, *_ = [accelerate_(encoder, config, device, plan.zero_stage) for encoder in pretraining.encoders()]
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)

@@ -103,7 +103,7 @@ def train_step(
     """Runs forward and backward of every micro-batch, then one update, unless the fault policy or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
-    engine_metrics = engine.prepare_step(batches.rows)
+    engine_metrics = engine.prepare_step(batches.row_plan)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     gathered = step_metrics.gather(losses, engine.forward_timer)

@@ -14,7 +14,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import WholeTensors
 from megahead.engine.engine import Engine
-from megahead.objectives.pretraining import assemble, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, initial_weights
 from megahead.optim import build_optimizer
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16
@@ -30,7 +30,7 @@ def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
         asked[name] += 1
         return first.read(name)
 
-    module = assemble(config, mesh.tensor_group, CPU)
+    module = build_parallel_model(config, mesh.tensor_group, CPU)
     optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=WholeTensors(weights))
     held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}

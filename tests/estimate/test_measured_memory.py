@@ -20,7 +20,7 @@ from megahead.engine.engine import Engine
 from megahead.estimate import rank_memory
 from megahead.losses.contrastive import build_objective
 from megahead.objectives.loader import StepLoader
-from megahead.objectives.pretraining import assemble, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, initial_weights
 from megahead.optim import build_optimizer
 from megahead.train.faults import FaultPolicy
 from megahead.train.run import explain_out_of_memory, pretrain
@@ -59,7 +59,7 @@ def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) ->
 
 def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     mesh = Mesh.build(world, config.parallel.tensor)
-    module = assemble(config, mesh.tensor_group, CPU)
+    module = build_parallel_model(config, mesh.tensor_group, CPU)
     optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     weights = initial_weights(config)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)

@@ -13,7 +13,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
-from megahead.objectives.pretraining import assemble
+from megahead.objectives.pretraining import build_parallel_model
 from support.forked import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def planned(*overrides: str, ranks: int = 256) -> RunPlan:
 def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int, bias: str) -> None:
     vanilla = "objective.name=vanilla", f"objective.output_bias={bias}"
     config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", *vanilla)
-    split = assemble(config, Group(0, tensor), torch.device("meta"))
+    split = build_parallel_model(config, Group(0, tensor), torch.device("meta"))
     assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
 
 

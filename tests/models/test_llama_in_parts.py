@@ -17,7 +17,7 @@ from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
 from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.objectives.pretraining import assemble, fill_
+from megahead.objectives.pretraining import build_parallel_model, fill_
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
@@ -73,7 +73,7 @@ def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, sequence: 
 
 
 def parameters(group: Group, config: RunConfig) -> int:
-    return sum(parameter.numel() for parameter in assemble(config, group, torch.device("cpu")).parameters())
+    return sum(parameter.numel() for parameter in build_parallel_model(config, group, torch.device("cpu")).parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)

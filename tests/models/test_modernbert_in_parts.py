@@ -16,7 +16,7 @@ from megahead.estimate import rank_parameters
 from megahead.losses.contrastive import build_objective
 from megahead.models.parallel import shard_dims
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
-from megahead.objectives.pretraining import Pretraining, assemble
+from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from support.initialized import initialized
 from support.long import long
 from support.on_ranks import on_ranks
@@ -82,7 +82,7 @@ def test_loss_gradients_and_scores_equal_one_rank(size: int, sequence: bool, obj
 
 
 def parameters(group: Group, config: RunConfig) -> int:
-    return sum(parameter.numel() for parameter in assemble(config, group, torch.device("cpu")).parameters())
+    return sum(parameter.numel() for parameter in build_parallel_model(config, group, torch.device("cpu")).parameters())
 
 
 @pytest.mark.parametrize("size", [1, 2, long(4)])

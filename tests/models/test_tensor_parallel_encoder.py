@@ -13,7 +13,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import build_objective
 from megahead.models.parallel import shard_dims
-from megahead.objectives.auxiliary import training_rows
+from megahead.objectives.auxiliary import training_row_collator
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
 from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
@@ -44,7 +44,7 @@ def config_of(objective: dict[str, Any]) -> RunConfig:
 
 
 def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float, ...]]:
-    collator = training_rows(config, [])
+    collator = training_row_collator(config, [])
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:], text[2, 4:] = -1, text[0, :10]
     batch = collator.batch(text, range(3))

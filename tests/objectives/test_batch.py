@@ -14,7 +14,7 @@ from megahead.objectives.micro_batch import (
     documents_of,
     target_positions_of,
     token_subsets_of,
-    with_boundaries,
+    with_cu_seqlens,
 )
 
 BATCH = Batch(
@@ -65,12 +65,12 @@ def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_
     packed: bool, known: list[int] | None, shorter: list[int]
 ) -> None:
     batch = replace(BATCH, selections=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
-    found = with_boundaries(batch, 1).to("meta")
+    found = with_cu_seqlens(batch, 1).to("meta")
     for mine, expected in ((found.cu_seqlens, known), (found.selections[0].cu_seqlens, shorter)):
         assert (mine is None) == (expected is None)
         assert mine is None or len(mine) == len(expected)
     (late,) = token_subsets_of(found)
     boundaries = late.select_documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
     assert len(boundaries) == len(shorter)
-    assert with_boundaries(batch, 1).selections[0].cu_seqlens.tolist() == shorter
-    assert len(with_boundaries(batch, 8).selections[0].cu_seqlens) == 8
+    assert with_cu_seqlens(batch, 1).selections[0].cu_seqlens.tolist() == shorter
+    assert len(with_cu_seqlens(batch, 8).selections[0].cu_seqlens) == 8

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.auxiliary import training_rows
+from megahead.objectives.auxiliary import training_row_collator
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining, initial_weights
 from megahead.objectives.replaced_tokens import ReplacedTokens
@@ -42,7 +42,7 @@ def config_of(objective: dict[str, Any], family: str = "bert", weight: float = 5
 
 
 def micro_batch(config: RunConfig, rows: int = 6, ids: range = range(2, VOCABULARY)) -> MicroBatch:
-    collator = training_rows(config, [])
+    collator = training_row_collator(config, [])
     text = np.random.default_rng(0).integers(ids.start, ids.stop, (rows, 14))
     batch = collator.batch(text, range(rows))
     rule = build_objective(config.objective, VOCABULARY, torch.arange(VOCABULARY) + 1)
@@ -104,7 +104,7 @@ def test_the_loss_is_the_generators_and_that_of_what_was_replaced(objective: dic
 
 
 def _of_targets(model: Pretraining, micro: MicroBatch) -> tuple[Any, ...]:
-    inputs_BTD, rows = model._look_up(micro.batch.input_ids_BT, micro.candidates)
+    inputs_BTD, rows = model._embed_inputs_and_candidates(micro.batch.input_ids_BT, micro.candidates)
     outputs_ND = model._outputs(inputs_BTD, micro.batch)
     return outputs_ND, [(outputs_ND, rows[0], micro.candidates[0])], micro.batch
 
@@ -180,7 +180,7 @@ def test_without_targets_the_model_still_learns() -> None:
     config = config_of({})
     model, micro = random_model(config), micro_batch(config)
     none = torch.zeros(0, dtype=torch.int64)
-    nothing = micro.batch.auxiliary._replace(draw_N=torch.zeros(0, dtype=torch.float64))
+    nothing = micro.batch.auxiliary._replace(uniform_N=torch.zeros(0, dtype=torch.float64))
     batch = replace(micro.batch, target_index_N=none, target_ids_N=none, max_targets_per_row=0, auxiliary=nothing)
     candidates = build_objective(config.objective, VOCABULARY).candidate_set(none).candidates(none)
     loss = model(replace(micro, batch=batch, candidates=(candidates,)))

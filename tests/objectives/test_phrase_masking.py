@@ -102,7 +102,7 @@ def test_phrases_of_other_rows_are_masked_whole_and_found_where_they_are_read(
         mine, candidates = part.ends_Q.tolist(), part.candidates_K.tolist()
         assert candidates == sorted(text - masked)
         assert mine == sorted({end for end, _ in pairs})
-        right = zip(mine, part.right_QR.tolist(), strict=True)
+        right = zip(mine, part.positives_QR.tolist(), strict=True)
         assert sorted((end, candidates[k]) for end, ks in right for k in ks if k >= 0) == sorted(pairs)
     assert seen >= set(lengths)
 
@@ -137,7 +137,7 @@ def test_groups_are_their_own_in_any_batch() -> None:
             for one, other in zip(part.auxiliary, together.auxiliary[first // 4 :], strict=False):
                 assert (one.ends_Q + before == other.ends_Q).all()
                 assert (one.candidates_K + before == other.candidates_K).all()
-                assert (one.right_QR == other.right_QR).all()
+                assert (one.positives_QR == other.positives_QR).all()
                 assert len(one.ends_Q) > 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megahead.config.run import RunConfig
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.auxiliary import training_rows
+from megahead.objectives.auxiliary import training_row_collator
 from megahead.objectives.micro_batch import MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
@@ -33,7 +33,7 @@ def config_of(objective: dict[str, Any], family: str) -> RunConfig:
 
 
 def micro_batch(config: RunConfig) -> MicroBatch:
-    collator = training_rows(config, [])
+    collator = training_row_collator(config, [])
     batch = collator.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
     candidates = build_objective(config.objective, 61).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
     return MicroBatch(batch, (candidates,), 0.25)
@@ -46,7 +46,7 @@ def by_hand(model: Pretraining, micro: MicroBatch, temperature: float) -> Tensor
     for group in micro.batch.auxiliary:
         candidates = group.candidates_K
         for q, end in enumerate(group.ends_Q.tolist()):
-            right = candidates[[k for k in group.right_QR[q].tolist() if k >= 0]]
+            right = candidates[[k for k in group.positives_QR[q].tolist() if k >= 0]]
             others = candidates[candidates // 16 != end // 16]
             above, below = (torch.exp(hidden[places] @ hidden[end] / temperature).sum() for places in (right, others))
             total = total - torch.log(above / below)

@@ -74,7 +74,7 @@ def test_headless_gradient_reaches_inputs_and_negatives_in_one_lookup() -> None:
 def test_the_rows_of_what_an_auxiliary_objective_draws_learn(all_ids: bool) -> None:
     pretraining = initialized(tiny({}))
     micro = prepared(pretraining)
-    looked_up, rows = pretraining._look_up(micro.batch.input_ids_BT, micro.candidates)
+    looked_up, rows = pretraining._embed_inputs_and_candidates(micro.batch.input_ids_BT, micro.candidates)
     outputs = pretraining.backbone.encode(looked_up, documents_of(micro.batch)).flatten(0, 1)
     parts = [(outputs, *each) for each in zip(rows, micro.candidates, strict=True)]
     (prediction,) = pretraining._predictions(parts, outputs, micro.batch, all_ids=all_ids)
@@ -208,7 +208,7 @@ def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_with
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
-    staged = micro.prepared_for(torch.device("cuda"))
+    staged = micro.prepare_for(torch.device("cuda"))
     held = [value for part in (staged.batch, *staged.candidates) for value in vars(part).values()]
     assert {id(value) for value in held if isinstance(value, torch.Tensor)} == {id(tensor) for tensor in pinned}
     assert staged.batch.cu_seqlens is not None
@@ -225,11 +225,11 @@ def test_staging_for_half_precision_on_a_cpu_pads_candidates_without_changing_th
     """Products have few shapes then, whose code is made once."""
     pretraining = initialized(tiny(objective))
     micro, cpu = prepared(pretraining), torch.device("cpu")
-    staged = micro.prepared_for(cpu, half=True)
+    staged = micro.prepare_for(cpu, half=True)
     assert [len(one.ids_U) for one in staged.candidates] == [128]
     assert staged.batch is micro.batch
     torch.testing.assert_close(pretraining(staged), pretraining(micro))
-    assert micro.prepared_for(cpu) is micro
+    assert micro.prepare_for(cpu) is micro
 
 
 def test_a_micro_batch_moves_to_its_device_whole() -> None:

@@ -9,7 +9,7 @@ from megahead.data.batch import RowCollator
 from megahead.data.framing import Framing
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
-from megahead.objectives.auxiliary import with_auxiliary
+from megahead.objectives.auxiliary import add_auxiliary
 from megahead.objectives.replaced_tokens import ReplacedTokens
 from support.small_checkpoint import small_config
 
@@ -30,7 +30,7 @@ def collator(seed: int = 7) -> MaskingCollator:
 
 
 def replacing(seed: int = 7) -> RowCollator:
-    return with_auxiliary(collator(seed), CONFIG, seed)
+    return add_auxiliary(collator(seed), CONFIG, seed)
 
 
 def texts(rows: int, length: int = 30) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_every_token_is_judged_but_special_ones_and_padding() -> None:
     classified[batch.auxiliary.classified_P.numpy()] = True
     assert (classified.reshape(plain.tokens_BT.shape) == plain.maskable_BT).all()
     assert classified[batch.target_index_N.numpy()].all()
-    assert ReplacedTokens.counted(batch) == classified.sum() < classified.size
+    assert ReplacedTokens.num_loss_terms(batch) == classified.sum() < classified.size
 
 
 def test_rows_are_masked_as_they_are_without() -> None:
@@ -63,17 +63,17 @@ def test_a_samples_random_numbers_are_its_own_in_any_batch_and_others_by_another
     draws = []
     for place in range(8):
         alone = replacing().batch(text[:1], [100 + place]).auxiliary
-        draws.append(tuple(alone.draw_N.tolist()))
-        assert (alone.draw_N == together.auxiliary.draw_N[per_row == place]).all()
+        draws.append(tuple(alone.uniform_N.tolist()))
+        assert (alone.uniform_N == together.auxiliary.uniform_N[per_row == place]).all()
     assert len(set(draws)) == 8
     other = replacing(seed=8).batch(text, range(100, 108)).auxiliary
-    assert not set(other.draw_N.tolist()) & set(together.auxiliary.draw_N.tolist())
+    assert not set(other.uniform_N.tolist()) & set(together.auxiliary.uniform_N.tolist())
 
 
 def test_random_numbers_are_uniform_whatever_was_masked() -> None:
     batch = replacing().batch(texts(4000), range(4000))
-    draw_N = batch.auxiliary.draw_N.numpy()
-    counts, expected = np.histogram(draw_N, 10, (0, 1))[0], len(draw_N) / 10
+    uniform_N = batch.auxiliary.uniform_N.numpy()
+    counts, expected = np.histogram(uniform_N, 10, (0, 1))[0], len(uniform_N) / 10
     assert counts == pytest.approx(expected, abs=5 * expected**0.5)
-    assert draw_N.min() > 0
-    assert draw_N.max() < 1
+    assert uniform_N.min() > 0
+    assert uniform_N.max() < 1

@@ -27,7 +27,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.loader import StepLoader, mean_candidates, prefetched
+from megahead.objectives.loader import StepLoader, mean_candidates, prefetch
 from megahead.objectives.micro_batch import MicroBatch
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text
@@ -141,7 +141,7 @@ def test_preparing_ahead_depends_on_what_was_taken_and_nothing_else() -> None:
         prepared.append(key)
         return key * key
 
-    stream = prefetched(prepare, iter(range(100)), depth=2)
+    stream = prefetch(prepare, iter(range(100)), depth=2)
     assert [next(stream) for _ in range(3)] == [0, 1, 4]
     stream.close()
     assert prepared == [0, 1, 2, 3, 4]
@@ -156,8 +156,8 @@ def test_it_prepares_one_after_the_other_and_nothing_ahead_when_told_so() -> Non
         at_work.release()
         return threading.current_thread().name
 
-    assert len(list(prefetched(prepare, range(6), depth=3))) == 6
-    assert set(prefetched(prepare, range(3), depth=0)) == {threading.current_thread().name}
+    assert len(list(prefetch(prepare, range(6), depth=3))) == 6
+    assert set(prefetch(prepare, range(3), depth=0)) == {threading.current_thread().name}
 
 
 def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
@@ -166,7 +166,7 @@ def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
             raise RuntimeError("broken row")
         return threading.current_thread().name
 
-    stream = prefetched(prepare, [0, 1], depth=1)
+    stream = prefetch(prepare, [0, 1], depth=1)
     assert next(stream).startswith("prefetch")
     with pytest.raises(RuntimeError, match="broken row"):
         next(stream)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megahead.sharded_embedding.optimizer import LazyUpdates, RateHistory, gauss_nodes, lagrange_basis, window_of
+from megahead.sharded_embedding.optimizer import (
+    LazyUpdates,
+    RateHistory,
+    convergence_window,
+    gauss_nodes,
+    lagrange_basis,
+)
 
 
 def test_quadrature_is_exact_for_polynomials_up_to_twice_its_nodes() -> None:
@@ -27,14 +33,14 @@ def test_short_sums_take_every_term() -> None:
     ("betas", "window"), [((0.9, 0.95), 203), ((0.9, 0.98), 170), ((0.0, 0.95), 1), ((0.95, 0.9), np.inf)]
 )
 def test_the_sum_dies_out_within_its_window(betas: tuple[float, float], window: float) -> None:
-    assert window_of(betas) == window
+    assert convergence_window(betas) == window
 
 
 def test_nodes_and_all_terms_owe_the_same() -> None:
     history = RateHistory(0.1, 1e-3 * (1.5 + np.cos(np.arange(900) / 300)))
     pending = LazyUpdates((0.9, 0.95), 1e-8, history)
     last_step = np.arange(64, 901)
-    few, all_terms = pending.by_quadrature(last_step), pending.term_by_term(last_step)
+    few, all_terms = pending.quadrature_updates(last_step), pending.exact_updates(last_step)
     for root in (0.0, 1e-9, 1e-7, 1e-2):
         by_nodes, by_terms = ((o[:, 3::2] / (root + o[:, 4::2])).sum(1) for o in (few, all_terms))
         np.testing.assert_allclose(by_nodes, by_terms, rtol=1e-3, atol=1e-9)
@@ -45,9 +51,9 @@ def test_what_is_told_step_by_step_is_told_at_once() -> None:
     grown = LazyUpdates((0.9, 0.98), 1e-8, history := RateHistory(0.1))
     for rate in rates:
         history.extend(np.array([rate]))
-        grown.by_quadrature(np.array([history.steps // 2]))
+        grown.quadrature_updates(np.array([history.steps // 2]))
     given = LazyUpdates((0.9, 0.98), 1e-8, RateHistory(0.1, rates))
-    for ours, theirs in zip(*(each.by_quadrature(np.arange(701)).T for each in (grown, given)), strict=True):
+    for ours, theirs in zip(*(each.quadrature_updates(np.arange(701)).T for each in (grown, given)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -55,5 +61,5 @@ def test_early_steps_and_jumps_need_every_term() -> None:
     rates = np.full(1000, 1e-3)
     rates[500:] = 1e-4
     pending = LazyUpdates((0.9, 0.95), 1e-8, RateHistory(0.0, rates))
-    every_term = pending.needs_every_term(np.array([0, 1, 63, 64, 200, 300, 499, 500, 999, 1000]))
+    every_term = pending.needs_exact_updates(np.array([0, 1, 63, 64, 200, 300, 499, 500, 999, 1000]))
     assert every_term.tolist() == [False, True, True, False, False, True, True, False, False, False]

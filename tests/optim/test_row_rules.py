@@ -36,7 +36,7 @@ class LateTable:
 
     def __init__(self, rule: str, config: OptimizerConfig, start: Tensor) -> None:
         self.row_optimizer: RowOptimizer = build_row_optimizer(rule, config)
-        widths = {"each": start.shape[1], "row": 1}
+        widths = {"element": start.shape[1], "row": 1}
         moments = {name: torch.zeros(len(start), widths[kind]) for name, kind in self.row_optimizer.moments.items()}
         self.rows = {"weight": start.clone(), **moments}
         self.last_step = torch.zeros(len(start), dtype=torch.int32)

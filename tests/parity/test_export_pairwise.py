@@ -22,7 +22,7 @@ from megahead.engine.engine import Engine
 from megahead.hf.export import export
 from megahead.hf.published import load_backbone, load_causal, load_masked
 from megahead.losses.candidates import log_unigram
-from megahead.objectives.pretraining import Pretraining, assemble
+from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from support.initialized import initialized
 from support.long import long
 from support.on_ranks import on_ranks
@@ -99,7 +99,7 @@ def random_model(config: RunConfig) -> Pretraining:
 def save(group: Group, config: RunConfig, run: str) -> None:
     mesh = Mesh.build(group, config.parallel.tensor)
     weights = dict(random_model(config).named_parameters())
-    module = assemble(config, mesh.tensor_group, CPU)
+    module = build_parallel_model(config, mesh.tensor_group, CPU)
     settings = deepspeed_config(config, mesh.data_group.size)
     engine = Engine(
         module,

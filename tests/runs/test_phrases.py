@@ -15,7 +15,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.hf.export import export
 from megahead.losses.candidates import evaluation_target_counts
-from megahead.objectives.auxiliary import held_out_rows
+from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.long import long
@@ -78,7 +78,7 @@ def test_phrases_are_found_better_and_exports_and_held_out_rows_have_nothing_of_
     on_ranks(1, run, config)
     losses = [record["phrase_loss"] for record in read_metrics(tmp_path / "run").training]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    held_out = held_out_rows(config)
+    held_out = held_out_row_collator(config)
     assert held_out is not None
     assert held_out.batch(np.full((8, 22), 5), range(8)).auxiliary == ()
     assert evaluation_target_counts(config, torch.ones(63, dtype=torch.int64)) is not None  # not those of phrases

@@ -51,7 +51,7 @@ def shared(group: Group) -> tuple[bool, bool, int]:
     """Two pairs of ranks: each pair needs the same rows, and shares them."""
     mesh = Mesh.build(group, 2)
     pair, ids = mesh.data_group.rank, wanted(mesh.data_group.rank)
-    plan = plan_rows(ids, group.new_gloo_group(), sharing=mesh.tensor_group)
+    plan = plan_rows(ids, group.new_gloo_group(), tensor_group=mesh.tensor_group)
     rows = rows_from_owners(table()[group.rank :: 4][plan.owned_O], plan, group)
     mine = gradients(pair) * (1 + mesh.tensor_group.rank)
     sums = gradients_to_owners(mine, plan, group)
@@ -59,7 +59,7 @@ def shared(group: Group) -> tuple[bool, bool, int]:
     for other in range(2):
         whole[wanted(other).unique()] += gradients(other) + 2 * gradients(other)
     expected = whole[group.rank :: 4][plan.owned_O]
-    return torch.equal(rows, table()[ids.unique()]), torch.allclose(sums, expected), sum(plan.requested)
+    return torch.equal(rows, table()[ids.unique()]), torch.allclose(sums, expected), sum(plan.recv_counts)
 
 
 def test_ranks_that_need_the_same_rows_ask_for_each_once() -> None:

@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
 from megahead.sharded_embedding.optimizer import build_row_optimizer
-from megahead.sharded_embedding.table import OwnedRows, RowTable, plan_rows, vector_of_norm
+from megahead.sharded_embedding.table import OwnedRows, RowTable, plan_rows, vector_with_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4
@@ -23,14 +23,14 @@ CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [0.0, 1e-4, 0.37, 1.0, 12345.678, 3e5])
 def test_a_vector_has_its_length_in_any_format(dtype: torch.dtype, length: float) -> None:
-    vector = vector_of_norm(torch.tensor(length, dtype=torch.float64), torch.zeros(4096, dtype=dtype))
+    vector = vector_with_norm(torch.tensor(length, dtype=torch.float64), torch.zeros(4096, dtype=dtype))
     coarse = dtype == torch.float16 and length / 64 < 1e-4  # below fp16's normal numbers
     assert float(vector.double().norm()) == pytest.approx(length, rel=1e-3 if coarse else 1e-5)
 
 
 @pytest.mark.parametrize("length", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(length: float) -> None:
-    assert not vector_of_norm(torch.tensor(length), torch.zeros(4096, dtype=torch.bfloat16)).isfinite().any()
+    assert not vector_with_norm(torch.tensor(length), torch.zeros(4096, dtype=torch.bfloat16)).isfinite().any()
 
 
 def whole_table() -> Tensor:
@@ -59,7 +59,7 @@ def looked_up_while_evaluating(group: Group) -> tuple[bool, bool]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("block", [4, 1 << 14])
 def test_evaluation_sees_rows_as_they_are_now(ranks: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "_BLOCK", block)
+    monkeypatch.setattr(table_module, "_BLOCK_ROWS", block)
     assert on_ranks(ranks, looked_up_while_evaluating) == [(True, True)] * ranks
 
 
@@ -71,7 +71,7 @@ def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
     split, table = VocabularyParallelEmbedding(full, mesh.tensor_group), table_of(mesh)
     ids = ids.clamp_max(ROWS - 1)
     asked = torch.cat([ids.flatten(), shared.clamp_min(0)])
-    table.fetch(plan_rows(asked, group.new_gloo_group(), sharing=mesh.tensor_group))
+    table.fetch(plan_rows(asked, group.new_gloo_group(), tensor_group=mesh.tensor_group))
     outcomes = [each(ids, shared) for each in (split, table)]
     for inputs, rows in outcomes:
         (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()
@@ -97,9 +97,9 @@ def as_new(owned: OwnedRows) -> OwnedRows:
 def moved(owned: OwnedRows, steps: int) -> OwnedRows:
     for step in range(steps):
         places = torch.tensor([step % 3, 3])
-        taken = owned.take(places)
+        taken = owned.gather(places)
         owned.row_optimizer.step_(taken, torch.ones(2, WIDTH), 0.1)
-        owned.put(places, taken)
+        owned.scatter(places, taken)
     return owned
 
 

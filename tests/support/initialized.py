@@ -11,13 +11,13 @@ from megahead.distributed.group import Group
 from megahead.distributed.tensors import WholeTensors
 from megahead.models.backbone import Backbone
 from megahead.models.families import build_backbone, initial_value
-from megahead.objectives.pretraining import Pretraining, assemble, fill_, initial_weights
+from megahead.objectives.pretraining import Pretraining, build_parallel_model, fill_, initial_weights
 
 
 def initialized(config: RunConfig, group: Group | None = None) -> Pretraining:
     """The run's model on the CPU, split over `group`."""
     group = Group() if group is None else group
-    module = assemble(config, group, torch.device("cpu"))
+    module = build_parallel_model(config, group, torch.device("cpu"))
     fill_(module, group, initial_weights(config))
     return module
 

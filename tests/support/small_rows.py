@@ -17,7 +17,7 @@ from megahead.distributed.tensors import RoundRobinShard
 from megahead.engine.engine import RowEngine, StepResult
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import assemble, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows, shard_embedding_
 from support.small_run import shipped, small_config
@@ -33,7 +33,7 @@ class RowCourse:
         self.mesh = Mesh.build(group)
         self.config = config_of(stage, changes or {}, group.size)
         self._asking = group.new_gloo_group()
-        module = assemble(self.config, self.mesh.tensor_group, CPU)
+        module = build_parallel_model(self.config, self.mesh.tensor_group, CPU)
         shard_embedding_(module.backbone, self.config, self.mesh, CPU)
         self.table = module.backbone.embedding
         self.engine = RowEngine(

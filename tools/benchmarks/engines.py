@@ -29,7 +29,7 @@ from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import assemble, fill_, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, fill_, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows
 from megahead.wording import pluralize, to_milliseconds
@@ -141,7 +141,7 @@ def init_distributed(rendezvous: Rendezvous) -> None:
 def build_torch_step(config: RunConfig) -> StepFunction:
     """A step of plain torch: forward (bf16 by autocast), backward, clipping, AdamW."""
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
-    module, micro = assemble(config, Group(), device), zipf_micro_batch(config, 0)
+    module, micro = build_parallel_model(config, Group(), device), zipf_micro_batch(config, 0)
     fill_(module, Group(), initial_weights(config))
     optimizer = build_optimizer(module, config.optimizer)
 
@@ -178,7 +178,7 @@ def build_engine(config: RunConfig, mesh: Mesh, device: torch.device, settings: 
     """Builds an engine with DeepSpeed's `settings`."""
     from megahead.engine.engine import Engine
 
-    module = assemble(config, mesh.tensor_group, device)
+    module = build_parallel_model(config, mesh.tensor_group, device)
     optimizer, weights = build_optimizer(module, config.optimizer), initial_weights(config)
     return Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
 
@@ -203,7 +203,7 @@ def build_rank_step(
     rank_rows = iter(rows_by_step[rank::world_size])
 
     def step() -> None:
-        micro = micro_batch(config, objective, next(rank_rows)).prepared_for(device, half)
+        micro = micro_batch(config, objective, next(rank_rows)).prepare_for(device, half)
         engine.prepare_step(plan_rows(micro.ids(), row_group) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
@@ -214,7 +214,7 @@ def build_rank_step(
 def zipf_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's micro-batch of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    return micro_batch(config, build_run_objective(config, rows), rows[rank]).prepared_for(device).to(device)
+    return micro_batch(config, build_run_objective(config, rows), rows[rank]).prepare_for(device).to(device)
 
 
 def _serve(pipe: Connection, build_step: Callable[..., StepFunction], arguments: tuple[Any, ...]) -> None:

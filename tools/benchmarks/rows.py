@@ -23,7 +23,7 @@ from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
-from megahead.objectives.auxiliary import auxiliary_kind, training_rows, with_auxiliary
+from megahead.objectives.auxiliary import add_auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import MicroBatch
 
@@ -50,7 +50,7 @@ def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, A
     batch = BatchReader(_InMemoryRows(rows), config.data, _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
-    count = None if settings is None else auxiliary_kind(settings).counted(batch)
+    count = None if settings is None else auxiliary_class(settings).num_loss_terms(batch)
     return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if count is None else 1 / max(count, 1))
 
 
@@ -70,7 +70,7 @@ def step_batches(
         device=device,
         half=config.engine.precision != "fp32",
         collator=_collator(config),
-        counted=None if settings is None else auxiliary_kind(settings).counted,
+        num_loss_terms=None if settings is None else auxiliary_class(settings).num_loss_terms,
     )
     return loader.step(0)
 
@@ -78,14 +78,14 @@ def step_batches(
 def _collator(config: RunConfig) -> RowCollator:
     """Frames and masks as a run does, but selects and keeps tokens uniformly: step time is the same."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
-        return training_rows(config, [])
+        return training_row_collator(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None
     if (settings := config.masking.dropping) is not None:
         dropping = TokenDropping(framing, settings.layers(config.model), settings.keep_share, Uniform())
     subsets = TokenSubsets(config.masking.mask_token, first_masked_layer, dropping)
     collator = MaskingCollator(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
-    return with_auxiliary(collator, config, seed=0)
+    return add_auxiliary(collator, config, seed=0)
 
 
 @dataclass(frozen=True)
