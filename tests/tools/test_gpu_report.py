@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpu_parts.page import step_rows, target_rows, training_row_collator
+from gpu_parts.page import step_rows, target_rows, training_rows
 from gpu_parts.plan import DRY, FULL, MFU_BY_SIZE, RESULT, STARTUP_SECONDS, TOKENS, Outcome, Text, build_parts
 from gpu_parts.session import DRY_RUN, Session
 from megahead.config.loading import load_config
@@ -50,7 +50,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     assert page.startswith("# A dry run on a CPU: no number here says anything about a GPU\n")
     assert "$ python tools/bench_loss.py --sizes 64" in page
     assert RESULT not in page
-    (row,) = training_row_collator(tmp_path / "out", [*states])
+    (row,) = training_rows(tmp_path / "out", [*states])
     assert row["model"] == "tiny"
     assert row["headless after these tokens"] > 1
 
@@ -155,10 +155,10 @@ def log(folder: Path, name: str, seconds_a_step: float, steps: int, perplexity: 
 def test_trainings_are_compared_at_equal_tokens_and_in_equal_time(tmp_path: Path) -> None:
     log(tmp_path, "train-x-headless", 1.0, 8, lambda step: 2.0 ** (10 - step))
     log(tmp_path, "train-x-vanilla", 4.0, 3, lambda step: 2.0 ** (12 - step))
-    (row,) = training_row_collator(tmp_path, ["train-x-headless", "train-x-vanilla", "loss"])
+    (row,) = training_rows(tmp_path, ["train-x-headless", "train-x-vanilla", "loss"])
     assert row["headless after these tokens"] == pytest.approx(2.0**7)  # 3 steps
     assert row["vanilla after these tokens"] == pytest.approx(2.0**9)
     assert row["headless after these seconds"] == pytest.approx(2.0**2)  # 8 seconds
     assert row["vanilla after these seconds"] == pytest.approx(2.0**10)  # 2 steps
     assert (row["headless, tokens/s"], row["vanilla, tokens/s"]) == (100, 25)
-    assert training_row_collator(tmp_path, ["train-x-headless"]) == []
+    assert training_rows(tmp_path, ["train-x-headless"]) == []

@@ -112,7 +112,7 @@ TARGETS = (
 )
 
 
-def training_row_collator(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
+def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each SIZE with both `train-SIZE-headless` and `train-SIZE-vanilla` in `measured`.
 
     Held-out perplexities are those at the smaller end of both runs, interpolated between evaluations."""
@@ -152,7 +152,7 @@ def render_page(title: str, machine: Mapping[str, str], outcomes: Sequence[Outco
     tables = {
         "Targets": target_rows(outcomes),
         "Steps, headless against vanilla": step_rows(outcomes),
-        "Trainings, headless against vanilla": training_row_collator(folder, measured),
+        "Trainings, headless against vanilla": training_rows(folder, measured),
         "All parts": part_rows,
     }
     blocks = [f"# {title}\n", to_markdown([{"": name, "is": value} for name, value in machine.items()])]
