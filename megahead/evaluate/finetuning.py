@@ -45,7 +45,7 @@ METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
 
 
 def compute_metric(metric: str, labels: Floats, predictions: Floats) -> float:
-    """A metric of an evaluation set; 0 where it is undefined, as correlations with constant predictions are."""
+    """Returns a metric of an evaluation set; 0 if it is undefined, as correlations with constant predictions are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         value = float(METRICS[metric](labels, predictions))
@@ -53,8 +53,7 @@ def compute_metric(metric: str, labels: Floats, predictions: Floats) -> float:
 
 
 def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tensor:
-    """Mean cross-entropy of a batch; balanced: the mean of the means of each
-    class in the batch, so that rare classes have the same weight."""
+    """Returns the mean cross-entropy of a batch; balanced: the mean of the means of each class in the batch."""
     losses_B = F.cross_entropy(logits_BC, classes_B, reduction="none")
     if not balanced:
         return losses_B.mean()
@@ -62,7 +61,7 @@ def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tenso
     return (losses_B / counts_C[classes_B]).sum() / (counts_C > 0).sum()
 
 
-# Texts as padded batches: tokenized, concatenated and truncated once, then batched by length.
+# Texts are tokenized, concatenated and truncated once, then batched by length and padded.
 
 _BATCHES_PER_BUCKET = 50  # rows are sorted by length within so many batches, which leaves little padding
 
@@ -86,37 +85,37 @@ class ExampleEncoder:
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
-        named = (tokenizer.cls_token or "[CLS]", tokenizer.sep_token or "[SEP]")
-        start, end = map(tokenizer.get_vocab().get, named)
+        special_tokens = (tokenizer.cls_token or "[CLS]", tokenizer.sep_token or "[SEP]")
+        start, end = map(tokenizer.get_vocab().get, special_tokens)
         if start is not None and end is not None:
-            self._open, self._between, self._close = [start], [end], [end]
+            self._prefix, self._separator, self._suffix = [start], [end], [end]
         else:
-            self._open, self._between, self._close = [], self._ids(["\n"])[0], []
+            self._prefix, self._separator, self._suffix = [], self._ids(["\n"])[0], []
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        """Tokens of all examples, in their order."""
-        firsts = self._ids([example.first_text for example in examples])
-        seconds = iter(
+        """Tokenizes all examples."""
+        first_ids = self._ids([example.first_text for example in examples])
+        second_ids = iter(
             self._ids([second for example in examples for second in example.second_texts if second is not None])
         )
         encoded = []
-        for example, first in zip(examples, firsts, strict=True):
-            pairs = (None if second is None else next(seconds) for second in example.second_texts)
+        for example, first in zip(examples, first_ids, strict=True):
+            pairs = (None if second is None else next(second_ids) for second in example.second_texts)
             encoded.append(
                 EncodedExample(tuple(self._with_special_tokens(first, second) for second in pairs), example.label)
             )
         return encoded
 
     def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
-        """One sequence; if two texts are too long together, the longer one is truncated."""
-        available = self._max_length - len(self._open) - len(self._close)
+        """Returns token ids and token types of a sequence; of two texts that are too long, the longer is truncated."""
+        available = self._max_length - len(self._prefix) - len(self._suffix)
         if second is None:
-            ids = [*self._open, *first[:available], *self._close]
+            ids = [*self._prefix, *first[:available], *self._suffix]
             return ids, [0] * len(ids)
-        kept, kept_second = truncated_lengths(len(first), len(second), available - len(self._between))
-        start = [*self._open, *first[:kept], *self._between]
-        end = [*second[:kept_second], *self._close]
-        return start + end, [0] * len(start) + [1] * len(end)
+        first_length, second_length = truncated_lengths(len(first), len(second), available - len(self._separator))
+        first_part = [*self._prefix, *first[:first_length], *self._separator]
+        second_part = [*second[:second_length], *self._suffix]
+        return first_part + second_part, [0] * len(first_part) + [1] * len(second_part)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -127,7 +126,7 @@ class ExampleEncoder:
 
 
 def truncated_lengths(first: int, second: int, available: int) -> tuple[int, int]:
-    """Lengths of two texts after truncation: the longer one is truncated until both are equal, then both are."""
+    """Returns the lengths of two texts after truncation: of the longer one until both are equal, then of both."""
     shorter, longer = min(first, second), max(first, second)
     if shorter + longer > available:
         shorter = min(shorter, available // 2)
@@ -136,30 +135,32 @@ def truncated_lengths(first: int, second: int, available: int) -> tuple[int, int
 
 
 def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Every row once, in random batches of rows of similar length. At most one batch is smaller."""
+    """Yields every row once, in random batches of rows of similar length. At most one batch is smaller."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     bucket = batch_size * _BATCHES_PER_BUCKET
-    grouped = [k for start in range(0, len(order), bucket) for k in by_length(lengths, order[start : start + bucket])]
-    batches = [grouped[start : start + batch_size] for start in range(0, len(grouped), batch_size)]
-    yield from (batches[k] for k in torch.randperm(len(batches), generator=generator).tolist())
+    rows = [
+        row for start in range(0, len(order), bucket) for row in sort_by_length(lengths, order[start : start + bucket])
+    ]
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    yield from (batches[row] for row in torch.randperm(len(batches), generator=generator).tolist())
 
 
-def by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """`rows`, the longest first."""
+def sort_by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """Returns `rows`, the longest first."""
     return sorted(rows, key=lambda row: -lengths[row])
 
 
 def collate(examples: Sequence[EncodedExample], padding: int, device: torch.device) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `token_type_ids`, [examples x choices, longest], padded on the right."""
 
-    def padded(rows: Iterable[list[int]], value: int = 0) -> Tensor:
+    def pad(rows: Iterable[list[int]], value: int = 0) -> Tensor:
         return pad_sequence(
             [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=value
         ).to(device)
 
     ids, token_types = zip(*(sequence for example in examples for sequence in example.sequences), strict=True)
-    attended = padded([1] * len(row) for row in ids)
-    return {"input_ids": padded(ids, padding), "attention_mask": attended, "token_type_ids": padded(token_types)}
+    attention_mask = pad([1] * len(row) for row in ids)
+    return {"input_ids": pad(ids, padding), "attention_mask": attention_mask, "token_type_ids": pad(token_types)}
 
 
 # The training loop: each epoch ends with an evaluation on all sets.
@@ -188,7 +189,7 @@ class Classifier:
         self._has_token_types = getattr(model.config, "type_vocab_size", 0) > 1
 
     def outputs(self, examples: Sequence[EncodedExample]) -> Tensor:
-        """Scores of each class, of each choice, or the one value of a regression: [B, C] in fp32."""
+        """[B, C] fp32: a score for each class or choice, or the value of a regression."""
         inputs = collate(examples, self._padding, self.device)
         if not self._has_token_types:
             del inputs["token_type_ids"]
@@ -196,7 +197,7 @@ class Classifier:
         return logits.view(len(examples), -1)
 
     def loss(self, examples: Sequence[EncodedExample], *, balanced: bool) -> Tensor:
-        """The loss of a batch, a scalar."""
+        """Returns the loss of a batch, a scalar."""
         outputs_BC = self.outputs(examples)
         labels_B = torch.tensor([example.label for example in examples], device=self.device)
         if not self.task.labels:
@@ -205,9 +206,9 @@ class Classifier:
 
     @torch.no_grad()
     def scores(self, examples: Sequence[EncodedExample], batch_size: int) -> dict[str, float]:
-        """The task's metrics on an evaluation set."""
+        """Returns the task's metrics on an evaluation set."""
         self.model.eval()
-        rows = by_length([example.length() for example in examples], range(len(examples)))
+        rows = sort_by_length([example.length() for example in examples], range(len(examples)))
         predictions, labels = np.zeros(len(examples)), np.array([example.label for example in examples])
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
@@ -232,11 +233,11 @@ def fine_tune(
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
     rate, decay = settings.learning_rate, settings.weight_decay
-    adam = OptimizerConfig(learning_rate=rate, betas=(0.9, 0.999), weight_decay=decay)
-    optimizer = build_optimizer(classifier.model, adam)
+    optimizer_config = OptimizerConfig(learning_rate=rate, betas=(0.9, 0.999), weight_decay=decay)
+    optimizer = build_optimizer(classifier.model, optimizer_config)
     step = 0
     for _ in range(settings.epochs):
-        begin, losses = time.monotonic(), []
+        start, losses = time.monotonic(), []
         classifier.model.train()
         for batch in training_batches(lengths, settings.batch_size, order):
             loss = classifier.loss([train[row] for row in batch], balanced=settings.loss == "balanced")
@@ -248,12 +249,12 @@ def fine_tune(
             optimizer.zero_grad()
             losses.append(loss.detach())
             step += 1
-        mean = float(torch.stack(losses).mean())
-        if not math.isfinite(mean):
-            raise UserError(f"The loss must be finite, but is {mean} at step {step}; lower --learning-rate.")
-        seconds, eval_batch_size = time.monotonic() - begin, 2 * settings.batch_size
+        mean_loss = float(torch.stack(losses).mean())
+        if not math.isfinite(mean_loss):
+            raise UserError(f"The loss must be finite, but is {mean_loss} at step {step}; lower --learning-rate.")
+        seconds, eval_batch_size = time.monotonic() - start, 2 * settings.batch_size
         scores = {name: classifier.scores(examples, eval_batch_size) for name, examples in evaluation_sets.items()}
-        yield EpochScores(mean, scores, seconds)
+        yield EpochScores(mean_loss, scores, seconds)
 
 
 # One model on one task, from its folder to its scores.
@@ -279,16 +280,18 @@ class FineTuningRun:
         tokenizer = load_tokenizer_folder(initial_model.folder)
         padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
         self._padding = next(token for token in padding if token is not None)
-        longest = read_context_length(initial_model.folder) or settings.max_length
-        encoder = ExampleEncoder(tokenizer, min(settings.max_length, longest))
+        context_length = read_context_length(initial_model.folder) or settings.max_length
+        encoder = ExampleEncoder(tokenizer, min(settings.max_length, context_length))
         self._train = encoder.encode(data.train)
         self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
 
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
         torch.manual_seed(seed)
-        start, outputs = self.initial_model, self.data.task.outputs()
-        model = load_classifier(start.folder, outputs, self._padding, random_weights=start.random_weights)
+        initial_model, num_outputs = self.initial_model, self.data.task.num_outputs()
+        model = load_classifier(
+            initial_model.folder, num_outputs, self._padding, random_weights=initial_model.random_weights
+        )
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)
 
@@ -310,7 +313,7 @@ class FineTuningResult:
     epochs: list[EpochScores]
 
     def best(self) -> int:
-        """The epoch (from 0) with the highest score on the first evaluation set; the first of several."""
+        """Returns the index of the (first) epoch with the highest score on the first evaluation set."""
         metric = TASKS[self.task].metric
         values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
         return values.index(max(values))
@@ -340,12 +343,12 @@ class FineTuningResults:
     def newest(self) -> list[FineTuningResult]:
         """The last result stored for each model, task and seed, whatever its settings."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._cache.entries}
-        return [_result(entry) for entry in runs.values()]
+        return [_from_entry(entry) for entry in runs.values()]
 
     def find(self, run: PlannedRun) -> FineTuningResult | None:
         """The stored result of this run, if there is one."""
         entry = self._cache.find(_key(*run))
-        return None if entry is None else _result(entry)
+        return None if entry is None else _from_entry(entry)
 
     def add(self, run: PlannedRun, epochs: Sequence[EpochScores]) -> FineTuningResult:
         """Stores a finished run, in place of an earlier one with the same settings."""
@@ -385,7 +388,7 @@ class Summary:
 
 
 def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
-    """Every metric of every evaluation set of one model's tasks, then the means over several."""
+    """Returns every metric of every evaluation set of one model's tasks, then the means over tasks."""
     rows = []
     for task in dict.fromkeys(result.task for result in results):
         runs = [result for result in results if result.task == task]
@@ -395,26 +398,26 @@ def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
             rows.append(Summary(runs[0].model, task, test, metric, values, epochs))
         if len(scores[0]) > 1:
             metric = TASKS[task].metric
-            means = [fmean(found[metric] for found in score.values()) for score in scores]
+            means = [fmean(metrics[metric] for metrics in score.values()) for score in scores]
             rows.append(Summary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
     return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
 
 
-_LEFT_OUT = {"glue/rte", "glue/wnli"}  # left out of the GLUE average, as in the paper
+_EXCLUDED_TASKS = {"glue/rte", "glue/wnli"}  # excluded from the GLUE average, as in the paper
 
 
 def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
-    """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports; None for one
-    task alone, and where some have not run with all seeds yet."""
-    tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _LEFT_OUT
-    members = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
-    if len(members) < 2 or len({len(row.values) for row in members}) > 1:
+    """Returns for each seed the mean over a suite's tasks, each by the metric that the paper reports; None for a single
+    task, and if tasks have run with different seeds."""
+    tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _EXCLUDED_TASKS
+    summaries = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
+    if len(summaries) < 2 or len({len(row.values) for row in summaries}) > 1:
         return None
-    seeds = zip(*(row.values for row in members), strict=True)
-    return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
+    seeds = zip(*(row.values for row in summaries), strict=True)
+    return Summary(summaries[0].model, suite, f"mean of {len(summaries)}", "", [fmean(values) for values in seeds], [])
 
 
-def _result(entry: Mapping[str, Any]) -> FineTuningResult:
+def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
     run = {name: entry[name] for name in ("model", "task", "seed", "train_rows")}
     epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
     return FineTuningResult(**run, trains_on_dev=entry["halved"], epochs=epochs)
@@ -449,10 +452,10 @@ class Comparison:
         self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
         missing = [run for run in self._runs if cache.find(run) is None]
         self._work = sum(settings.epochs * _epoch_cost(data, settings) for _, data, settings, _ in missing)
-        self._done, self._begin = 0, time.monotonic()
+        self._done, self._start_time = 0, time.monotonic()
 
     def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
-        """All results, model by model, then task by task; calls `report` with a line after each epoch."""
+        """Returns all results, ordered by model, then task; calls `report` with a line after each epoch."""
         results, task_run = [], None
         for run in self._runs:
             result = self._cache.find(run)
@@ -469,14 +472,14 @@ class Comparison:
         for epoch in task_run.run(seed):
             epochs.append(epoch)
             self._done += _epoch_cost(task_run.data, task_run.settings)
-            report(self._line(task_run, seed, epochs))
+            report(self._progress_line(task_run, seed, epochs))
         return epochs
 
-    def _line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
-        """The progress and speed of a run, and the estimated time left for all runs."""
+    def _progress_line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
+        """Returns a line with progress and speed of a run, and the estimated time left for all runs."""
         data, last = task_run.data, epochs[-1]
         metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
-        left = (time.monotonic() - self._begin) * (self._work - self._done) / self._done
+        left = (time.monotonic() - self._start_time) * (self._work - self._done) / self._done
         return (
             f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{task_run.settings.epochs}: "
             f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
@@ -485,20 +488,20 @@ class Comparison:
 
 
 def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
-    """The relative cost of an epoch, in characters; to estimate the time left."""
+    """Returns the relative cost of an epoch, in characters; to estimate the time left."""
     max_characters = _CHARACTERS_PER_TOKEN * settings.max_length
-    trained = sum(example.num_characters(max_characters) for example in data.train)
-    tested = sum(
+    training_cost = sum(example.num_characters(max_characters) for example in data.train)
+    evaluation_cost = sum(
         example.num_characters(max_characters) for example in chain.from_iterable(data.evaluation_sets.values())
     )
-    return _TRAINING_COST * trained + tested
+    return _TRAINING_COST * training_cost + evaluation_cost
 
 
 # The comparison table: scores in percent, and training time.
 
 
 def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
-    """A row for each metric of a task, a column for each model, and a last row of training time."""
+    """Returns a row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
     for model in dict.fromkeys(result.model for result in results):
         model_results = [result for result in results if result.model == model]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megahead.errors import DataError, FieldError, require_at_least
-from megahead.evaluate.harness_tasks import Row, json_lines, text_of
+from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_text
 from megahead.wording import did_you_mean, pluralize
 
 # How a task is fine-tuned; the paper's values are the defaults.
@@ -71,7 +71,7 @@ def paper_settings(task: str, loss: LossName | None = None, **changes: float | N
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRows:
     """The rows of a file as published, or of its copy on the Hugging Face hub."""
 
     rows: list[Row]
@@ -104,91 +104,95 @@ class Example:
         return sum(min(len(self.first_text) + len(text or ""), max_characters) for text in self.second_texts)
 
 
-Reader = Callable[[Path], Published]
+Reader = Callable[[Path], PublishedRows]
 Builder = Callable[[Row, Sequence[str]], Example]
 
 
-def objects(*fields: str) -> Reader:
-    """A reader of one JSON object per line, which must have all of `fields`."""
-    read = json_lines(*fields)
-    return lambda file: Published(read(file))
+def published_jsonl_reader(*fields: str) -> Reader:
+    """Returns a reader of one JSON object per line, which must have all of `fields`."""
+    read = jsonl_reader(*fields)
+    return lambda file: PublishedRows(read(file))
 
 
-def tsv(**columns: str | int) -> Reader:
-    """A reader of tab-separated lines without quoting. `columns`: our name of a field to the column's name, or to its
-    number if there is no header.
+def tsv_reader(**columns: str | int) -> Reader:
+    """Returns a reader of tab-separated lines without quoting. `columns`: a row's field to the column's name, or to
+    its number if there is no header.
 
-    Lines that lack one of the columns are left out and counted; DataError if most lines do.
+    Lines that lack one of the columns are skipped and counted; DataError if most lines do.
     """
 
-    def read(file: Path) -> Published:
-        table = [line.rstrip("\r").split("\t") for line in text_of(file).split("\n") if line]
-        headed = any(isinstance(column, str) for column in columns.values())
-        header = table.pop(0) if headed and table else []
-        wanted = ", ".join(map(str, columns.values()))
+    def read(file: Path) -> PublishedRows:
+        table = [line.rstrip("\r").split("\t") for line in read_text(file).split("\n") if line]
+        has_header = any(isinstance(column, str) for column in columns.values())
+        header = table.pop(0) if has_header and table else []
+        column_names = ", ".join(map(str, columns.values()))
         try:
-            places = {ours: header.index(it) if isinstance(it, str) else it for ours, it in columns.items()}
+            indices = {
+                field: header.index(column) if isinstance(column, str) else column for field, column in columns.items()
+            }
         except ValueError:
-            raise DataError(f"`{file}` must begin with tab-separated columns {wanted}, but does not.") from None
-        whole = [line for line in table if len(line) > max(places.values())]
-        short = len(table) - len(whole)
-        if short > len(whole):
+            raise DataError(f"`{file}` must begin with tab-separated columns {column_names}, but does not.") from None
+        complete = [line for line in table if len(line) > max(indices.values())]
+        num_skipped = len(table) - len(complete)
+        if num_skipped > len(complete):
             raise DataError(
-                f"`{file}` must have tab-separated columns {wanted} in each line, but {short:,} of {len(table):,} "
-                "lines lack one; get it again."
+                f"`{file}` must have tab-separated columns {column_names} in each line, but {num_skipped:,} of "
+                f"{len(table):,} lines lack one; get it again."
             )
-        return Published([{name: line[place] for name, place in places.items()} for line in whole], short)
+        return PublishedRows([{name: line[index] for name, index in indices.items()} for line in complete], num_skipped)
 
     return read
 
 
-def word_in_context(file: Path) -> Published:
-    """WiC in its own form: `X.data.txt` (word, part of speech, places, two sentences), its labels in `X.gold.txt`."""
-    rows = tsv(word=0, sentence1=3, sentence2=4)(file).rows
-    gold = text_of(file.with_name(file.name.replace(".data.", ".gold."))).split()
-    if len(gold) != len(rows):
+def read_word_in_context(file: Path) -> PublishedRows:
+    """Reads WiC's own format: `X.data.txt` (word, part of speech, positions, two sentences), labels in `X.gold.txt`."""
+    rows = tsv_reader(word=0, sentence1=3, sentence2=4)(file).rows
+    labels = read_text(file.with_name(file.name.replace(".data.", ".gold."))).split()
+    if len(labels) != len(rows):
         raise DataError(
-            f"`{file}` must have a label for each of its {pluralize(len(rows), 'line')}, but has {len(gold)}."
+            f"`{file}` must have a label for each of its {pluralize(len(rows), 'line')}, but has {len(labels)}."
         )
-    named = {"T": "true", "F": "false"}
-    return Published([{**row, "label": named.get(label, label)} for row, label in zip(rows, gold, strict=True)])
+    label_names = {"T": "true", "F": "false"}
+    rows = [{**row, "label": label_names.get(label, label)} for row, label in zip(rows, labels, strict=True)]
+    return PublishedRows(rows)
 
 
-def translated(file: Path) -> Published:
-    """XNLI: premise, hypothesis and label; its machine-translated training files begin with a header."""
-    found = tsv(premise=0, hypothesis=1, label=2)(file)
+def read_xnli(file: Path) -> PublishedRows:
+    """Reads XNLI: premise, hypothesis and label; its machine-translated training files start with a header."""
+    published = tsv_reader(premise=0, hypothesis=1, label=2)(file)
     labels = {"contradictory": "contradiction"}
-    rows = [{**row, "label": labels.get(row["label"], row["label"])} for row in found.rows if row["label"] != "label"]
-    return Published(rows, found.num_skipped)
+    rows = [row for row in published.rows if row["label"] != "label"]
+    rows = [{**row, "label": labels.get(row["label"], row["label"])} for row in rows]
+    return PublishedRows(rows, published.num_skipped)
 
 
-def texts(first: str, second: str | None = None) -> Builder:
-    """A builder of examples for the class of one text, or of a pair, given by their fields."""
+def text_builder(first: str, second: str | None = None) -> Builder:
+    """Returns a builder of examples to classify a text or a pair of texts, by the names of their fields."""
 
     def build(row: Row, labels: Sequence[str]) -> Example:
-        return Example(row[first], (None if second is None else row[second],), class_of(row, labels))
+        return Example(row[first], (None if second is None else row[second],), class_index(row, labels))
 
     return build
 
 
-def similarity(row: Row, labels: Sequence[str]) -> Example:
-    """STS-B: how similar two sentences are, 0 to 5."""
+def build_similarity(row: Row, labels: Sequence[str]) -> Example:
+    """Builds an example of STS-B: how similar two sentences are, 0 to 5."""
     return Example(row["sentence1"], (row["sentence2"],), float(row["label"]))
 
 
-def alternatives(row: Row, labels: Sequence[str]) -> Example:
-    """COPA: which of two sentences is the cause or the result of a premise."""
+def build_choices(row: Row, labels: Sequence[str]) -> Example:
+    """Builds an example of COPA: which of two sentences is the cause or the result of a premise."""
     question = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}[row["question"]]
-    return Example(f"{row['premise']} {question}", (row["choice1"], row["choice2"]), class_of(row, labels))
+    return Example(f"{row['premise']} {question}", (row["choice1"], row["choice2"]), class_index(row, labels))
 
 
-def same_sense(row: Row, labels: Sequence[str]) -> Example:
-    """WiC as a pair of texts, the word in question before the first: `carry: You must carry ...`."""
-    return Example(f"{row['word']}: {row['sentence1']}", (row["sentence2"],), class_of(row, labels))
+def build_word_sense(row: Row, labels: Sequence[str]) -> Example:
+    """Builds an example of WiC as a pair of texts, with the word before the first: `carry: You must carry ...`."""
+    return Example(f"{row['word']}: {row['sentence1']}", (row["sentence2"],), class_index(row, labels))
 
 
-def class_of(row: Mapping[str, Any], labels: Sequence[str]) -> int:
-    """A label's number: published as that number, as true or false, or by name; ValueError for none of these."""
+def class_index(row: Mapping[str, Any], labels: Sequence[str]) -> int:
+    """Returns the index of a row's label, which is an index, true or false, or a name; ValueError for another."""
     label = row["label"]
     if isinstance(label, int) and not isinstance(label, bool):
         return range(len(labels)).index(label)
@@ -201,12 +205,12 @@ XNLI_LANGUAGES = ("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "t
 
 
 @dataclass(frozen=True)
-class Files:
+class TaskFiles:
     """Published files of a task, below the data folder."""
 
     train: str
-    test: str
-    """The labelled split that scores are reported on (dev); `+` joins two files."""
+    dev: str
+    """The labelled split that scores are reported on; `+` joins two files."""
 
     read: Reader
 
@@ -221,89 +225,95 @@ class Task:
     build: Builder
     """Makes an example from a row."""
 
-    files: tuple[Files, ...]
-    """The forms in which it is published, the preferred one first."""
+    files: tuple[TaskFiles, ...]
+    """Its published files; alternatives in order of preference."""
 
     hub: tuple[str, str, str]
     """Repository, configuration and labelled dev split on the Hugging Face hub."""
 
     metric: str = "accuracy"
-    """What the paper reports; it also chooses the best epoch."""
+    """The metric that the paper reports; it also selects the best epoch."""
 
     extra_metrics: tuple[str, ...] = ()
     """Other metrics that are reported."""
 
     rows_per_unit: int = 1
-    """Neighbouring rows that belong together: XNLI has three questions for each premise."""
+    """Consecutive rows that must not be separated: XNLI has three questions for each premise."""
 
-    def outputs(self) -> int:
-        """Numbers that the classifier gives for a sequence: a score for each class, or one for the sequence."""
-        return 1 if self.build in (similarity, alternatives) else len(self.labels)
+    def num_outputs(self) -> int:
+        """Number of the classifier's outputs for a sequence: a score for each class, or one for the sequence."""
+        return 1 if self.build in (build_similarity, build_choices) else len(self.labels)
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
 _NLI = ("entailment", "neutral", "contradiction")
 
 
-def _glue(folder: str, labels: tuple[str, ...], build: Builder, read: Reader, split: str = "", **metrics: Any) -> Task:
-    """A task of GLUE. split: endings of its dev splits' names, `+` between them."""
-    dev = "+".join(f"glue/{folder}/dev{ending}.tsv" for ending in split.split("+"))
-    hub = "+".join(f"validation{ending}" for ending in split.split("+"))
-    name = folder.lower().replace("-", "")
-    files = (Files(f"glue/{folder}/train.tsv", dev, read),)
-    return Task(labels=labels, build=build, files=files, hub=("nyu-mll/glue", name, hub), **metrics)
-
-
-def _superglue(
-    folder: str, labels: tuple[str, ...], build: Builder, fields: Sequence[str], *other: Files, **metrics: Any
+def _glue_task(
+    folder: str, labels: tuple[str, ...], build: Builder, read: Reader, dev: str = "", **metrics: Any
 ) -> Task:
-    """A task of SuperGLUE, by the fields of its JSON lines; `other` forms in which it is published."""
-    lines = Files(f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", objects(*fields, "label"))
+    """Returns a task of GLUE. dev: suffixes of its dev splits' names, `+` between them."""
+    dev_files = "+".join(f"glue/{folder}/dev{suffix}.tsv" for suffix in dev.split("+"))
+    hub_split = "+".join(f"validation{suffix}" for suffix in dev.split("+"))
+    name = folder.lower().replace("-", "")
+    files = (TaskFiles(f"glue/{folder}/train.tsv", dev_files, read),)
+    return Task(labels=labels, build=build, files=files, hub=("nyu-mll/glue", name, hub_split), **metrics)
+
+
+def _superglue_task(
+    folder: str, labels: tuple[str, ...], build: Builder, fields: Sequence[str], *other_files: TaskFiles, **metrics: Any
+) -> Task:
+    """Returns a task of SuperGLUE, by the fields of its JSON lines; `other_files`: alternatives to them."""
+    jsonl_files = TaskFiles(
+        f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", published_jsonl_reader(*fields, "label")
+    )
     hub = ("aps/super_glue", folder.lower(), "validation")
-    return Task(labels=labels, build=build, files=(lines, *other), hub=hub, **metrics)
+    return Task(labels=labels, build=build, files=(jsonl_files, *other_files), hub=hub, **metrics)
 
 
-def _xnli(language: str) -> Task:
-    files = Files(f"xnli/multinli.train.{language}.tsv", f"xnli/dev-{language}.tsv", translated)
+def _xnli_task(language: str) -> Task:
+    files = TaskFiles(f"xnli/multinli.train.{language}.tsv", f"xnli/dev-{language}.tsv", read_xnli)
     return Task(
         labels=_NLI,
-        build=texts("premise", "hypothesis"),
+        build=text_builder("premise", "hypothesis"),
         files=(files,),
         hub=("facebook/xnli", language, "validation"),
         rows_per_unit=3,
     )
 
 
-_COLA = tsv(label=1, sentence=3)
-_SST2 = tsv(sentence="sentence", label="label")
-_MRPC = tsv(label="Quality", sentence1="#1 String", sentence2="#2 String")
-_STSB = tsv(sentence1="sentence1", sentence2="sentence2", label="score")
-_QQP = tsv(question1="question1", question2="question2", label="is_duplicate")
-_MNLI = tsv(premise="sentence1", hypothesis="sentence2", label="gold_label")
-_QNLI = tsv(question="question", sentence="sentence", label="label")
-_TWO_SENTENCES = tsv(sentence1="sentence1", sentence2="sentence2", label="label")
-_WIC = Files("superglue/WiC/train/train.data.txt", "superglue/WiC/dev/dev.data.txt", word_in_context)
-_PAIR, _NUMBERS, _TRUTH = texts("sentence1", "sentence2"), ("0", "1"), ("false", "true")
-_OF_CB = ("entailment", "contradiction", "neutral")
-_OF_COPA = ("premise", "choice1", "choice2", "question")
+_COLA = tsv_reader(label=1, sentence=3)
+_SST2 = tsv_reader(sentence="sentence", label="label")
+_MRPC = tsv_reader(label="Quality", sentence1="#1 String", sentence2="#2 String")
+_STSB = tsv_reader(sentence1="sentence1", sentence2="sentence2", label="score")
+_QQP = tsv_reader(question1="question1", question2="question2", label="is_duplicate")
+_MNLI = tsv_reader(premise="sentence1", hypothesis="sentence2", label="gold_label")
+_QNLI = tsv_reader(question="question", sentence="sentence", label="label")
+_TSV_SENTENCE_PAIR = tsv_reader(sentence1="sentence1", sentence2="sentence2", label="label")
+_WIC_FILES = TaskFiles("superglue/WiC/train/train.data.txt", "superglue/WiC/dev/dev.data.txt", read_word_in_context)
+_SENTENCE_PAIR, _BINARY, _BOOLEAN = text_builder("sentence1", "sentence2"), ("0", "1"), ("false", "true")
+_CB_LABELS = ("entailment", "contradiction", "neutral")
+_COPA_FIELDS = ("premise", "choice1", "choice2", "question")
 
 TASKS: Mapping[str, Task] = {
-    "glue/cola": _glue("CoLA", _NUMBERS, texts("sentence"), _COLA, metric="matthews", extra_metrics=("accuracy",)),
-    "glue/sst2": _glue("SST-2", _NUMBERS, texts("sentence"), _SST2),
-    "glue/mrpc": _glue("MRPC", _NUMBERS, _PAIR, _MRPC, extra_metrics=("f1",)),
-    "glue/stsb": _glue("STS-B", (), similarity, _STSB, metric="spearman", extra_metrics=("pearson",)),
-    "glue/qqp": _glue("QQP", _NUMBERS, texts("question1", "question2"), _QQP, extra_metrics=("f1",)),
-    "glue/mnli": _glue("MNLI", _NLI, texts("premise", "hypothesis"), _MNLI, "_matched+_mismatched"),
-    "glue/qnli": _glue("QNLI", _ENTAILMENT, texts("question", "sentence"), _QNLI),
-    "glue/rte": _glue("RTE", _ENTAILMENT, _PAIR, _TWO_SENTENCES),
-    "glue/wnli": _glue("WNLI", _NUMBERS, _PAIR, _TWO_SENTENCES),
-    "superglue/boolq": _superglue("BoolQ", _TRUTH, texts("question", "passage"), ("question", "passage")),
-    "superglue/cb": _superglue(
-        "CB", _OF_CB, texts("premise", "hypothesis"), ("premise", "hypothesis"), extra_metrics=("macro_f1",)
+    "glue/cola": _glue_task(
+        "CoLA", _BINARY, text_builder("sentence"), _COLA, metric="matthews", extra_metrics=("accuracy",)
     ),
-    "superglue/copa": _superglue("COPA", ("choice1", "choice2"), alternatives, _OF_COPA),
-    "superglue/wic": _superglue("WiC", _TRUTH, same_sense, ("word", "sentence1", "sentence2"), _WIC),
-    **{f"xnli/{language}": _xnli(language) for language in XNLI_LANGUAGES},
+    "glue/sst2": _glue_task("SST-2", _BINARY, text_builder("sentence"), _SST2),
+    "glue/mrpc": _glue_task("MRPC", _BINARY, _SENTENCE_PAIR, _MRPC, extra_metrics=("f1",)),
+    "glue/stsb": _glue_task("STS-B", (), build_similarity, _STSB, metric="spearman", extra_metrics=("pearson",)),
+    "glue/qqp": _glue_task("QQP", _BINARY, text_builder("question1", "question2"), _QQP, extra_metrics=("f1",)),
+    "glue/mnli": _glue_task("MNLI", _NLI, text_builder("premise", "hypothesis"), _MNLI, "_matched+_mismatched"),
+    "glue/qnli": _glue_task("QNLI", _ENTAILMENT, text_builder("question", "sentence"), _QNLI),
+    "glue/rte": _glue_task("RTE", _ENTAILMENT, _SENTENCE_PAIR, _TSV_SENTENCE_PAIR),
+    "glue/wnli": _glue_task("WNLI", _BINARY, _SENTENCE_PAIR, _TSV_SENTENCE_PAIR),
+    "superglue/boolq": _superglue_task("BoolQ", _BOOLEAN, text_builder("question", "passage"), ("question", "passage")),
+    "superglue/cb": _superglue_task(
+        "CB", _CB_LABELS, text_builder("premise", "hypothesis"), ("premise", "hypothesis"), extra_metrics=("macro_f1",)
+    ),
+    "superglue/copa": _superglue_task("COPA", ("choice1", "choice2"), build_choices, _COPA_FIELDS),
+    "superglue/wic": _superglue_task("WiC", _BOOLEAN, build_word_sense, ("word", "sentence1", "sentence2"), _WIC_FILES),
+    **{f"xnli/{language}": _xnli_task(language) for language in XNLI_LANGUAGES},
 }
 """By name; `xnli/fr` trains on French."""
 
@@ -337,68 +347,72 @@ class TaskData:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where rows come from."""
+    """A folder or hub to read rows from."""
 
     folder: Path | None
     """Folder of published files; None for the Hugging Face hub."""
 
-    hub: str = ""
+    hub_prefix: str = ""
     """Prefix of every repository's name: a folder with copies of them."""
 
-    def splits(self, name: str) -> tuple[Published | None, Published]:
-        """Rows to train on (None without a training split) and to evaluate on. DataError if there is neither."""
+    def read_splits(self, name: str) -> tuple[PublishedRows | None, PublishedRows]:
+        """Returns rows to train on (None without a training split) and to evaluate on. DataError without either."""
         task = TASKS[name]
         if self.folder is None:
-            repository, configuration, test = task.hub
-            repository = self.hub + repository
-            return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, test)
-        trained = (form for form in task.files if self._have(form.train) and self._have(form.test))
-        form = next(trained, None) or next((form for form in task.files if self._have(form.test)), None)
-        if form is None:
-            wanted = " or ".join(form.test.replace("+", " and ") for form in task.files)
-            raise DataError(f"`{self.folder}` must hold {wanted} for task {name}, but lacks it.")
-        train = replace(form.read(self.folder / form.train), source=form.train) if self._have(form.train) else None
-        files = [form.read(self.folder / path) for path in form.test.split("+")]
-        rows = [row for file in files for row in file.rows]
-        return train, Published(rows, sum(file.num_skipped for file in files), form.test)
+            repository, configuration, dev = task.hub
+            repository = self.hub_prefix + repository
+            return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, dev)
+        files = next(
+            (files for files in task.files if self._has_files(files.train) and self._has_files(files.dev)), None
+        )
+        files = files or next((files for files in task.files if self._has_files(files.dev)), None)
+        if files is None:
+            paths = " or ".join(files.dev.replace("+", " and ") for files in task.files)
+            raise DataError(f"`{self.folder}` must hold {paths} for task {name}, but lacks it.")
+        train = None
+        if self._has_files(files.train):
+            train = replace(files.read(self.folder / files.train), source=files.train)
+        parts = [files.read(self.folder / path) for path in files.dev.split("+")]
+        rows = [row for part in parts for row in part.rows]
+        return train, PublishedRows(rows, sum(part.num_skipped for part in parts), files.dev)
 
-    def have(self, name: str) -> bool:
+    def has_task(self, name: str) -> bool:
         """Whether the folder has the task's dev split."""
-        return self.folder is None or any(self._have(form.test) for form in TASKS[name].files)
+        return self.folder is None or any(self._has_files(files.dev) for files in TASKS[name].files)
 
-    def _have(self, paths: str) -> bool:
+    def _has_files(self, paths: str) -> bool:
         return self.folder is not None and all((self.folder / path).is_file() for path in paths.split("+"))
 
 
 def expand_task_names(names: Sequence[str], sources: DataSource) -> list[str]:
-    """Task names, with `glue`, `superglue` or `xnli` standing for all of their tasks in the folder."""
-    chosen: dict[str, None] = {}
+    """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder."""
+    expanded: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
         if name not in TASKS and not members:
             known = [task for task in TASKS if not task.startswith("xnli/")]
             rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE"
             raise FieldError("--task", rule, got=name, hint=did_you_mean(name, known))
-        found = [task for task in members if sources.have(task)]
-        if members and not found:
+        available = [task for task in members if sources.has_task(task)]
+        if members and not available:
             raise DataError(f"`{sources.folder}` must hold files of a task of {name}, but holds none; check the path.")
-        chosen |= dict.fromkeys(found or [name])
-    return list(chosen)
+        expanded |= dict.fromkeys(available or [name])
+    return list(expanded)
 
 
 def load_task(
     name: str, sources: DataSource, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
 ) -> TaskData:
-    """The examples of a task; `xnli/fr` trains on French and is evaluated in French, then in the other `languages`.
+    """Loads a task's examples; `xnli/fr` trains on French and is evaluated in French, then in the other `languages`.
 
-    max_train_rows: at most this many, drawn at random, the same for every model and seed.
+    max_train_rows: at most this many, a random sample that is the same for every model and seed.
     Raises DataError for files that are missing or not as published.
     """
-    data = _examples(name, sources)
+    data = _load_examples(name, sources)
     train, evaluation_sets, num_skipped = data.train, dict(data.evaluation_sets), data.num_skipped
     for language in languages if name.startswith("xnli/") else ():
-        if language not in evaluation_sets and sources.have(f"xnli/{language}"):
-            other = _examples(f"xnli/{language}", sources)
+        if language not in evaluation_sets and sources.has_task(f"xnli/{language}"):
+            other = _load_examples(f"xnli/{language}", sources)
             evaluation_sets |= other.evaluation_sets
             num_skipped += other.num_skipped
     if max_train_rows is not None and len(train) > max_train_rows:
@@ -406,25 +420,27 @@ def load_task(
     return replace(data, train=train, evaluation_sets=evaluation_sets, num_skipped=num_skipped)
 
 
-def _examples(name: str, sources: DataSource) -> TaskData:
-    """Examples to train and to evaluate on: from two splits, or (without a training split) every other unit of one."""
-    train, test = sources.splits(name)
-    task, examples, split = TASKS[name], _build(name, test), name.split("/")[1]
+def _load_examples(name: str, sources: DataSource) -> TaskData:
+    """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one."""
+    train, dev = sources.read_splits(name)
+    task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]
     if train is not None:
-        return TaskData(name, task, _build(name, train), {split: examples}, False, train.num_skipped + test.num_skipped)
-    if test.num_skipped and task.rows_per_unit > 1:
+        return TaskData(
+            name, task, _build_examples(name, train), {split: examples}, False, train.num_skipped + dev.num_skipped
+        )
+    if dev.num_skipped and task.rows_per_unit > 1:
         raise DataError(
-            f"The files of {name} must have all columns to be cut in halves, but lack one in {test.num_skipped:,} "
+            f"The files of {name} must have all columns to be cut in halves, but lack one in {dev.num_skipped:,} "
             "lines; get them again."
         )
     units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
     if len(units) < 2:
         raise DataError(f"The files of {name} must hold examples to be cut in halves, but hold {len(examples)}.")
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
-    return TaskData(name, task, halves[0], {split: halves[1]}, True, test.num_skipped)
+    return TaskData(name, task, halves[0], {split: halves[1]}, True, dev.num_skipped)
 
 
-def _build(name: str, published: Published) -> list[Example]:
+def _build_examples(name: str, published: PublishedRows) -> list[Example]:
     task, examples = TASKS[name], list[Example]()
     for number, row in enumerate(published.rows, 1):
         try:
@@ -442,12 +458,12 @@ def _build(name: str, published: Published) -> list[Example]:
     return examples
 
 
-def _hub_rows(repository: str, configuration: str, split: str) -> Published:
+def _hub_rows(repository: str, configuration: str, split: str) -> PublishedRows:
     import datasets
 
     try:
         rows = [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
-        return Published(rows, source=f"{repository} ({configuration}, {split})")
+        return PublishedRows(rows, source=f"{repository} ({configuration}, {split})")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise DataError(

@@ -39,10 +39,10 @@ def evaluate_harness(
 def evaluate_tasks(
     model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
 ) -> Iterator[TaskResult]:
-    """Scores the language model in `model_dir` (its tokenizer beside it), in fp32, and yields task by task.
+    """Scores the language model in `model_dir`, with its tokenizer, in fp32, and yields task by task.
 
-    files: task name to its data, from `task_files`. limit: only this many first examples of each task (of each
-    paradigm). On a GPU if there is one. batch_size: examples at once; None: what fits into free memory.
+    files: task name to its data, from `task_files`. limit: number of examples of each task (of each paradigm), the
+    first ones. On a GPU if there is one. batch_size: examples at once; None: as many as fit into free memory.
     Raises CheckpointError for a folder without head or tokenizer, FieldError for an encoder and a task that needs a
     decoder.
     """
@@ -60,14 +60,14 @@ def evaluate_tasks(
 
 
 @contextmanager
-def forward_progress(model: Any, name: str) -> Iterator[None]:
-    """Inside, a line on stderr counts the sequences of every call of `model`, if stderr is a terminal."""
+def forward_progress(model: Any, description: str) -> Iterator[None]:
+    """Shows the number of sequences that `model` has processed in the block, if stderr is a terminal."""
     columns = TextColumn("{task.description}", markup=False), TextColumn("sequence {task.completed}")
     progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
-    bar = progress.add_task(name, total=None)
+    bar = progress.add_task(description, total=None)
 
-    def count(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        progress.advance(bar, len(inputs[0] if inputs else named["input_ids"]))
+    def count(_: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        progress.advance(bar, len(inputs[0] if inputs else kwargs["input_ids"]))
 
     hook = model.register_forward_hook(count, with_kwargs=True)
     try:
@@ -87,53 +87,58 @@ _LARGEST_BATCH = 32
 def evaluate_with_lm_eval(
     model: LanguageModel, name: str, file: Path, limit: int | None, batch_size: int | None
 ) -> TaskResult:
-    """The result of one of lm-eval's tasks on `file`; batch_size None: what fits memory (`fitting_batch_size`)."""
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
-    size = batch_size or fitting_batch_size(model.model, _longest(name, file, model.tokenizer), int(free))
+    """Scores a model on one of lm-eval's tasks with the data in `file`; batch_size None: see `fitting_batch_size`."""
+    free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    fitting_size = batch_size or fitting_batch_size(
+        model.model, _max_example_tokens(name, file, model.tokenizer), int(free_bytes)
+    )
     with tempfile.TemporaryDirectory() as folder, _quiet():
         manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
         tasks = list(manager.load([name])["tasks"].values())
-        lm = _Counting(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
-        found: Mapping[str, Any] = simple_evaluate(
+        lm = _TruncationCountingLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=fitting_size)
+        output: Mapping[str, Any] = simple_evaluate(
             lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
-    return _result(name, found, limit, lm.cut)
+    return _to_task_result(name, output, limit, lm.num_truncated)
 
 
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
-    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
+    """Returns how many examples of `tokens` tokens have logits and residual streams of at most a quarter of
+    `free_bytes`."""
     config = model.config
-    tokens, inner = (
+    tokens, intermediate_size = (
         min(tokens, context_length(model)),
         getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
     )
-    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * inner + 8 * config.hidden_size)
-    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
+    num_floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * intermediate_size + 8 * config.hidden_size)
+    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * num_floats)))
 
 
-def _longest(name: str, file: Path, tokenizer: Any) -> int:
-    """Tokens of the longest example, its choices included."""
+def _max_example_tokens(name: str, file: Path, tokenizer: Any) -> int:
+    """Returns the number of tokens of the longest example, its choices included."""
     longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
     return len(tokenizer(longest, verbose=False)["input_ids"])
 
 
-def _result(task: str, found: Mapping[str, Any], limit: int | None, cut: int) -> TaskResult:
-    """Our form of lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
-    values = found["results"][task]
+def _to_task_result(task: str, output: Mapping[str, Any], limit: int | None, num_truncated: int) -> TaskResult:
+    """Converts lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
+    values = output["results"][task]
     scores = []
-    for metric in found["higher_is_better"][task]:
+    for metric in output["higher_is_better"][task]:
         value, stderr = float(values[f"{metric},none"]), values.get(f"{metric}_stderr,none")
         scores.append(Score(metric, value, None if stderr in (None, "N/A") else float(stderr)))
-    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit, cut)
+    return TaskResult(task, output["n-samples"][task]["effective"], scores, limit, num_truncated)
 
 
-class _Counting(HFLM):  # type: ignore[misc] # lm-eval has no types
-    """lm-eval's model, which counts the requests that it cuts."""
+class _TruncationCountingLM(HFLM):  # type: ignore[misc] # lm-eval has no types
+    """lm-eval's model, which counts the requests that it truncates."""
 
-    cut = 0
+    num_truncated = 0
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
-        self.cut += sum(len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests)
+        self.num_truncated += sum(
+            len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests
+        )
         return super()._loglikelihood_tokens(requests, *args, **options)
 
 

@@ -28,55 +28,57 @@ if TYPE_CHECKING:
 # Turns examples as they are published into the fields that lm-eval's definition of the task reads.
 
 Row = dict[str, Any]
-Change = Callable[[Row], Row]
-"""Makes of an example as published what the definition reads."""
+Converter = Callable[[Row], Row]
+"""Converts a published example to the fields that the definition reads."""
 
 Reader = Callable[[Path], list[Row]]
 """Reads a file into plain values, for JSON; DataError for a file of another form."""
 
 
-def json_lines(*fields: str, changed: Change = dict) -> Reader:
-    """A reader of one JSON object per line, which must have all `fields`; others are left out."""
+def jsonl_reader(*fields: str, convert: Converter = dict) -> Reader:
+    """Returns a reader of one JSON object per line, which must have all `fields`; others are dropped."""
 
     def read(file: Path) -> list[Row]:
-        rows = [_object(line) for line in text_of(file).split("\n") if line]
+        rows = [_parse_object(line) for line in read_text(file).split("\n") if line]
         for number, row in enumerate(rows, 1):
             missing = [field for field in fields if field not in row]
             if missing:
                 raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
-        return each_of(file, ({field: row[field] for field in fields} for row in rows), changed)
+        return convert_rows(file, ({field: row[field] for field in fields} for row in rows), convert)
 
     return read
 
 
-def passages(file: Path) -> list[Row]:
-    """Texts of which the last word is predicted; DataError for one without a word, which lm-eval cannot score."""
-    rows = json_lines("text")(file)
+def read_passages(file: Path) -> list[Row]:
+    """Reads texts of which the last word is predicted; DataError for one without a word, which lm-eval cannot score."""
+    rows = jsonl_reader("text")(file)
     for number, row in enumerate(rows, 1):
         if not str(row["text"]).strip():
             raise DataError(f"`{file}` must hold a text in each line, but line {number} has none; leave it out.")
     return rows
 
 
-def each_of(file: Path, rows: Iterable[Row], changed: Change) -> list[Row]:
-    """Every row as the definition reads it; DataError with the number of one that is not as published."""
-    made = []
+def convert_rows(file: Path, rows: Iterable[Row], convert: Converter) -> list[Row]:
+    """Converts every row to what the definition reads; DataError with the number of one that is not as published."""
+    converted = []
     for number, row in enumerate(rows, 1):
         try:
-            made.append(changed(row))
+            converted.append(convert(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"lacks or does not know {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
-            raise DataError(f"`{file}` must hold examples as published, but example {number} {what}.") from None
-    return made
+            problem = (
+                f"lacks or does not know {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
+            )
+            raise DataError(f"`{file}` must hold examples as published, but example {number} {problem}.") from None
+    return converted
 
 
-def arc(row: Row) -> Row:
+def convert_arc(row: Row) -> Row:
     """The file has question and choices inside `question`; the definition wants parallel lists."""
     choices = {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")}
     return {"question": row["question"]["stem"], "choices": choices, "answerKey": row["answerKey"]}
 
 
-def boolq(row: Row) -> Row:
+def convert_boolq(row: Row) -> Row:
     """The file has true and false, the task wants 1 and 0; otherwise every answer would silently count as wrong."""
     classes = {"false": 0, "true": 1, False: 0, True: 1}
     if row["label"] not in classes:
@@ -84,25 +86,25 @@ def boolq(row: Row) -> Row:
     return {**row, "label": classes[row["label"]]}
 
 
-def crows_pairs(file: Path) -> list[Row]:
-    """A csv of sentence pairs."""
-    table = csv.DictReader(text_of(file).splitlines(keepends=True))
+def read_crows_pairs(file: Path) -> list[Row]:
+    """Reads a csv of sentence pairs."""
+    table = csv.DictReader(read_text(file).splitlines(keepends=True))
     rows = [{key: row.get(key) for key in ("sent_more", "sent_less", "bias_type")} for row in table]
     if any(value is None for row in rows for value in row.values()):
         raise DataError(f"`{file}` must be a csv with sent_more, sent_less and bias_type, but lacks one.")
     return rows
 
 
-def race(row: Row) -> Row:
+def convert_race(row: Row) -> Row:
     """One article per line, its questions in parallel lists; the definition wants them as one Python literal."""
     problems = zip(row["questions"], row["options"], row["answers"], strict=True)
     named = [dict(zip(("question", "options", "answer"), problem, strict=True)) for problem in problems]
     return {"article": row["article"], "problems": repr(named)}
 
 
-def pubmedqa(file: Path) -> list[Row]:
-    """A dict by article; test_ground_truth.json, beside it, lists the articles of the test set."""
-    articles, tested = _mapping(file), _mapping(file.with_name("test_ground_truth.json"))
+def read_pubmedqa(file: Path) -> list[Row]:
+    """Reads a dict by article; test_ground_truth.json, beside it, lists the articles of the test set."""
+    articles, tested = _read_object(file), _read_object(file.with_name("test_ground_truth.json"))
     fields = ("QUESTION", "CONTEXTS", "final_decision")
     try:
         return [{field: articles[key][field] for field in fields} for key in tested]
@@ -110,26 +112,26 @@ def pubmedqa(file: Path) -> list[Row]:
         raise DataError(f"`{file}` must hold the articles that are tested, but lacks {error}.") from None
 
 
-def qasper(file: Path) -> list[Row]:
-    """A dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
+def read_qasper(file: Path) -> list[Row]:
+    """Reads a dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
 
-    def changed(paper: Row) -> Row:
-        answers = [{"answer": [given["answer"] for given in question["answers"]]} for question in paper["qas"]]
+    def convert(paper: Row) -> Row:
+        answers = [{"answer": [answer["answer"] for answer in question["answers"]]} for question in paper["qas"]]
         questions = {"question": [question["question"] for question in paper["qas"]], "answers": answers}
         return {"title": paper["title"], "abstract": paper["abstract"], "qas": questions}
 
-    return each_of(file, _mapping(file).values(), changed)
+    return convert_rows(file, _read_object(file).values(), convert)
 
 
-def text_of(file: Path) -> str:
-    """A whole file, without a byte order mark; DataError if it is missing or not UTF-8."""
+def read_text(file: Path) -> str:
+    """Reads a file, without a byte order mark; DataError if it is missing or not UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
 
 
-def _object(line: str) -> Mapping[str, Any]:
+def _parse_object(line: str) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
     except ValueError:
@@ -137,8 +139,8 @@ def _object(line: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _mapping(file: Path) -> Mapping[str, Any]:
-    value = _object(text_of(file))
+def _read_object(file: Path) -> Mapping[str, Any]:
+    value = _parse_object(read_text(file))
     if not value:
         raise DataError(f"`{file}` must hold one JSON object of examples, but does not.")
     return value
@@ -147,39 +149,39 @@ def _mapping(file: Path) -> Mapping[str, Any]:
 # Bits per byte of a decoder on any text, the measure of lm-eval's WikiText task, comparable across tokenizers.
 
 
-def documents(file: Path, limit: int | None) -> list[str]:
-    """The first `limit` documents of a file in any format that `megahead preprocess` reads."""
+def read_documents(file: Path, limit: int | None) -> list[str]:
+    """Reads the first `limit` documents of a file in any format that `megahead preprocess` reads."""
     texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict_texts())
     return list(islice(texts, limit))
 
 
 def bits_per_byte(model: LanguageModel, texts: Sequence[str]) -> list[Score]:
-    """Over all documents together, each read from its beginning; the standard error is that of a ratio of two sums."""
+    """Scores all documents together, each from its start; the standard error is that of a ratio of two sums."""
     bits = [-nats / log(2) for nats in model.log_probabilities(texts)]
     sizes = [len(text.encode()) for text in texts]
     count, value = len(texts), sum(bits) / sum(sizes)
     if count < 2:
         return [Score("bits_per_byte", value, None)]
-    squares = sum((spent - value * size) ** 2 for spent, size in zip(bits, sizes, strict=True))
+    squares = sum((text_bits - value * size) ** 2 for text_bits, size in zip(bits, sizes, strict=True))
     return [Score("bits_per_byte", value, sqrt(squares * count / (count - 1)) / sum(sizes))]
 
 
-# Minimal pairs, a right sentence and a wrong one: how often a model gives the right one the higher probability.
+# Minimal pairs, a correct and an incorrect sentence: how often a model gives the correct one the higher probability.
 #
 # BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one per file.
 # Sentences are scored whole, after a space, as in lm-eval.
 
-_PAIRS = json_lines(
+_PAIRS = jsonl_reader(
     "sentence_good",
     "sentence_bad",
     "field",
     "UID",
-    changed=lambda row: {**row, "field": row["field"].replace("/", "_")},
+    convert=lambda row: {**row, "field": row["field"].replace("/", "_")},
 )
 
 
-def blimp(folder: Path, limit: int | None) -> list[Row]:
-    """The pairs in `folder`, the first `limit` of each paradigm; two spellings of a field of grammar become one."""
+def read_blimp(folder: Path, limit: int | None) -> list[Row]:
+    """Reads the pairs in `folder`, the first `limit` of each paradigm; two spellings of a field are merged."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise DataError(f"`{folder}` must hold BLiMP's .jsonl files, but holds none.")
@@ -187,33 +189,36 @@ def blimp(folder: Path, limit: int | None) -> list[Row]:
 
 
 def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score]]:
-    """A score function: the mean over all paradigms, then over those of each `key` ("field"; "UID" is one paradigm)."""
+    """Returns a score function: the accuracy over all paradigms, then over those with the same value of `key`."""
 
     def score(model: LanguageModel, pairs: Sequence[Row]) -> list[Score]:
         sentences = [f" {pair[side]}" for pair in pairs for side in ("sentence_good", "sentence_bad")]
         log_p = model.log_probabilities(sentences)
-        points: dict[str, list[float]] = {}
+        scores_by_paradigm: dict[str, list[float]] = {}
         groups: dict[str, dict[str, list[float]]] = {}
         for pair, good, bad in zip(pairs, log_p[::2], log_p[1::2], strict=True):
-            its = points.setdefault(pair["UID"], [])
-            its.append(_point(good, bad))
-            groups.setdefault(pair[key], {})[pair["UID"]] = its
-        return [_mean("acc", points), *(_mean(f"acc_{name}", groups[name]) for name in sorted(groups))]
+            paradigm_scores = scores_by_paradigm.setdefault(pair["UID"], [])
+            paradigm_scores.append(_pair_score(good, bad))
+            groups.setdefault(pair[key], {})[pair["UID"]] = paradigm_scores
+        return [
+            _mean_score("acc", scores_by_paradigm),
+            *(_mean_score(f"acc_{name}", groups[name]) for name in sorted(groups)),
+        ]
 
     return score
 
 
-def _point(good: float, bad: float) -> float:
-    """1 or 0; a tie counts half, as guessing would."""
+def _pair_score(good: float, bad: float) -> float:
+    """Returns 1 or 0, or for a tie 0.5."""
     return 0.5 if good == bad else float(good > bad)
 
 
-def _mean(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
-    """The mean of the paradigms' means; its standard error is over the choice of pairs (None for a single pair)."""
+def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
+    """Returns the mean of the paradigms' means; its standard error is over the choice of pairs (None for one pair)."""
     value = fmean(map(fmean, paradigms.values()))
-    if any(len(points) < 2 for points in paradigms.values()):
+    if any(len(scores) < 2 for scores in paradigms.values()):
         return Score(metric, value, None)
-    spread = sum(variance(points) / len(points) for points in paradigms.values())
+    spread = sum(variance(scores) / len(scores) for scores in paradigms.values())
     return Score(metric, value, sqrt(spread) / len(paradigms))
 
 
@@ -224,7 +229,7 @@ def _mean(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
 
 @dataclass(frozen=True)
 class LMEvalTask:
-    """A task that lm-eval ships, bound to a file of ours."""
+    """A task that lm-eval ships, with a local file for its data."""
 
     definition: str
     """The shipped YAML whose prompt and metrics are used, below lm_eval/tasks."""
@@ -237,13 +242,13 @@ class LMEvalTask:
 
 @dataclass(frozen=True)
 class LogProbabilityTask:
-    """A task that is scored here, by the log-probabilities of whole texts."""
+    """A task that this package scores, by the log-probabilities of whole texts."""
 
     file: str | None
-    """As a `LocalTask`'s; may be a folder."""
+    """As in `LMEvalTask`; may be a folder."""
 
     read: Callable[[Path, int | None], Sequence[Any]]
-    """The examples, or the first of them up to a limit."""
+    """Reads the examples, up to a limit."""
 
     score: Callable[[LanguageModel, Any], list[Score]]
 
@@ -251,30 +256,30 @@ class LogProbabilityTask:
     """Whether encoders can be scored on it, by pseudo-log-likelihoods."""
 
 
-_ARC = json_lines("question", "answerKey", changed=arc)
-_RACE = json_lines("article", "questions", "options", "answers", changed=race)
-_BOOLQ = json_lines("passage", "question", "label", changed=boolq)
-_OPENBOOKQA = json_lines("question_stem", "choices", "answerKey")
-_SCIQ = json_lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+_ARC = jsonl_reader("question", "answerKey", convert=convert_arc)
+_RACE = jsonl_reader("article", "questions", "options", "answers", convert=convert_race)
+_BOOLQ = jsonl_reader("passage", "question", "label", convert=convert_boolq)
+_OPENBOOKQA = jsonl_reader("question_stem", "choices", "answerKey")
+_SCIQ = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 TASKS: Mapping[str, LMEvalTask | LogProbabilityTask] = {
-    "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, passages),
-    "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", passages),
+    "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, read_passages),
+    "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", read_passages),
     "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _ARC),
     "arc_challenge": LMEvalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", _ARC),
     "boolq": LMEvalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", _BOOLQ),
     "crows_pairs_english": LMEvalTask(
-        "crows_pairs/crows_pairs_english.yaml", "eval/crows_pairs/crows_pairs_anonymized.csv", crows_pairs
+        "crows_pairs/crows_pairs_english.yaml", "eval/crows_pairs/crows_pairs_anonymized.csv", read_crows_pairs
     ),
     "race": LMEvalTask("race/race.yaml", "eval/race/test-high.jsonl", _RACE),
     "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _SCIQ),
-    "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", pubmedqa),
-    "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", qasper),
-    "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", json_lines("goal", "sol1", "sol2", "label")),
+    "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", read_pubmedqa),
+    "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
+    "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", jsonl_reader("goal", "sol1", "sol2", "label")),
     "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _OPENBOOKQA),
-    "blimp": LogProbabilityTask("eval/blimp", blimp, accuracy_by("field"), for_encoders=True),
-    "blimp_paradigms": LogProbabilityTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
-    "bits_per_byte": LogProbabilityTask(None, documents, bits_per_byte, for_encoders=False),
+    "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
+    "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
+    "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
@@ -290,7 +295,7 @@ over all, and in each paradigm (`UID`).
 def task_files(
     names: Sequence[str], data: Path | None = None, cloze: Path | None = None, text: Path | None = None
 ) -> dict[str, Path]:
-    """The file of each task, in the folder `data` or given (`cloze`, `text`). Each is read once, to check it.
+    """Returns the file of each task, in the folder `data`, or `cloze` or `text`. Each is read once, to validate it.
 
     Raises FieldError (its field is an option of `megahead eval-harness`) or DataError.
     """
@@ -298,22 +303,22 @@ def task_files(
     for name in names:
         if name not in TASKS:
             raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=did_you_mean(name, TASKS))
-        files[name] = _file_of(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
+        files[name] = _task_file(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
         task_rows(name, files[name])
     return files
 
 
 def require_for_encoder(names: Iterable[str]) -> None:
-    """FieldError for a task that only a decoder can be scored on."""
-    fit = [name for name, task in TASKS.items() if isinstance(task, LogProbabilityTask) and task.for_encoders]
+    """Raises FieldError for a task that only a decoder can be scored on."""
+    encoder_tasks = [name for name, task in TASKS.items() if isinstance(task, LogProbabilityTask) and task.for_encoders]
     for name in names:
-        if name not in fit:
-            raise FieldError("--tasks", f"name tasks of {', '.join(fit)} for an encoder", got=name)
+        if name not in encoder_tasks:
+            raise FieldError("--tasks", f"name tasks of {', '.join(encoder_tasks)} for an encoder", got=name)
 
 
 def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
-    """The (first `limit`) examples of a task, as its definition or score function reads them; DataError for a file that
-    is not the task's."""
+    """Returns the (first `limit`) examples of a task, as its definition or score function reads them; DataError for a
+    file that is not the task's."""
     task = TASKS[name]
     rows = task.read(file, limit) if isinstance(task, LogProbabilityTask) else task.read(file)[:limit]
     if not rows:
@@ -336,7 +341,7 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
         rows = folder / f"{name}.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows(name, file)), encoding="utf-8")
         content = {
-            "include": str(_shipped() / task.definition),
+            "include": str(_lm_eval_tasks_folder() / task.definition),
             "task": name,
             "tag": None,
             "dataset_path": "json",
@@ -350,21 +355,21 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
     return definitions
 
 
-def _file_of(name: str, data: Path | None, named: Mapping[str, tuple[str, Path | None]]) -> Path:
-    place = TASKS[name].file
-    if place is None:
-        option, file = named[name]
+def _task_file(name: str, data: Path | None, options: Mapping[str, tuple[str, Path | None]]) -> Path:
+    path = TASKS[name].file
+    if path is None:
+        option, file = options[name]
         if file is None:
             raise FieldError(option, f"name the file of task {name}", got="missing")
         return file
     if data is None:
-        raise FieldError("--data", f"name the folder that holds {place} (task {name})", got="missing")
-    if not (data / place).exists():
-        raise DataError(f"`{data}` must hold {place} for task {name}, but lacks it; get it or leave the task out.")
-    return data / place
+        raise FieldError("--data", f"name the folder that holds {path} (task {name})", got="missing")
+    if not (data / path).exists():
+        raise DataError(f"`{data}` must hold {path} for task {name}, but lacks it; get it or leave the task out.")
+    return data / path
 
 
-def _shipped() -> Path:
+def _lm_eval_tasks_folder() -> Path:
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
         raise DataError("lm-eval must be installed for its tasks, but is not; run `make install`.")

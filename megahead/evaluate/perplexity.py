@@ -29,17 +29,17 @@ from megahead.objectives.micro_batch import EvaluationRequest
 
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
 
-_AT_ONCE = 8
-"""Micro-batches that are scored in one pass over the vocabulary, which a table of rows must gather for it. Their hidden
-states take less than what training keeps of one."""
+_MICRO_BATCHES_PER_PASS = 8
+"""Micro-batches that are scored in one pass over the vocabulary, for which a sharded embedding is gathered. Their
+hidden states need less memory than one micro-batch in training."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """How well a validation set is predicted."""
+    """Metrics of a validation set."""
 
     loss: float
-    """Mean negative log-probability of a target in nats; of masked diffusion, of a token that may be masked."""
+    """Mean negative log-probability of a target in nats; for masked diffusion, of a token that may be masked."""
 
     perplexity: float
     """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's, nor with its own for next tokens
@@ -57,8 +57,8 @@ class ValidationResult:
     (end tokens are some) are given, estimated with one mask a row."""
 
     auxiliary: Mapping[str, float] | None = None
-    """How well an auxiliary objective is met, where one is evaluated: means by name. Where a generator learns the
-    targets, all else is the generator's."""
+    """Means of an auxiliary objective by name, if it is evaluated. If a generator learns the targets, all other metrics
+    are the generator's."""
 
 
 class ValidationSet:
@@ -76,16 +76,16 @@ class ValidationSet:
         auxiliary: AuxiliarySettings | None = None,
     ) -> None:
         self._samples, self._auxiliary = samples, auxiliary
-        spread = EvenlySpacedSamples(samples, rows)
+        spaced_samples = EvenlySpacedSamples(samples, rows)
         self._collator = collator or CausalCollator(data)
-        self._reader = BatchReader(spread, data, self._collator)
-        self._rows = spread.count
+        self._reader = BatchReader(spaced_samples, data, self._collator)
+        self._rows = spaced_samples.count
         self._micro_size = micro_size
         self._group = group
 
     @staticmethod
     def from_config(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
-        """As a run of `config` scores it."""
+        """Returns the validation set as a run of `config` evaluates it."""
         rows, collator, auxiliary = (
             config.training.evaluate_samples,
             held_out_row_collator(config),
@@ -103,25 +103,25 @@ class ValidationSet:
         """
         totals, names = torch.zeros(1, dtype=torch.float64), list[str]()
         bias = None if bias_V is None else bias_V.to(device)
-        for mine in self._requests():
-            batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
+        for ranges in self._requests():
+            batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in ranges)
             scores = score(EvaluationRequest(batches, bias))
-            *of_targets, auxiliary = scores
+            *target_sums, auxiliary = scores
             names = list(auxiliary)
-            values = torch.tensor([*of_targets, *auxiliary.values()], dtype=torch.float64)
-            totals = totals + (values if mine[0] else torch.zeros_like(values))
+            values = torch.tensor([*target_sums, *auxiliary.values()], dtype=torch.float64)
+            totals = totals + (values if ranges[0] else torch.zeros_like(values))
         loss, correct, targets, weight, *sums = self._group.all_reduce_(totals).tolist()
         auxiliary = dict(zip(names, sums, strict=True))
         return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), auxiliary))
 
     def _requests(self) -> Iterator[list[range]]:
-        """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
-        rows is scored alone, for some ranks may have none of it, and score a row that does not count."""
+        """Yields the rows of this rank's micro-batches of each pass, equally many on all ranks. Remaining rows are in a
+        pass of their own: a rank with an empty range scores a row that does not count."""
         stride = self._micro_size * self._group.size
-        whole, rest = [*range(0, self._rows - stride + 1, stride)], self._rows % stride
-        together = [whole[n : n + _AT_ONCE] for n in range(0, len(whole), _AT_ONCE)]
-        for firsts in [*together, *([[self._rows - rest]] if rest else [])]:
-            starts = [first + self._group.rank * self._micro_size for first in firsts]
+        steps, num_left = [*range(0, self._rows - stride + 1, stride)], self._rows % stride
+        passes = [steps[n : n + _MICRO_BATCHES_PER_PASS] for n in range(0, len(steps), _MICRO_BATCHES_PER_PASS)]
+        for first_rows in [*passes, *([[self._rows - num_left]] if num_left else [])]:
+            starts = [first + self._group.rank * self._micro_size for first in first_rows]
             yield [range(start, min(start + self._micro_size, self._rows)) for start in starts]
 
     def _result(self, sums: EvaluationSums) -> ValidationResult:
@@ -132,7 +132,7 @@ class ValidationSet:
         return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
 
     def _bytes_per_token(self) -> float | None:
-        """Bytes of text for each token that counts in the loss; None if unknown, or the loss is of masked places alone.
+        """Bytes of text for each token that counts in the loss; None if unknown, or if only masked tokens count.
 
         The whole dataset's average: exact only if all of it was read.
         """
@@ -141,24 +141,24 @@ class ValidationSet:
         return info.text_bytes / max(predicted, 1) if info and info.text_bytes and predicted is not None else None
 
 
-# The held-out text of a trained model, cut as its run cut it.
+# The held-out dataset of a trained model, in rows of the run's sequence length.
 
 
 def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: str | None = None) -> Samples:
-    """Rows of the run's validation dataset, or of `dataset`, a prefix. FieldError where neither is named, or where it
-    is known to be cut by another tokenizer than that with the `fingerprint` (`TrainedModel.tokenizer_fingerprint`)."""
+    """Opens the run's validation dataset, or `dataset`, a prefix. FieldError if neither is named, or if the tokenizer of
+    the dataset is not the one with the `fingerprint` (`TrainedModel.tokenizer_fingerprint`)."""
     prefix = dataset or config.data.validation
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
     text = IndexedDataset(prefix)
-    cut_by = text.tokenizer_identity()
+    identity = text.tokenizer_identity()
     if (
-        cut_by is not None
+        identity is not None
         and fingerprint is not None
-        and fingerprint not in (cut_by.sha256, f"vocabulary {cut_by.vocabulary}")
+        and fingerprint not in (identity.sha256, f"vocabulary {identity.vocabulary}")
     ):
         rule = "be cut by the tokenizer that the model was trained with"
-        raise FieldError("dataset", rule, got=f"{prefix}, cut by {cut_by}")
+        raise FieldError("dataset", rule, got=f"{prefix}, cut by {identity}")
     require_end_tokens(config.data, text)
     return held_out_samples(text, config.sample_length())
 
@@ -180,11 +180,12 @@ def evaluate_checkpoint(
 def evaluate_on_datasets(
     checkpoint: str | PathLike[str], head: HeadName, datasets: Sequence[str | PathLike[str] | None]
 ) -> list[ValidationResult]:
-    """The same for several datasets, one language each for example, with the weights read once."""
+    """Evaluates several datasets, for example one for each language, with the weights read once."""
     model = TrainedModel.open(Path(checkpoint))
     require_head(head, model)
     fingerprint = model.tokenizer_fingerprint()
-    opened = [open_held_out(model.config, None if prefix is None else str(prefix), fingerprint) for prefix in datasets]
+    prefixes = [None if prefix is None else str(prefix) for prefix in datasets]
+    sample_sets = [open_held_out(model.config, prefix, fingerprint) for prefix in prefixes]
     pretraining = model.load()
     bias_V = model.training_free_bias() if head == "pmi" else None
 
@@ -194,5 +195,5 @@ def evaluate_on_datasets(
 
     return [
         ValidationSet.from_config(model.config, samples, Group()).evaluate(score, bias_V, torch.device("cpu"))
-        for samples in opened
+        for samples in sample_sets
     ]

@@ -1,4 +1,4 @@
-"""Scores of models on tasks, the file that they are stored in, and results that are kept while others are computed."""
+"""Scores of models on tasks, and JSON files that cache results between calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megahead.wording import pluralize
 
 
 class ResultCache:
-    """Results, each under a key of everything that it depends on: read when opened, written atomically after each one.
+    """Results in a JSON file, each with a key of everything that it depends on; written atomically after each one.
 
     `path` None keeps them in memory only. DataError for a file that holds something else.
     """
@@ -25,7 +25,7 @@ class ResultCache:
         self._path = path
         self._entries: list[dict[str, Any]] = []
         if path is not None and path.exists():
-            self._entries = _read(path)
+            self._entries = _read_entries(path)
 
     @property
     def entries(self) -> Sequence[dict[str, Any]]:
@@ -33,33 +33,33 @@ class ResultCache:
         return self._entries
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The entry that agrees with `key` in all its values, if there is one."""
-        return next((entry for entry in self._entries if _agree(entry, key, key)), None)
+        """Returns the entry that has all values of `key`, or None."""
+        return next((entry for entry in self._entries if _matches(entry, key, key)), None)
 
     def add(self, key: Mapping[str, Any], values: Mapping[str, Any], *, replaces: Sequence[str]) -> None:
-        """Stores `values` under `key`, and removes entries that agree with `key` in the names `replaces`."""
-        self._entries = [entry for entry in self._entries if not _agree(entry, key, replaces)]
+        """Stores `values` under `key`, and removes entries with the same values of the keys in `replaces`."""
+        self._entries = [entry for entry in self._entries if not _matches(entry, key, replaces)]
         self._entries.append({**key, **values})
         if self._path is not None:
             write_atomically(self._path, json.dumps({"results": self._entries}, indent=2) + "\n")
 
 
 def fingerprint_model(folder: Path) -> str:
-    """A fingerprint of a model's weights and settings, see `fingerprint_files`."""
+    """Returns a fingerprint of a model's weights and settings, see `fingerprint_files`."""
     return fingerprint_files(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))
 
 
 def fingerprint_files(paths: Sequence[Path]) -> str:
-    """A fingerprint of the files' names, sizes and times; contents of many GB are not read."""
-    seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+    """Returns a fingerprint of the files' names, sizes and times; contents of many GB are not read."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
-def _agree(entry: Mapping[str, Any], key: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> bool:
+def _matches(entry: Mapping[str, Any], key: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> bool:
     return all(entry.get(name) == key[name] for name in names)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read_entries(path: Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["results"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -69,7 +69,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-# Scores on tasks, and the file that they are stored in.
+# Scores on tasks, and the file that caches them.
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class TaskResult:
     limit: int | None = None
     """Largest number of examples that were scored; None: all."""
 
-    cut: int = 0
-    """Requests of lm-eval (a text and a continuation) that exceed the context and so lost their beginning."""
+    num_truncated: int = 0
+    """Requests of lm-eval (a text and a continuation) that exceed the context and were truncated on the left."""
 
     def truncation_note(self) -> str:
-        """A line about those requests; empty without any."""
-        cut = f"{self.task}: {pluralize(self.cut, 'request')} longer than the context lost the beginning"
-        return cut if self.cut else ""
+        """Returns a line about truncated requests; empty without any."""
+        note = f"{self.task}: {pluralize(self.num_truncated, 'request')} longer than the context lost the beginning"
+        return note if self.num_truncated else ""
 
 
 @dataclass(frozen=True)
@@ -110,32 +110,33 @@ class HarnessResult:
 
 
 class ResultsFile:
-    """Results of tasks in one JSON file, as `ResultCache` keeps them.
+    """Results of tasks in one JSON file, a `ResultCache`.
 
-    A result is found again for the same model folder, weights, task, data and limit, under the same lm-eval.
+    The key is the model folder, its weights, the task, its data, the limit and the version of lm-eval.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._cache = ResultCache(path)
 
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
-        """The stored result of exactly this evaluation, if there is one."""
+        """Returns the stored result of this evaluation, or None."""
         entry = self._cache.find(_key(model, folder, task, file, limit))
-        return None if entry is None else _result(entry)
+        return None if entry is None else _from_entry(entry)
 
     def for_model(self, model: Path, limit: int | None) -> list[TaskResult]:
-        """All stored results of a model's folder with that limit."""
-        mine = (str(model), limit)
-        return [_result(entry) for entry in self._cache.entries if (entry["model"], entry["limit"]) == mine]
+        """Returns all stored results of a model's folder with that limit."""
+        key = (str(model), limit)
+        return [_from_entry(entry) for entry in self._cache.entries if (entry["model"], entry["limit"]) == key]
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Stores `result`, in place of the model's earlier result on that task with that limit."""
-        values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores], "cut": result.cut}
+        values: dict[str, Any] = {"samples": result.samples, "scores": [asdict(score) for score in result.scores]}
+        values["cut"] = result.num_truncated
         key = _key(model, folder, result.task, file, result.limit)
         self._cache.add(key, values, replaces=("model", "task", "limit"))
 
 
-def _result(entry: Mapping[str, Any]) -> TaskResult:
+def _from_entry(entry: Mapping[str, Any]) -> TaskResult:
     scores = [Score(**score) for score in entry["scores"]]
     return TaskResult(entry["task"], entry["samples"], scores, entry["limit"], entry.get("cut", 0))
 

@@ -23,23 +23,26 @@ from megahead.hf.published import (
     read_context_length,
 )
 
-# Log-probabilities of tokens, for many rows at once, without computing anything twice.
+# Log-probabilities of tokens, for many rows at once, with each distinct output computed once.
 #
 # Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
-# outputs that predict a wanted token. In a decoder, rows with the same prefix share one output, as minimal pairs do.
+# outputs that predict a target. In a decoder, rows with the same prefix share one output, as minimal pairs do.
 #
 # B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
 
-_TOKENS, _LOGITS = 1 << 13, 1 << 22  # of a batch on a CPU: 16 MB of logits, which stay in its caches
-_ON_GPU = 32  # on a GPU, this many times larger batches, to keep it busy
-_AT_ONCE = 16  # outputs per call of logsumexp
+_MAX_BATCH_TOKENS, _MAX_BATCH_LOGITS = (
+    1 << 13,
+    1 << 22,
+)  # of a batch on a CPU: 16 MB of logits, which stay in its caches
+_GPU_BATCH_FACTOR = 32  # on a GPU, this many times larger batches, to keep it busy
+_LOGSUMEXP_ROWS = 16  # outputs per call of logsumexp
 
 
 class Row(NamedTuple):
-    """Tokens that a model reads, and at some places the targets whose probability is wanted."""
+    """Input tokens, and the targets that are predicted at some positions."""
 
     ids: tuple[int, ...]
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     targets: tuple[int, ...]
 
 
@@ -51,60 +54,63 @@ class TokenPredictor:
         self._model, self._causal, self._batch_size = model, causal, batch_size
 
     def log_probabilities(self, rows: Sequence[Row]) -> list[float]:
-        """For each row the sum over its targets, in nats. Equal rows get equal numbers: each is computed once."""
+        """Returns the sum over its targets, in nats, for each row. Equal rows are computed once."""
         found: dict[Row, float] = {}
         for batch in self._batches(sorted(set(rows), key=lambda row: (len(row.ids), row))):
             found.update(zip(batch, self._sums(batch).tolist(), strict=True))
         return [found[row] for row in rows]
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-        """`rows`, by length, cut before a batch grows beyond its limits."""
-        times = _ON_GPU if self._model.device.type == "cuda" else 1
-        tokens, most_outputs = times * _TOKENS, times * _LOGITS // self._model.config.vocab_size
-        start, outputs = 0, set[Hashable]()
+        """Yields consecutive batches of `rows` within the limits on their size."""
+        factor = _GPU_BATCH_FACTOR if self._model.device.type == "cuda" else 1
+        max_tokens, max_outputs = (
+            factor * _MAX_BATCH_TOKENS,
+            factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size,
+        )
+        start, keys = 0, set[Hashable]()
         for end, row in enumerate(rows):
-            size, mine = end - start + 1, set(self._outputs(row))
-            outputs |= mine
-            large = size * len(row.ids) > tokens or len(outputs) > most_outputs
-            if end > start and (large if self._batch_size is None else size > self._batch_size):
+            size, row_keys = end - start + 1, set(self._output_keys(row))
+            keys |= row_keys
+            exceeds_limits = size * len(row.ids) > max_tokens or len(keys) > max_outputs
+            if end > start and (exceeds_limits if self._batch_size is None else size > self._batch_size):
                 yield rows[start:end]
-                start, outputs = end, mine
+                start, keys = end, row_keys
         if rows:
             yield rows[start:]
 
-    def _outputs(self, row: Row) -> list[Hashable]:
-        """For each of its places a key: equal keys mean equal outputs."""
-        return [row.ids[: place + 1] if self._causal else (row.ids, place) for place in row.places]
+    def _output_keys(self, row: Row) -> list[Hashable]:
+        """Returns a key for each position of a row: equal keys mean equal outputs."""
+        return [row.ids[: position + 1] if self._causal else (row.ids, position) for position in row.positions]
 
     @torch.inference_mode()
     def _sums(self, rows: Sequence[Row]) -> Tensor:
-        """[B], fp64."""
+        """[B], fp64: sums of log-probabilities."""
         longest, device = max(len(row.ids) for row in rows), self._model.device
         ids_BT = torch.tensor([row.ids + (0,) * (longest - len(row.ids)) for row in rows], device=device)
         lengths_B = torch.tensor([len(row.ids) for row in rows], device=device)
-        made: dict[Hashable, tuple[int, int, int]] = {}  # an output's number, row and place
-        wanted = []
-        for k, row in enumerate(rows):
-            for output, place, target in zip(self._outputs(row), row.places, row.targets, strict=True):
-                wanted.append((k, made.setdefault(output, (len(made), k, place))[0], target))
-        row_P, output_P, target_P = torch.tensor(wanted, device=device).view(-1, 3).unbind(-1)
-        _, row_O, place_O = torch.tensor(list(made.values()), device=device).view(-1, 3).unbind(-1)
-        logits_OV = self._logits(ids_BT, lengths_B, row_O, place_O)
-        total_O = torch.cat([part.float().logsumexp(-1) for part in logits_OV.split(_AT_ONCE)])
+        outputs: dict[Hashable, tuple[int, int, int]] = {}  # an output's index, row and position
+        predictions = []
+        for i, row in enumerate(rows):
+            for key, position, target in zip(self._output_keys(row), row.positions, row.targets, strict=True):
+                predictions.append((i, outputs.setdefault(key, (len(outputs), i, position))[0], target))
+        row_P, output_P, target_P = torch.tensor(predictions, device=device).view(-1, 3).unbind(-1)
+        _, row_O, position_O = torch.tensor(list(outputs.values()), device=device).view(-1, 3).unbind(-1)
+        logits_OV = self._logits(ids_BT, lengths_B, row_O, position_O)
+        total_O = torch.cat([part.float().logsumexp(-1) for part in logits_OV.split(_LOGSUMEXP_ROWS)])
         log_p_P = logits_OV[output_P, target_P].float() - total_O[output_P]
         return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add_(0, row_P, log_p_P.double())
 
-    def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, place_O: Tensor) -> Tensor:
-        """[O, V]: logits; the head is applied only to the body's outputs at those places."""
+    def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, position_O: Tensor) -> Tensor:
+        """[O, V]: logits; the head is applied only to the backbone's outputs at those positions."""
 
-        def keep(_: Any, __: Any, outputs: Any) -> Any:
-            outputs.last_hidden_state = outputs.last_hidden_state[row_O, place_O][None]
+        def select_outputs(_: Any, __: Any, outputs: Any) -> Any:
+            outputs.last_hidden_state = outputs.last_hidden_state[row_O, position_O][None]
             return outputs
 
         options: dict[str, Any] = {"use_cache": False} if self._causal else {}
         if not self._causal:  # a causal model needs no mask: padding comes last, and nothing attends to later tokens
             options["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
-        hook = self._model.base_model.register_forward_hook(keep)
+        hook = self._model.base_model.register_forward_hook(select_outputs)
         try:
             logits_1OV: Tensor = self._model(input_ids=ids_BT, **options).logits
         finally:
@@ -117,7 +123,7 @@ class TokenPredictor:
 
 
 class LanguageModel(ABC):
-    """A Hugging Face model with its tokenizer that gives texts a probability: in fp32, on a GPU if there is one."""
+    """A Hugging Face model with its tokenizer that scores texts: in fp32, on a GPU if there is one."""
 
     def __init__(self, folder: Path, batch_size: int | None, *, causal: bool) -> None:
         self.tokenizer = load_tokenizer_folder(folder)
@@ -126,18 +132,18 @@ class LanguageModel(ABC):
         self.predictor = TokenPredictor(self.model, causal=causal, batch_size=batch_size)
 
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Of each text, in nats: the sum over its tokens."""
-        rows = self.rows_of(texts)
-        found = iter(self.predictor.log_probabilities([row for its in rows for row in its]))
-        return [sum(next(found) for _ in its) for its in rows]
+        """Returns the sum over its tokens, in nats, for each text."""
+        rows = self.build_rows(texts)
+        found = iter(self.predictor.log_probabilities([row for text_rows in rows for row in text_rows]))
+        return [sum(next(found) for _ in text_rows) for text_rows in rows]
 
     @abstractmethod
-    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
-        """Of each text the rows in which its tokens are predicted, each token in one."""
+    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
+        """Returns the rows in which the tokens of each text are predicted, each token in one."""
 
 
 def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
-    """The model in `folder`; CheckpointError if it lacks a head or a tokenizer.
+    """Loads the model in `folder`; CheckpointError if it lacks a head or a tokenizer.
 
     batch_size: rows of tokens at once; None: `TokenPredictor` chooses.
     """
@@ -150,22 +156,26 @@ class Decoder(LanguageModel):
     def __init__(self, folder: Path, batch_size: int | None) -> None:
         super().__init__(folder, batch_size, causal=True)
 
-    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
-        """As in lm-eval, a text longer than the context is read in windows."""
+    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
+        """Returns a row for each window of a text; as in lm-eval, they are as long as the context."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [list(self._windows(ids)) for ids in encoded]
 
     def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
-        """Windows of a text; the last one begins early enough to fill the context."""
+        """Yields windows of a text; the last one overlaps the one before to fill the context."""
         tokens, context = (start_token_id(self.tokenizer), *ids), context_length(self.model)
         for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
-            begin = max(0, end - context)
-            yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
+            window_start = max(0, end - context)
+            yield Row(
+                tokens[window_start:end],
+                tuple(range(start - window_start, end - window_start)),
+                tokens[start + 1 : end + 1],
+            )
 
 
 class Encoder(LanguageModel):
     """Predicts each token of a text from all others, except those that follow in its own word (Kauf & Ivanova 2023,
-    arXiv 2305.10588): otherwise the tokens of a long word give each other away, and rare words count as likely.
+    arXiv 2305.10588): otherwise the tokens of a long word reveal each other, and rare words count as likely.
 
     CheckpointError if its tokenizer lacks [CLS], [SEP] or [MASK].
     """
@@ -174,56 +184,58 @@ class Encoder(LanguageModel):
         super().__init__(folder, batch_size, causal=False)
         self._start, self._end, self._mask = special_ids(self.tokenizer)
 
-    def rows_of(self, texts: Sequence[str]) -> list[list[Row]]:
+    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
         """DataError for a text longer than the context."""
         rows, context = self.masked_rows(texts, whole_words=True), context_length(self.model)
-        for text, its in zip(texts, rows, strict=True):
-            if len(its) + 2 > context:
-                raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")
+        for text, text_rows in zip(texts, rows, strict=True):
+            if len(text_rows) + 2 > context:
+                raise DataError(
+                    f"a text must have at most {context - 2} tokens, but has {len(text_rows)}: {text[:40]!r}."
+                )
         return rows
 
     def masked_rows(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
-        """For each text one row per token, in which that token is masked; texts are cut at `max_length` tokens.
+        """Returns one row per token for each text, in which it is masked; texts are truncated to `max_length` tokens.
 
         whole_words: the tokens after it in the same word are masked too.
         """
         if not texts:
             return []
-        kept = None if max_length is None else max_length - 2
+        max_tokens = None if max_length is None else max_length - 2
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         rows = []
         for k, ids in enumerate(encoded["input_ids"]):
             words = encoded.word_ids(k) if whole_words else range(len(ids))
-            rows.append(list(self._of_tokens(ids[:kept], list(words)[:kept])))
+            rows.append(list(self._masked_rows(ids[:max_tokens], list(words)[:max_tokens])))
         return rows
 
-    def _of_tokens(self, ids: list[int], words: Sequence[int | None]) -> Iterator[Row]:
-        for place, token in enumerate(ids):
-            end = place + 1
-            while end < len(ids) and words[end] is not None and words[end] == words[place]:
+    def _masked_rows(self, ids: list[int], words: Sequence[int | None]) -> Iterator[Row]:
+        for position, token in enumerate(ids):
+            end = position + 1
+            while end < len(ids) and words[end] is not None and words[end] == words[position]:
                 end += 1
-            masked = [self._start, *ids[:place], *[self._mask] * (end - place), *ids[end:], self._end]
-            yield Row(tuple(masked), (place + 1,), (token,))
+            masked = [self._start, *ids[:position], *[self._mask] * (end - position), *ids[end:], self._end]
+            yield Row(tuple(masked), (position + 1,), (token,))
 
 
 def special_ids(tokenizer: Any) -> tuple[int, int, int]:
-    """[CLS], [SEP] and [MASK] of an encoder's tokenizer; CheckpointError where it lacks one."""
-    found = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
-    if None in found:
-        where = tokenizer.name_or_path
-        raise CheckpointError(f"`{where}` must hold a tokenizer with [CLS], [SEP] and [MASK], but it lacks one.")
-    return found
+    """Returns the ids of [CLS], [SEP] and [MASK] of an encoder's tokenizer; CheckpointError if it lacks one."""
+    ids = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+    if None in ids:
+        source = tokenizer.name_or_path
+        raise CheckpointError(f"`{source}` must hold a tokenizer with [CLS], [SEP] and [MASK], but it lacks one.")
+    return ids
 
 
 def start_token_id(tokenizer: Any) -> int:
-    """What begins a document, else what ends the one before; CheckpointError where the tokenizer names neither."""
-    named = [id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None]
-    if not named:
+    """Returns the id of the bos token, else of the eos token; CheckpointError if the tokenizer has neither."""
+    ids = [id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None]
+    if not ids:
         raise CheckpointError(
             f"`{tokenizer.name_or_path}` must hold a tokenizer that names a begin or end token, to begin a text with, "
             "but names neither; add one to its tokenizer_config.json."
         )
-    return int(named[0])
+    return int(ids[0])
 
 
 # Pseudo-perplexity of an encoder (Salazar et al. 2020, arXiv 1910.14659): each token predicted from all others.
@@ -245,15 +257,17 @@ class PseudoPerplexity:
 def pseudo_perplexity(
     model_dir: Path, texts: Sequence[str], *, max_length: int = 128, batch_size: int = 64
 ) -> PseudoPerplexity:
-    """Scores every token of `texts` with the masked language model in `model_dir`; each text is cut at `max_length`
-    tokens, and at the model's context.
+    """Scores every token of `texts` with the masked language model in `model_dir`; each text is truncated to
+    `max_length` tokens, and to the model's context.
 
     Cost: a forward pass over a text for each of its tokens. Raises CheckpointError for a folder without a masked
     language model or a tokenizer with [CLS], [SEP] and [MASK], DataError for texts without a token.
     """
     encoder = Encoder(model_dir, batch_size)
     max_length = min(max_length, read_context_length(model_dir) or max_length)
-    rows = [row for its in encoder.masked_rows(texts, whole_words=False, max_length=max_length) for row in its]
+    rows = [
+        row for text_rows in encoder.masked_rows(texts, whole_words=False, max_length=max_length) for row in text_rows
+    ]
     if not rows:
         raise DataError("The texts must hold tokens to predict, but hold none.")
     nats = encoder.predictor.log_probabilities(rows)

@@ -185,7 +185,7 @@ def no_tokenizer(folder: Path) -> None:
     load_tokenizer(folder / "t.json")
 
 
-def text_of(line: str, name: str = "a.jsonl") -> Callable[[Path], Any]:
+def read_text(line: str, name: str = "a.jsonl") -> Callable[[Path], Any]:
     def act(folder: Path) -> None:
         save_tokenizer(folder / "t.json")
         (folder / name).write_text(line)
@@ -235,11 +235,11 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (id_too_large, "token ids must lie below the vocabulary size 5, but one near document 0 is 9 instead; use the tokenizer the ids were made with."),
     (no_tokenizer, "`F/t.json` must be a tokenizer.json file, but cannot be read as one: Model missing. at line 1 column 2."),
     (lambda folder: load_tokenizer(folder / "t.json"), "`F/t.json` must be a tokenizer.json file or a .model, but there is none; check the path."),
-    (text_of('{"text": 3}\n'), "`F/a.jsonl:1` must have a string in `text`, but has int instead."),
-    (text_of("nope"), "`F/a.jsonl:1` must be one JSON object in UTF-8, but is not (invalid literal, expected 'null': line 1 column 1 (char 0))."),
-    (text_of("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .json, .txt, .md, .csv, .tsv (or these with .gz or .zst), .parquet, .arrow, but does not; convert or rename it."),
+    (read_text('{"text": 3}\n'), "`F/a.jsonl:1` must have a string in `text`, but has int instead."),
+    (read_text("nope"), "`F/a.jsonl:1` must be one JSON object in UTF-8, but is not (invalid literal, expected 'null': line 1 column 1 (char 0))."),
+    (read_text("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .json, .txt, .md, .csv, .tsv (or these with .gz or .zst), .parquet, .arrow, but does not; convert or rename it."),
     (lambda folder: preprocess([f"{folder}/*.jsonl"], folder / "t.json", folder / "o"), "`F/*.jsonl` must match a file, but matches none; check the pattern."),
-    (lambda folder: text_of('{"text": "a"}')(folder) or preprocess([str(folder / "a.jsonl")], folder / "t.json", folder / "t"), "`F/t.json` must not be named like the dataset's description, but `F/t` would write over it; give one of them another name."),
+    (lambda folder: read_text('{"text": "a"}')(folder) or preprocess([str(folder / "a.jsonl")], folder / "t.json", folder / "t"), "`F/t.json` must not be named like the dataset's description, but `F/t` would write over it; give one of them another name."),
     (lambda folder: read_metrics(folder / "run"), "F/run/metrics.jsonl must be the metrics of a run, but cannot be read (No such file or directory); name a run folder such as runs/NAME."),
     (lambda folder: task_files(["sciq"], folder), "`F` must hold eval/sciq/validation.jsonl for task sciq, but lacks it; get it or leave the task out."),
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
     put(tmp_path, "hub/aps/super_glue/README.md", f"{card}  - {{split: validation, path: v.jsonl}}\n---\n")
     for name in ("t", "v"):
         put(tmp_path, f"hub/aps/super_glue/{name}.jsonl", f"{row}\n")
-    from_hub = load_task("superglue/cb", DataSource(None, hub=f"{tmp_path}/hub/"))
+    from_hub = load_task("superglue/cb", DataSource(None, hub_prefix=f"{tmp_path}/hub/"))
     assert from_hub == load_task("superglue/cb", DataSource(tmp_path))
 
 
@@ -186,7 +186,7 @@ def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> No
         DataError,
         match=r"cannot be loaded from the Hugging Face hub: .*; download the files and name their folder with `--data`",
     ):
-        load_task("glue/cola", DataSource(None, hub=f"{tmp_path}/"))
+        load_task("glue/cola", DataSource(None, hub_prefix=f"{tmp_path}/"))
 
 
 def test_real_files_are_read_whole(shared_data: Path) -> None:

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.harness_tasks import accuracy_by, blimp, task_files, task_rows, write_tasks
+from megahead.evaluate.harness_tasks import accuracy_by, read_blimp, task_files, task_rows, write_tasks
 from megahead.evaluate.results import Score
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.published import load_causal, load_tokenizer_folder
@@ -30,7 +30,7 @@ def test_every_paradigm_counts_the_same_and_a_tie_half(tmp_path: Path) -> None:
     said |= {" good 0": -0.5, " bad 1": -0.5, " bad 4": -2.0, " bad 5": -2.0}
     paradigms = {("one", "syntax"): pairs[:4], ("two", "syntax/semantics"): pairs[4:6]}
     paradigms[("three", "syntax_semantics")] = pairs[6:]
-    rows = blimp(write_blimp(tmp_path / "blimp", paradigms), None)
+    rows = read_blimp(write_blimp(tmp_path / "blimp", paradigms), None)
     # one: 1, 0, 1/2, 1/2; two: 1, 1; three: 1/2, 1/2
     error = sqrt(0.5 / 3 / 4)  # of `one`; the others have no spread
     assert accuracy_by("field")(Stated(said), rows) == [
