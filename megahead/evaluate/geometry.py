@@ -33,40 +33,39 @@ from megahead.objectives.micro_batch import documents_of, target_positions_of, t
 from megahead.objectives.pretraining import Pretraining
 from megahead.run_folder import RunFolder
 
-# What a head lets through, and how evenly outputs and embeddings fill their space.
+# The gradient bottleneck of a head, and the isotropy of outputs and embeddings.
 #
-# The loss's gradient by an output's U scores may point anywhere; the backbone receives its product with the
-# candidates' rows [U, D], so that what is orthogonal to their D columns is lost: the *gradient bottleneck* (Godey and
-# Artzi, arXiv 2603.10145). *Anisotropy*: the mean cosine of two different vectors, 0 for even directions (Ethayarajh,
-# arXiv 1909.00512). *Effective rank*: exp of the entropy of the singular values' shares (Roy and Vetterli 2007),
-# between 1 and D.
+# The backbone receives the product of the loss's gradient by an output's U scores and the candidates' rows [U, D]; its
+# part that is orthogonal to their D columns is lost: the *gradient bottleneck* (Godey and Artzi, arXiv 2603.10145).
+# *Anisotropy*: the mean cosine of two different vectors, 0 for uniform directions (Ethayarajh, arXiv 1909.00512).
+# *Effective rank*: exp of the entropy of the singular values' shares (Roy and Vetterli 2007), between 1 and D.
 #
 # N outputs, n of a chunk, U candidates, D features, V vocabulary.
 
 ROWS = 64
-"""How many held-out rows are read by default."""
+"""Default number of held-out rows."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of one checkpoint, on held-out rows."""
+    """Measures of a checkpoint on held-out rows."""
 
     gradient_share: float
-    """Share of the squared norm of the loss's gradient by the scores that reaches the outputs through the candidates'
-    rows. Candidates are those of training: the rows' own targets in a headless run, the vocabulary in a vanilla one."""
+    """Share of the squared norm of the loss's gradient by the scores in the span of the candidates' columns.
+    Candidates are those of training: the rows' own targets in a headless run, the vocabulary in a vanilla one."""
 
     output_rank: float
     output_anisotropy: float
     embedding_rank: float
     embedding_anisotropy: float
-    """Of all V rows of the input embedding, each counted once."""
+    """As `embedding_rank`, of all V rows of the input embedding."""
 
 
 def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
-    """Reads the run's held-out text with the model of a step folder, in fp32 on the CPU.
+    """Measures the model of a step folder on the run's held-out dataset, in fp32 on the CPU.
 
     O(N U D) for N outputs: seconds for a small model, minutes for a softmax over 100,000 ids. FieldError if the run
-    names no held-out text, or scores by no dot product.
+    has no held-out dataset, or a score that is not the dot product.
     """
     model = TrainedModel.open(checkpoint)
     config, pretraining = model.config, model.load()
@@ -86,29 +85,29 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     return Geometry(shares.share(), spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
 
 
-def add_geometry(folder: RunFolder, describe: Callable[[str], None] = print) -> None:
-    """Measures each checkpoint of a run that is not in its geometry.json yet; what is measured is kept when it is
-    interrupted. UserErrors as in `measure_geometry`."""
-    known = ResultCache(folder.geometry)
+def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> None:
+    """Measures each checkpoint of a run that is not in its geometry.json yet, and stores it at once. UserErrors as in
+    `measure_geometry`."""
+    results = ResultCache(folder.geometry)
     for path in sorted(step_folders(folder.checkpoints), key=step_of):
         checkpoint = open_checkpoint(path)
         sums = "".join(sorted(entry.sha256 for entry in checkpoint.files.values()))
         key = {"step": checkpoint.step, "weights": hashlib.sha256(sums.encode()).hexdigest()[:16]}
-        if known.find(key) is None:
-            describe(f"measuring {path}")
-            where = {name: checkpoint.state.get(name, 0) for name in ("tokens", "seconds")}
-            known.add(key, where | asdict(measure_geometry(path)), replaces=["step"])
+        if results.find(key) is None:
+            report(f"measuring {path}")
+            progress = {name: checkpoint.state.get(name, 0) for name in ("tokens", "seconds")}
+            results.add(key, progress | asdict(measure_geometry(path)), replaces=["step"])
 
 
 @torch.no_grad()
 def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
-    """[N, D]: what the head multiplies, for the outputs that have targets."""
+    """[N, D]: the head's inputs at positions with targets."""
     backbone = pretraining.backbone
     inputs_BTD = backbone.embed(batch.input_ids_BT)
-    places = documents_of(batch), target_positions_of(batch), token_subsets_of(batch)
-    outputs_ND = backbone.encode_at(inputs_BTD, *places)
-    vanilla = pretraining.objective.name == "vanilla"
-    return pretraining.mask_head(outputs_ND) if vanilla and pretraining.mask_head is not None else outputs_ND
+    arguments = documents_of(batch), target_positions_of(batch), token_subsets_of(batch)
+    outputs_ND = backbone.encode_at(inputs_BTD, *arguments)
+    is_vanilla = pretraining.objective.name == "vanilla"
+    return pretraining.mask_head(outputs_ND) if is_vanilla and pretraining.mask_head is not None else outputs_ND
 
 
 @torch.no_grad()
@@ -124,22 +123,22 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
 
 
 def _embeddings(model: TrainedModel) -> Iterator[Tensor]:
-    """The input embedding's V rows, in blocks."""
-    left = model.config.model.vocab_size
+    """Yields the V rows of the input embedding in blocks."""
+    num_rows = model.config.model.vocab_size
     for block_bD in model.blocks(EMBEDDING):
-        yield block_bD[:left]
-        left = max(left - len(block_bD), 0)
+        yield block_bD[:num_rows]
+        num_rows = max(num_rows - len(block_bD), 0)
 
 
 class _Share:
-    """Adds up the squared norms of gradients by scores, all of it and what lies in the span of the rows' columns."""
+    """Accumulates squared norms of gradients by scores, and of their projections on the span of the rows' columns."""
 
     def __init__(self) -> None:
-        self._all = self._reaching = 0.0
+        self._total = self._projected = 0.0
 
     @torch.no_grad()
     def add(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> None:
-        """The outputs of one candidate group."""
+        """Adds the outputs of one candidate group."""
         basis_UD = rows_UD @ _whitening(rows_UD)
         step = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
         counted_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
@@ -147,16 +146,16 @@ class _Share:
         for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
             _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)
             gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]
-            self._all += float(gradient_nU.square().sum(dtype=torch.float64))
-            self._reaching += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))
+            self._total += float(gradient_nU.square().sum(dtype=torch.float64))
+            self._projected += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))
 
     def share(self) -> float:
-        """1 where all of it comes through, not more by rounding."""
-        return min(self._reaching / self._all, 1.0) if self._all else 1.0
+        """Returns the share of the projections, at most 1."""
+        return min(self._projected / self._total, 1.0) if self._total else 1.0
 
 
 def _whitening(rows_UD: Tensor) -> Tensor:
-    """[D, rank]: times it, the rows' columns are orthonormal."""
+    """[D, rank]: the product of the rows and this matrix has orthonormal columns."""
     values_D, vectors_DD = torch.linalg.eigh(rows_UD.double().T @ rows_UD.double())
     there_D = values_D > values_D[-1] * 1e-12
     basis: Tensor = vectors_DD[:, there_D] * values_D[there_D].rsqrt()
@@ -164,7 +163,7 @@ def _whitening(rows_UD: Tensor) -> Tensor:
 
 
 class _Spread:
-    """Vectors' second moments and directions, added up block by block in float64."""
+    """Second moments and directions of vectors, accumulated block by block in float64."""
 
     def __init__(self) -> None:
         self._gram_DD = self._direction_D = torch.zeros(())
@@ -172,7 +171,7 @@ class _Spread:
 
     @staticmethod
     def of(blocks: Iterable[Tensor]) -> _Spread:
-        """All vectors of the blocks [b, D]."""
+        """Returns the statistics of all vectors of the blocks [b, D]."""
         spread = _Spread()
         for block_bD in blocks:
             spread.add(block_bD)
@@ -219,7 +218,7 @@ class Similarities:
 
 
 def synonym_pairs(wordnet: Path) -> list[Pair]:
-    """Every pair of single words that share a synset in the folder `wordnet` (data.noun and so on), once, sorted."""
+    """Returns every pair of single words that share a synset in the folder `wordnet` (data.noun and so on), sorted."""
     pairs: set[Pair] = set()
     for part in _PARTS:
         file = wordnet / f"data.{part}"
@@ -234,7 +233,7 @@ def synonym_pairs(wordnet: Path) -> list[Pair]:
 
 
 def _synsets(file: Path) -> Iterator[set[str]]:
-    """The single words of each synset, in lower case, without an adjective's position as in `(p)`."""
+    """Yields the single words of each synset, in lower case, without an adjective's position as in `(p)`."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(" "):  # the licence
             continue
@@ -248,20 +247,20 @@ def _synsets(file: Path) -> Iterator[set[str]]:
 
 
 def similarities(weight_VD: Tensor, tokenizer: Tokenizer, pairs: Sequence[Pair], seed: int = 0) -> Similarities:
-    """Cosines of those pairs whose words are one token each (with a space before), and of as many random pairs of them.
+    """Returns cosines of pairs of words that are one token each (after a space), and of random pairs of these words.
 
-    Raises DataError when there are none of either.
+    Raises DataError without pairs of either kind.
     """
     words = sorted({word for pair in pairs for word in pair})
-    before, *encoded = tokenizer.encode_batch(["a", *(f"a {word}" for word in words)])  # the space is no first one
+    before, *encoded = tokenizer.encode_batch(["a", *(f"a {word}" for word in words)])  # words follow a space
     added = {word: ids[len(before) :] for word, ids in zip(words, encoded, strict=True) if ids[: len(before)] == before}
-    ids = {word: own[0] for word, own in added.items() if len(own) == 1}
-    known = [(ids[a], ids[b]) for a, b in pairs if a in ids and b in ids and ids[a] != ids[b]]
-    if not known:
+    ids = {word: tokens[0] for word, tokens in added.items() if len(tokens) == 1}
+    synonyms = [(ids[a], ids[b]) for a, b in pairs if a in ids and b in ids and ids[a] != ids[b]]
+    if not synonyms:
         raise DataError("the tokenizer must know both words of some pair as one token, but knows none.")
-    ids_P2 = torch.tensor(known)
+    ids_P2 = torch.tensor(synonyms)
     unit_VD = F.normalize(weight_VD.double(), dim=-1)
-    random_P2 = _random_pairs(ids_P2, known, seed)
+    random_P2 = _random_pairs(ids_P2, synonyms, seed)
     if not len(random_P2):
         raise DataError("the synonyms must be enough to draw other pairs of their words from, but are too few.")
     return Similarities(_cosines(unit_VD, ids_P2), _cosines(unit_VD, random_P2))
@@ -271,10 +270,10 @@ def _cosines(unit_VD: Tensor, ids_P2: Tensor) -> Tensor:
     return (unit_VD[ids_P2[:, 0]] * unit_VD[ids_P2[:, 1]]).sum(-1)
 
 
-def _random_pairs(ids_P2: Tensor, known: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    """The pairs with their second words shuffled; without pairs of synonyms or of equal words."""
-    drawn = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
-    excluded = {*known, *((b, a) for a, b in known)}
-    kept = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), drawn.tolist(), strict=True) if a != b]
-    kept = [pair for pair in kept if pair not in excluded]
-    return torch.tensor(kept, dtype=torch.long).view(-1, 2)
+def _random_pairs(ids_P2: Tensor, synonyms: Sequence[tuple[int, int]], seed: int) -> Tensor:
+    """Returns the pairs with their second words shuffled, without pairs of synonyms or of equal words."""
+    shuffled = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
+    excluded = {*synonyms, *((b, a) for a, b in synonyms)}
+    pairs = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), shuffled.tolist(), strict=True) if a != b]
+    pairs = [pair for pair in pairs if pair not in excluded]
+    return torch.tensor(pairs, dtype=torch.long).view(-1, 2)

@@ -89,13 +89,13 @@ def evaluate_with_lm_eval(
 ) -> TaskResult:
     """Scores a model on one of lm-eval's tasks with the data in `file`; batch_size None: see `fitting_batch_size`."""
     free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
-    fitting_size = batch_size or fitting_batch_size(
-        model.model, _max_example_tokens(name, file, model.tokenizer), int(free_bytes)
-    )
+    if not batch_size:
+        tokens = _max_example_tokens(name, file, model.tokenizer)
+        batch_size = fitting_batch_size(model.model, tokens, int(free_bytes))
     with tempfile.TemporaryDirectory() as folder, _quiet():
         manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
         tasks = list(manager.load([name])["tasks"].values())
-        lm = _TruncationCountingLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=fitting_size)
+        lm = _TruncationCountingLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
         output: Mapping[str, Any] = simple_evaluate(
             lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
@@ -106,10 +106,8 @@ def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
     """Returns how many examples of `tokens` tokens have logits and residual streams of at most a quarter of
     `free_bytes`."""
     config = model.config
-    tokens, intermediate_size = (
-        min(tokens, context_length(model)),
-        getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-    )
+    tokens = min(tokens, context_length(model))
+    intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     num_floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * intermediate_size + 8 * config.hidden_size)
     return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * num_floats)))
 

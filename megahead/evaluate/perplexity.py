@@ -145,8 +145,8 @@ class ValidationSet:
 
 
 def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: str | None = None) -> Samples:
-    """Opens the run's validation dataset, or `dataset`, a prefix. FieldError if neither is named, or if the tokenizer of
-    the dataset is not the one with the `fingerprint` (`TrainedModel.tokenizer_fingerprint`)."""
+    """Opens the run's validation dataset, or `dataset`, a prefix. FieldError without either, or if the tokenizer of the
+    dataset is not the one with the `fingerprint` (`TrainedModel.tokenizer_fingerprint`)."""
     prefix = dataset or config.data.validation
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")

@@ -30,10 +30,8 @@ from megahead.hf.published import (
 #
 # B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
 
-_MAX_BATCH_TOKENS, _MAX_BATCH_LOGITS = (
-    1 << 13,
-    1 << 22,
-)  # of a batch on a CPU: 16 MB of logits, which stay in its caches
+_MAX_BATCH_TOKENS = 1 << 13  # on a CPU
+_MAX_BATCH_LOGITS = 1 << 22  # on a CPU: 16 MB, which stay in its caches
 _GPU_BATCH_FACTOR = 32  # on a GPU, this many times larger batches, to keep it busy
 _LOGSUMEXP_ROWS = 16  # outputs per call of logsumexp
 
@@ -55,18 +53,16 @@ class TokenPredictor:
 
     def log_probabilities(self, rows: Sequence[Row]) -> list[float]:
         """Returns the sum over its targets, in nats, for each row. Equal rows are computed once."""
-        found: dict[Row, float] = {}
+        sums: dict[Row, float] = {}
         for batch in self._batches(sorted(set(rows), key=lambda row: (len(row.ids), row))):
-            found.update(zip(batch, self._sums(batch).tolist(), strict=True))
-        return [found[row] for row in rows]
+            sums.update(zip(batch, self._sums(batch).tolist(), strict=True))
+        return [sums[row] for row in rows]
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """Yields consecutive batches of `rows` within the limits on their size."""
         factor = _GPU_BATCH_FACTOR if self._model.device.type == "cuda" else 1
-        max_tokens, max_outputs = (
-            factor * _MAX_BATCH_TOKENS,
-            factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size,
-        )
+        max_tokens = factor * _MAX_BATCH_TOKENS
+        max_outputs = factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size
         start, keys = 0, set[Hashable]()
         for end, row in enumerate(rows):
             size, row_keys = end - start + 1, set(self._output_keys(row))
@@ -134,8 +130,8 @@ class LanguageModel(ABC):
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
         """Returns the sum over its tokens, in nats, for each text."""
         rows = self.build_rows(texts)
-        found = iter(self.predictor.log_probabilities([row for text_rows in rows for row in text_rows]))
-        return [sum(next(found) for _ in text_rows) for text_rows in rows]
+        sums = iter(self.predictor.log_probabilities([row for text_rows in rows for row in text_rows]))
+        return [sum(next(sums) for _ in text_rows) for text_rows in rows]
 
     @abstractmethod
     def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:

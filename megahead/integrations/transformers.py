@@ -28,17 +28,17 @@ from megahead.losses.contrastive import build_objective
 from megahead.losses.softmax import candidate_loss, streamed_sums
 from megahead.objectives.loader import gather_targets
 
-# Saves a trained body as an ordinary transformers model with the head `none`, `tied` or `pmi`, as its class allows.
+# Saves a trained body as an ordinary transformers model with the head `none`, `tied` or `pmi`, if its class has one.
 #
-# Families that `hf.export` supports are exported by it, with every head of docs/models.md. For any other family the
-# output matrix is tied to the input embedding, and its bias, if it has one, is log q. Both are verified.
+# Families that `hf.export` supports are exported by it. For any other family the output matrix is tied to the input
+# embedding, and its bias, if it has one, is log q. Both are verified.
 
 _TOLERANCE = 1e-4  # of the largest score
 _HEADS = ("none", "tied", "pmi")
 
 
-def save_plain(
-    kind: type[PreTrainedModel],
+def save_transformers_model(
+    model_class: type[PreTrainedModel],
     body: PreTrainedModel,
     weights: Mapping[str, Tensor],
     counts_V: Tensor,
@@ -46,20 +46,20 @@ def save_plain(
     head: HeadName,
     tokenizer: Any,
 ) -> None:
-    """Writes a model of class `kind` with the body's `weights` to `folder`; UserError if it cannot have `head`.
+    """Writes a `model_class` with the body's `weights` to `folder`; UserError if it cannot have `head`.
 
-    counts_V: of the targets it was trained on. tokenizer: of transformers, or None.
+    counts_V: how often each id was a target in training. tokenizer: of transformers, or None.
     """
     if head not in _HEADS:
         raise FieldError("head", f"be one of {', '.join(_HEADS)}", got=head)
     require_finite(weights.items(), "model")
-    with TemporaryDirectory() as place:
-        alone = Path(place, "body", folder.name)
-        body.save_pretrained(alone, state_dict=dict(weights))
+    with TemporaryDirectory() as scratch:
+        body_folder = Path(scratch, "body", folder.name)
+        body.save_pretrained(body_folder, state_dict=dict(weights))
         if tokenizer is not None:
-            tokenizer.save_pretrained(alone)
+            tokenizer.save_pretrained(body_folder)
         try:
-            run = from_hf(alone, Path(place, "run"), target_counts_V=counts_V)
+            run = from_hf(body_folder, Path(scratch, "run"), target_counts_V=counts_V)
         except UserError as error:
             if head != "none" and not isinstance(error, FieldError):
                 raise
@@ -72,19 +72,23 @@ def save_plain(
         if head == "none":
             body.save_pretrained(staged, state_dict=dict(weights))
         else:
-            _with_head(kind, body.config, weights, counts_V, head).save_pretrained(staged)
+            _add_head(model_class, body.config, weights, counts_V, head).save_pretrained(staged)
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)
 
 
 @torch.no_grad()
-def _with_head(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, weights: Mapping[str, Tensor], counts_V: Tensor, head: str
+def _add_head(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    weights: Mapping[str, Tensor],
+    counts_V: Tensor,
+    head: str,
 ) -> PreTrainedModel:
-    """The complete model on the CPU, with the output matrix tied to the input embedding."""
+    """Returns the complete model on the CPU, with the output matrix tied to the input embedding."""
     config = copy.deepcopy(config)
     config.tie_word_embeddings = True
-    model = kind(config)
+    model = model_class(config)
     model.base_model.load_state_dict(weights)
     model.tie_weights()
     output, bias_V = model.get_output_embeddings(), torch.zeros(len(counts_V))
@@ -93,29 +97,32 @@ def _with_head(
     if isinstance(output, nn.Linear) and output.bias is not None:
         output.bias.copy_(bias_V)
     elif head == "pmi":
-        raise UserError(f"`head` pmi needs a bias in the head, but a {kind.__name__} has none; use tied or none.")
-    _compare(model.eval(), bias_V)
+        raise UserError(
+            f"`head` pmi needs a bias in the head, but a {model_class.__name__} has none; use tied or none."
+        )
+    _verify_logits(model.eval(), bias_V)
     return nn.Module.to(model, next(iter(weights.values())).dtype)
 
 
-def _compare(model: PreTrainedModel, bias_V: Tensor) -> None:
-    """UserError unless the logits are the hidden states times the input embedding, plus the bias."""
+def _verify_logits(model: PreTrainedModel, bias_V: Tensor) -> None:
+    """Raises UserError unless the logits are the hidden states times the input embedding, plus the bias."""
     ids_BT = torch.randint(len(bias_V), (2, 16), generator=torch.Generator().manual_seed(0))
     expected_BTV = model.base_model(ids_BT).last_hidden_state @ model.get_input_embeddings().weight.T + bias_V
     error = (model(ids_BT).logits - expected_BTV).abs().max()
     if not error <= _TOLERANCE * expected_BTV.abs().max():
-        kind = type(model).__name__
+        class_name = type(model).__name__
         raise UserError(
-            f"`head` must be none for a {kind}, but is not; it does more to its outputs than multiply by its embedding."
+            f"`head` must be none for a {class_name}, but is not; "
+            "it does more to its outputs than multiply by its embedding."
         )
 
 
 # B rows, T tokens, D features, N targets, U candidates, V rows of the table.
 
-_NO_TARGET = -100  # a label, to Hugging Face
+_IGNORE_INDEX = -100  # the label of positions without a target
 _BLOCK_ROWS = 16_384
-_BODY, _COUNTS = "body.", "target_counts"
-_NOISE = "neftune_noise_alpha"
+_BODY_PREFIX, _COUNTS_NAME = "body.", "target_counts"
+_NOISE_ATTRIBUTE = "neftune_noise_alpha"
 _ADAPTER_PARTS = (".base_layer.", ".original_module.")
 """Parts of parameter names of models with PEFT adapters."""
 
@@ -139,12 +146,12 @@ class Headless(nn.Module):
     def __init__(self, model: PreTrainedModel, *, share_candidates: bool = False) -> None:
         super().__init__()
         self.loss_type = _loss_type(model)  # Trainer counts the targets of a step by it
-        self.body, self.config, self._kind = cast(PreTrainedModel, model.base_model), model.config, type(model)
+        self.body, self.config, self._model_class = cast(PreTrainedModel, model.base_model), model.config, type(model)
         require_finite(self.body.named_parameters(), "model")
         table = _input_embedding(model)
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
         self.share_candidates = share_candidates
-        self.register_buffer(_COUNTS, torch.zeros(table.num_embeddings, dtype=torch.int64))
+        self.register_buffer(_COUNTS_NAME, torch.zeros(table.num_embeddings, dtype=torch.int64))
         self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # needs no counts
         self._body_arguments = frozenset(inspect.signature(self.body.forward).parameters)
 
@@ -158,28 +165,29 @@ class Headless(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step;
-        without any 0, in evaluation NaN, which `Trainer` leaves out of its mean.
+        """Returns `loss`: the sum over the targets, divided by their number or by `num_items_in_batch` (of the step);
+        without targets 0, in evaluation NaN, which `Trainer` excludes from its mean.
 
-        labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target; FieldError
-        without any, as with label smoothing, which needs logits. An input that the body has no argument for is left
-        out; `kwargs` goes to it as it is. Collective in training.
+        labels: as in transformers, unshifted ids for a causal model, -100 where there is no target; FieldError for
+        None, as with label smoothing, which needs logits. An input without an argument of the body is dropped; `kwargs`
+        is passed to the body. Collective in training.
         """
         if labels is None:
             hint = "there are no logits: leave label_smoothing_factor at 0; to predict, `save` with a head"
             raise FieldError("labels", "be given", got="missing", hint=hint)
         self._resize_counts()
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        given = {name: value for name, value in optional.items() if value is not None and name in self._body_arguments}
-        hidden_BTD = self.body(input_ids=input_ids, **given, **kwargs).last_hidden_state
+        names = self._body_arguments
+        inputs = {name: value for name, value in optional.items() if value is not None and name in names}
+        hidden_BTD = self.body(input_ids=input_ids, **inputs, **kwargs).last_hidden_state
         if self.loss_type == "ForCausalLM":
             hidden_BTD, labels = hidden_BTD[:, :-1], labels[:, 1:]
-        chosen_BT = labels != _NO_TARGET
-        outputs_ND, target_ids_N = hidden_BTD[chosen_BT], labels[chosen_BT]
-        summed = (self._loss if self.training else self._held_out_loss)(outputs_ND, target_ids_N)
-        given_count = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
-        count = torch.as_tensor(given_count, device=summed.device)
-        return {"loss": summed / (count.clamp(min=1) if self.training else count)}
+        mask_BT = labels != _IGNORE_INDEX
+        outputs_ND, target_ids_N = hidden_BTD[mask_BT], labels[mask_BT]
+        loss = (self._training_loss if self.training else self._evaluation_loss)(outputs_ND, target_ids_N)
+        num_items = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
+        count = torch.as_tensor(num_items, device=loss.device)
+        return {"loss": loss / (count.clamp(min=1) if self.training else count)}
 
     def get_input_embeddings(self) -> nn.Module:
         """The input embedding of the body. `Trainer` adds NEFTune noise to its outputs, but not to candidates."""
@@ -190,7 +198,7 @@ class Headless(nn.Module):
         raise FieldError("model", "have a head to generate", got="headless", hint="`save` it with one")
 
     def log_frequencies(self) -> Tensor:
-        """[V] log q, fp32: added to `E h` it gives log p."""
+        """[V] fp32: log q; `E h` plus log q is log p, up to a constant."""
         self._resize_counts()
         return log_unigram(self.target_counts, self.target_counts.numel())
 
@@ -205,14 +213,20 @@ class Headless(nn.Module):
         """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
 
         tokenizer: of transformers; encoders need it to come back into a run. state_dict: this module's, where its
-        parameters are not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
+        parameters are not whole (ZeRO-3). UserError, with nothing written, if the class cannot have the head.
         """
         self._resize_counts()
         weights = self.state_dict() if state_dict is None else state_dict
-        body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
+        body = {
+            name.removeprefix(_BODY_PREFIX): weight.cpu()
+            for name, weight in weights.items()
+            if name.startswith(_BODY_PREFIX)
+        }
         if any(part in name for name in body for part in _ADAPTER_PARTS):
             raise FieldError("model", "be without adapters", got="adapted", hint="call its merge_and_unload() first")
-        save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
+        save_transformers_model(
+            self._model_class, self.body, body, weights[_COUNTS_NAME].cpu(), Path(folder), head, tokenizer
+        )
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """`Trainer` calls this if its arguments enable it."""
@@ -239,19 +253,19 @@ class Headless(nn.Module):
     def _rows(self, ids_U: Tensor) -> Tensor:
         """[U, D], by a call of the embedding module, as ZeRO-3 requires, without NEFTune noise."""
         table = self.body.get_input_embeddings()
-        noise = getattr(table, _NOISE, None)
+        noise = getattr(table, _NOISE_ATTRIBUTE, None)
         if noise is None:
             rows_UD: Tensor = table(ids_U)
             return rows_UD
-        setattr(table, _NOISE, 0.0)
+        setattr(table, _NOISE_ATTRIBUTE, 0.0)
         try:
             (rows_UD,) = table(ids_U[None])  # [1, U, D]: the hook requires a batch dimension
             return rows_UD
         finally:
-            setattr(table, _NOISE, noise)
+            setattr(table, _NOISE_ATTRIBUTE, noise)
 
-    def _loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
-        """The loss over candidates, summed over the outputs. Collective: ranks exchange ids."""
+    def _training_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
+        """Returns the loss over candidates, summed over the outputs. Collective: ranks exchange ids."""
         all_target_ids = _gather_targets(target_ids_N)
         if torch.is_grad_enabled():
             self.target_counts.index_add_(0, all_target_ids, torch.ones_like(all_target_ids))
@@ -261,8 +275,8 @@ class Headless(nn.Module):
         return candidate_loss(outputs_ND, self._rows(candidates.ids_U), candidates)
 
     @torch.no_grad()
-    def _held_out_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
-        """The loss over the vocabulary, block by block, summed over the outputs."""
+    def _evaluation_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
+        """Returns the loss over the vocabulary, block by block, summed over the outputs."""
         table, ids_V = self.body.get_input_embeddings(), torch.arange(len(self.target_counts), device=outputs_ND.device)
         vocabulary = vocabulary_candidates(target_ids_N, self.log_frequencies())
         with torch.autocast(outputs_ND.device.type, enabled=False):
@@ -271,10 +285,10 @@ class Headless(nn.Module):
 
 
 def _loss_type(model: PreTrainedModel) -> str:
-    """`ForCausalLM` or `ForMaskedLM`."""
-    names = {kind.__name__ for kind in type(model).__mro__}
-    for loss_type, known in (("ForMaskedLM", MASKED), ("ForCausalLM", CAUSAL)):
-        if names & set(known.values()) and not model.config.is_encoder_decoder:
+    """Returns `ForCausalLM` or `ForMaskedLM`."""
+    names = {base.__name__ for base in type(model).__mro__}
+    for loss_type, class_names in (("ForMaskedLM", MASKED), ("ForCausalLM", CAUSAL)):
+        if names & set(class_names.values()) and not model.config.is_encoder_decoder:
             return loss_type
     hint = "load it by AutoModelForCausalLM or AutoModelForMaskedLM"
     if hasattr(model, "peft_config"):
@@ -293,7 +307,7 @@ def _input_embedding(model: PreTrainedModel) -> nn.Embedding:
 
 
 def _gather_targets(target_ids_N: Tensor) -> Tensor:
-    """Every rank's targets, in rank order, on every rank. Collective."""
+    """Gathers the targets of all ranks, in rank order, on every rank. Collective."""
     ranks = Group.world()
     sizes_R1 = ranks.all_gather(torch.tensor([target_ids_N.numel()], device=target_ids_N.device))
     return torch.cat(gather_targets([target_ids_N], sizes_R1, ranks))
