@@ -18,7 +18,7 @@ _SETTING_BY_OPTION = {
     "--text": "tasks.text",
 }
 _SPECIAL_TOKENS = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
-"""The tokens that a field of `masking` must be, by its name, if the tokenizer has one of them."""
+"""Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
 _ALL_SPECIAL_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
 
 

@@ -63,7 +63,7 @@ class ResumePoint:
 
     def banner_lines(self) -> list[tuple[str, str]]:
         lines = [("damaged", message) for message in self.damage]
-        lines += [line for resumed in self.recovered for line in resumed.lines()]
+        lines += [line for result in self.recovered for line in result.lines()]
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
@@ -87,30 +87,29 @@ class ResumePoint:
         return config.optimizer.learning_rate * ratio
 
     def log_fields(self) -> dict[str, Any]:
-        return {"damaged": self.damage} | {resumed.source: resumed.fields() for resumed in self.recovered}
+        return {"damaged": self.damage} | {result.source: result.fields() for result in self.recovered}
 
     def is_from(self, source: str) -> bool:
         """Whether the checkpoint was recovered from `source`, "memory" or "mirror"."""
-        return any(resumed.source == source and resumed.checkpoint is self.checkpoint for resumed in self.recovered)
+        return any(result.source == source and result.checkpoint is self.checkpoint for result in self.recovered)
 
 
 def find_resume_point(
-    resume: str, folder: RunFolder, world_group: Group, recover: Sequence[Callable[[int], RecoveryResult | None]] = ()
+    resume: str, folder: RunFolder, world_group: Group, sources: Sequence[Callable[[int], RecoveryResult | None]] = ()
 ) -> ResumePoint:
-    """Finds the checkpoint for `--resume auto|never|DIR`. Collective. `recover`: for `auto`, functions that write a
-    checkpoint newer than a step (-1: any) to `folder`, from memory or the remote store. Otherwise nothing is
-    written."""
+    """Finds the checkpoint for `--resume auto|never|DIR`. Collective. `sources`: for `auto`, functions that write a
+    checkpoint newer than a step (-1: any) to `folder`, from memory or the remote store."""
     if resume != "auto":
         path = run_on_first_rank(world_group, lambda: _find_requested(resume, folder))
         return ResumePoint(None if path is None else open_verified(path, world_group), [])
     checkpoint, damage = newest_valid(folder.path, world_group)
     recovered: list[RecoveryResult] = []
-    for recover_newer in recover:
-        resumed = recover_newer(-1 if checkpoint is None else checkpoint.step)
-        recovered += [] if resumed is None else [resumed]
-        checkpoint = (resumed and resumed.checkpoint) or checkpoint
+    for recover_newer in sources:
+        result = recover_newer(-1 if checkpoint is None else checkpoint.step)
+        recovered += [] if result is None else [result]
+        checkpoint = (result and result.checkpoint) or checkpoint
     if checkpoint is None:
-        unusable = [problem for resumed in recovered if resumed.source == "mirror" for problem in resumed.problems]
+        unusable = [problem for result in recovered if result.source == "mirror" for problem in result.problems]
         refuse_damaged(folder.path, [*damage, *unusable])
         run_on_first_rank(world_group, lambda: _refuse_orphaned(folder))
     return ResumePoint(checkpoint, damage, recovered)

@@ -234,13 +234,13 @@ def steps_with_compared_replicas(group: Group, config: RunConfig, folder: Path) 
     give_memory(folder, group.rank)
     waiting_for_copies()
     compared: list[int] = []
-    replicated = Engine.replicated
+    replicated = Engine.replicated_weights
 
     def noted(engine: Engine) -> Any:
         compared.append(engine.optimizer_steps)
         return replicated(engine)
 
-    Engine.replicated = noted  # type: ignore[method-assign]
+    Engine.replicated_weights = noted  # type: ignore[method-assign]
     pretrain(config, Launch())
     return compared
 
