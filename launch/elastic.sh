@@ -1,15 +1,15 @@
 #!/bin/bash
 # One node of a run whose nodes come and go: launch/elastic.sh HOST:PORT configs/NAME.yaml [--set a.b=c ...]
-# The same on every node; HOST is the one where they meet, which has to stay. Nodes may be added and may leave at any time.
-# NODES (least:most), RANKS (of a node), RESTARTS, RUN_ID, ADDRESS (by which others reach this node) and RDZV (more of
-# torchrun's --rdzv-conf) may be set.
+# Run it on every node; HOST is the rendezvous node, which must stay up. Other nodes may join or leave at any time.
+# Optional variables: NODES (min:max), RANKS (of a node), RESTARTS, RUN_ID, ADDRESS (of this node for the others) and RDZV
+# (more of torchrun's --rdzv-conf).
 set -euo pipefail
 [[ $# -ge 2 ]] || { echo "usage: launch/elastic.sh HOST:PORT configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
 endpoint=$1
 shift
-# A node is lost after 4 x 2 s without a sign, and ranks begin 3 s after the last node came; torchrun's own settings, 15 and
-# 30 s, suit larger clusters. A store that it keeps for all meetings would not be found again. The agent is torchrun.
+# A node is lost after 4 x 2 s without keep-alive, and ranks start 3 s after the last node joined; torchrun's defaults, 15
+# and 30 s, suit larger clusters. A store shared by all rendezvous rounds would not survive them. The agent is torchrun's.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m megahead.distributed.agent --nnodes "${NODES:-1:64}" --nproc_per_node "${RANKS:-8}" \
     --max-restarts "${RESTARTS:-100}" \

@@ -1,4 +1,4 @@
-"""What launchers start, a process a rank: `megahead pretrain`, see megahead/commands/pretrain.py."""
+"""The script that launchers start on each rank: `megahead pretrain`, see megahead/commands/pretrain.py."""
 
 from megahead.commands.pretrain import main
 

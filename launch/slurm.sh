@@ -9,7 +9,7 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Where the site asks for them, with one # instead of two:
+# Options that your site may require; remove one #:
 ##SBATCH --account=ACCOUNT --partition=PARTITION --qos=QOS
 ##SBATCH --mem=0 --exclusive
 ##SBATCH --output=logs/%x-%j.out
@@ -18,33 +18,33 @@ set -euo pipefail
 
 # module load gcc                                        # a compiler, for engine.compile; torch brings CUDA and NCCL
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # where nodes have several networks
-# export NCCL_DEBUG=INFO                                 # when ranks do not meet
+# export NCCL_DEBUG=INFO                                 # when ranks do not connect
 export TRITON_CACHE_DIR=${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor-$SLURM_JOB_ID
 
-# srun tells each process its rank; the address of the first node is ours to say.
+# srun sets the rank of each process; the address of the first node is set here.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over by itself
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it
 
-# Slurm sends its signal before the time limit to the ranks themselves: they save and exit 0.
+# Before the time limit Slurm signals the ranks, which save and exit 0.
 run=$1
 shift
 newest() { cat "$run/checkpoints/latest" 2>/dev/null || true; }
 before=$(newest)
-trap : TERM # the ranks', not ours
+trap : TERM # for the ranks; this script goes on
 status=0
 rm -f "$run/ending.json"
 srun --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py --config "$@" --set output_dir="$run" || status=$?
 
-# RUN/ending.json is there only when the ranks ended by themselves, saved. Queued again is what was stopped, and what died
-# after it had saved something: what fails before, a wrong setting for one, would fail again.
+# RUN/ending.json exists only if the ranks saved and exited by themselves. A job is requeued if it was stopped, or died after
+# saving a checkpoint: one that fails before that, as by a wrong setting, would fail again.
 ending=$(sed -n 's/.*"ending": "\([a-z ]*\)".*/\1/p' "$run/ending.json" 2>/dev/null || true)
 if [[ $ending == finished || $ending == "out of time" ]]; then
     exit 0
 elif [[ $ending == stopped || $(newest) != "$before" ]]; then
-    # After scancel or a preemption the job does not run any more: Slurm decides about it. Of an array, this task alone.
+    # After scancel or a preemption the job is not RUNNING: leave it to Slurm. In an array, only this task is requeued.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
     [[ $(squeue --noheader --jobs "$job" --format %T) != RUNNING ]] || scontrol requeue "$job"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Several runs that differ in some settings, one a task: sbatch --array=1-3 launch/sweep.sh configs/NAME.yaml launch/sweep.txt
-# Each task is one node; a task that was stopped by the time limit queues itself again and resumes. Another sweep's run of
+# Several runs with different settings, one per task: sbatch --array=1-3 launch/sweep.sh configs/NAME.yaml launch/sweep.txt
+# Each task is one node; a task that is stopped by the time limit requeues itself and resumes. A run of another sweep with
 # the same name is refused.
 #SBATCH --job-name=megahead-sweep
 #SBATCH --nodes=1
@@ -11,7 +11,7 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# What the site asks for: as in launch/slurm.sh.
+# Options that your site may require: see launch/slurm.sh.
 set -euo pipefail
 [[ $# -eq 2 ]] || { echo "usage: sbatch --array=1-N launch/sweep.sh configs/NAME.yaml launch/sweep.txt" >&2; exit 2; }
 
@@ -24,7 +24,7 @@ name=${line[0]:?line $SLURM_ARRAY_TASK_ID of $2 must hold a run, but is missing}
 times=$(awk '{print $1}' <<<"$lines" | grep -cxF -- "$name")
 [[ $times == 1 ]] || refuse "runs of $2 must have names of their own, but $name is there $times times; rename all but one."
 
-# RUN/sweep.txt says which line of which array trains there: of two that begin at once only one makes it.
+# RUN/sweep.txt has the line and the array task that train there; of two that start at once only one can create it.
 run=runs/$name task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 claim() { printf '%s\n' "$config ${line[*]}" "$task" >"$run/sweep.txt"; }
 mkdir -p "$run"

@@ -39,8 +39,8 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     perplexity, blimp = both = [read_curves(page, score) for score in ("held-out perplexity", "BLiMP")]
     charts = [
-        Chart("Held-out perplexity", "tokens", perplexity, log_up=True),
-        Chart("Held-out perplexity", "minutes of two cores", to_minutes(perplexity), log_up=True),
+        Chart("Held-out perplexity", "tokens", perplexity, log_y=True),
+        Chart("Held-out perplexity", "minutes of two cores", to_minutes(perplexity), log_y=True),
         Chart("BLiMP: pairs that are right, %", "minutes of two cores", to_minutes(blimp)),
     ]
     print(f"wrote {save_figure(draw_charts(charts), output, description=json.dumps(both))}")

@@ -1,4 +1,4 @@
-"""What an experiment reads off its runs, how their rows are put together, and how they are drawn."""
+"""Measurements of runs, aggregation of table rows, and charts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Row = dict[str, Any]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def speed(run: RunMetrics) -> int:
-    """Tokens a second of the median log line; where steps of a run's phases take differing times, over all of them."""
+def tokens_per_second(run: RunMetrics) -> int:
+    """Tokens a second by the median log line; over all phases of training, by the median of each."""
     switches = [event["step"] for event in run.events if event.get("session", {}).get("new_phase")]
     seconds, done, last = 0.0, 0, run.training[-1]
     for switch in sorted({*switches, last["step"]}):
@@ -32,89 +32,88 @@ def speed(run: RunMetrics) -> int:
     return round(done / seconds)
 
 
-def spent(run: RunMetrics, until: int | None = None) -> float:
-    """CPU seconds of rank 0 in the steps that the log has, or those `until` one, in which what else keeps the machine
-    busy does not count; on a GPU seconds."""
+def time_spent(run: RunMetrics, last_step: int | None = None) -> float:
+    """CPU seconds of rank 0 in the logged steps, up to `last_step`, which exclude other programs; on a GPU seconds."""
     column, seconds = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0
     sessions = [event["step"] for event in run.events if "session" in event]
-    done = int(sessions[0]) if sessions else 0  # the step of the checkpoint of another run that it went on from
+    previous_step = int(sessions[0]) if sessions else 0  # the step of the checkpoint that the run was forked from
     for record in run.training:
-        last = record["step"] if until is None else min(record["step"], until)
-        seconds += float(record[column]) * max(0, last - done)
-        done = record["step"]
+        record_end = record["step"] if last_step is None else min(record["step"], last_step)
+        seconds += float(record[column]) * max(0, record_end - previous_step)
+        previous_step = record["step"]
     return seconds
 
 
-def cost(run: RunMetrics) -> float:
-    """What a token costs, for ratios: the time `spent` on it."""
-    return spent(run) / float(run.training[-1]["tokens"])
+def cost_per_token(run: RunMetrics) -> float:
+    """Time a token, for ratios."""
+    return time_spent(run) / float(run.training[-1]["tokens"])
 
 
-def candidates(run: RunMetrics, steps: range | None = None) -> int | None:
-    """Different ids that competed, on average over the run or some of its steps; None for a vanilla one."""
+def mean_candidates(run: RunMetrics, steps: range | None = None) -> int | None:
+    """Mean number of candidates, over the run or `steps`; None for a vanilla run."""
     logged = [record for record in run.training if steps is None or record["step"] - 1 in steps]
     counts = [record["candidates"] for record in logged if record.get("candidates")]
     return round(sum(counts) / len(counts)) if counts else None
 
 
-MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": speed, "candidates": candidates}
+MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": tokens_per_second, "candidates": mean_candidates}
 
 
-def measured(run: RunMetrics, columns: Mapping[str, str]) -> Row:
-    """By title: one of MEASURES, or else a score of the last evaluation."""
+def measure_columns(run: RunMetrics, columns: Mapping[str, str]) -> Row:
+    """Column values by title: one of MEASURES, else a score of the last evaluation."""
     last = run.validation[-1]
     return {title: MEASURES[name](run) if name in MEASURES else last[name] for title, name in columns.items()}
 
 
-def scores(record: Mapping[str, Any]) -> Row:
-    """Those of an evaluation; an encoder has no bits per byte."""
+def evaluation_scores(record: Mapping[str, Any]) -> Row:
+    """The scores of an evaluation; an encoder has no bits per byte."""
     row = {name: record[name] for name in ("perplexity", "accuracy")}
     return row | ({} if record["bits_per_byte"] is None else {"bits per byte": record["bits_per_byte"]})
 
 
-def over_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) -> list[Row]:
-    """One row for all that agree in `by`: how many they are, mean and standard deviation of each of `values`."""
+def aggregate_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) -> list[Row]:
+    """Groups rows by the columns `by`; a group's row has its size, and mean and standard deviation of `values`."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row)
-    told: list[Row] = []
+    aggregated: list[Row] = []
     for key, group in groups.items():
-        told.append({**dict(zip(by, key, strict=True)), "seeds": len(group)})
+        aggregated.append({**dict(zip(by, key, strict=True)), "seeds": len(group)})
         for name in values:
-            found = [row[name] for row in group]
-            told[-1] |= {name: mean(found), f"± {name}": stdev(found) if len(found) > 1 else None}
-    return told
+            numbers = [row[name] for row in group]
+            aggregated[-1] |= {name: mean(numbers), f"± {name}": stdev(numbers) if len(numbers) > 1 else None}
+    return aggregated
 
 
 def percent(shares: Sequence[float]) -> str:
-    """Mean ± standard deviation of several runs, as a cell."""
+    """Formats mean ± standard deviation in percent."""
     spread = f" ± {100 * stdev(shares):.1f}" if len(shares) > 1 else ""
     return f"{100 * mean(shares):.1f}{spread}"
 
 
-def lines(rows: Sequence[Row], name: str, across: str, up: str) -> dict[str, list[tuple[float, float]]]:
-    """A chart's lines: the points (`across`, `up`) of rows with the same `name`: a column, or text with {columns}."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def group_points(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, list[tuple[float, float]]]:
+    """The lines of a chart: points (`x`, `y`) of rows by `name`, a column or a format string of columns."""
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         line = name.format(**row) if "{" in name else str(row[name])
-        found.setdefault(line, []).append((row[across], row[up]))
-    return found
+        points.setdefault(line, []).append((row[x], row[y]))
+    return points
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel: lines by name, each of (across, up)."""
+    """One panel: lines by name, each of (x, y) points."""
 
     title: str
-    across: str
+    x: str
     lines: Lines
-    log_across: bool = False  # powers on an even scale; only the points' own positions are marked
-    log_up: bool = False
+    log_x: bool = False  # log scale with ticks at the points
+    log_y: bool = False
     from_zero: bool = False
 
 
 def draw_charts(charts: Sequence[Chart]) -> Figure:
-    """The panels side by side with one legend, one colour a name in all of them."""
+    """Draws the panels side by side, with one legend and one colour for each line name."""
     names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.4 * len(charts), 3.6))
@@ -132,15 +131,15 @@ def _draw(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
         color = PALETTE[names.index(name) % len(PALETTE)]
         axes.plot(*zip(*sorted(line), strict=True), color=color, marker="o", markersize=3.5, label=name)
     axes.set_title(chart.title)
-    axes.set_xlabel(chart.across)
+    axes.set_xlabel(chart.x)
     axes.tick_params(which="both", length=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if chart.log_across:
+    if chart.log_x:
         positions = sorted({x for line in chart.lines.values() for x, _ in line})
         axes.set_xscale("log", base=2)
         axes.set_xticks(positions, [format_value(round(position)) for position in positions])
         axes.xaxis.set_minor_locator(NullLocator())
-    if chart.log_up:
+    if chart.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: format_value(value)))

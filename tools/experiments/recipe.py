@@ -1,9 +1,9 @@
-"""The recipes of small models: up a hill of settings, one after the other, by one list for all sides (`recipe.yaml`).
+"""Recipes of small models by coordinate search, with the same values for all sides (`recipe.yaml`).
 
-A setting takes every value of the list while the others stay as they are. The best one is kept if it gains more than
-LEAST_GAIN of held-out perplexity, the mean over SEEDS; then it is the next side's turn, and the next setting's. What
-was found is held against the first recipe with ENDS as seeds and on LONGER runs: what helps a short run need not help
-a long one.
+Each setting in turn takes every value of its list, with the others fixed. The best value is kept if it improves
+held-out perplexity, the mean over SEEDS, by more than MIN_GAIN; then the next side and the next setting follow. The
+recipe found is compared with the initial one with FINAL_SEEDS, and on runs longer by LONG_RUN_FACTOR: what helps a
+short run need not help a long one.
 """
 
 from __future__ import annotations
@@ -19,52 +19,54 @@ from typing import Any
 
 import yaml
 
-from experiments.measures import Row, over_seeds, spent
-from experiments.runner import ExperimentRunner, course, settings_of
+from experiments.measures import Row, aggregate_seeds, time_spent
+from experiments.runner import ExperimentRunner, to_overrides, training_overrides
 from megahead.errors import FieldError, UserError
 from megahead.report.read import read_metrics
 
 Recipe = dict[str, Any]
 
 SEEDS = (0, 1)
-ENDS = (0, 1, 2)
-LONGER = 10
+FINAL_SEEDS = (0, 1, 2)
+LONG_RUN_FACTOR = 10
 ROUNDS = 2  # over all settings, at most
-LEAST_GAIN = 0.005  # of perplexity. Two seeds differ by two or three times as much: a single move may be chance.
+MIN_GAIN = (
+    0.005  # relative, of perplexity. Two seeds differ by two or three times as much: a single move may be chance.
+)
 SCORES = ("perplexity", "bits_per_byte", "accuracy")  # encoders have no bits per byte
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A small model that every run of a search trains on as many rows."""
+    """A small model, which every run of a search trains on the same number of rows."""
 
     config: str
     encoder: bool
     vocabulary: int
     shape: Sequence[str]
     rows: int
-    values: Mapping[str, Sequence[Any]]  # of each setting, in the order in which they are tried
-    start: Recipe  # before any search, the headless side's with what it alone has
-    found: Mapping[str, Recipe]  # by side: what searches came to, beside `start`; they go on from here
+    values: Mapping[str, Sequence[Any]]  # by setting, in search order
+    start: Recipe  # before any search, with the headless side's own settings
+    found: Mapping[str, Recipe]  # by side: changes to `start` that earlier searches found; a search starts there
 
-    def first(self, side: str) -> Recipe:
-        """What `side` had before any search."""
-        alone = () if side == "headless" else [name for name in self.start if name.startswith("objective.")]
-        return {name: value for name, value in self.start.items() if name not in alone}
+    def initial_recipe(self, side: str) -> Recipe:
+        """The recipe of `side` before any search."""
+        headless_only = () if side == "headless" else [name for name in self.start if name.startswith("objective.")]
+        return {name: value for name, value in self.start.items() if name not in headless_only}
 
-    def learns_by(self, side: str, recipe: Recipe) -> list[str]:
-        """As overrides of any config, of which nothing remains in objective and optimizer."""
-        return [f"objective={json.dumps(SIDES[side])}", "optimizer={}", *settings_of(recipe)]
+    def objective_overrides(self, side: str, recipe: Recipe) -> list[str]:
+        """Overrides that replace the objective and optimizer of any config."""
+        return [f"objective={json.dumps(SIDES[side])}", "optimizer={}", *to_overrides(recipe)]
 
 
-_LIST = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-SIDES: dict[str, Row] = _LIST["sides"]  # the objective of each
-KINDS = {name: Kind(**kind) for name, kind in _LIST["kinds"].items()}
-FIRST = KINDS["decoder"].start
+_RECIPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIDES: dict[str, Row] = _RECIPES["sides"]  # objective settings by side
+KINDS = {name: Kind(**kind) for name, kind in _RECIPES["kinds"].items()}
+INITIAL_RECIPE = KINDS["decoder"].start
 
 
 def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Searches, for the kinds and sides of `only` or all, and holds what was found against the first recipe."""
+    """Searches recipes for the kinds and sides of `only`, or all, and compares them with the initial ones."""
     if unknown := [name for name in only if name not in KINDS and name not in SIDES]:
         raise FieldError("--only", f"name some of {', '.join([*KINDS, *SIDES])}", got=unknown[0])
     sides = [name for name in SIDES if name in only] or [*SIDES]
@@ -72,7 +74,7 @@ def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
         searches = [CoordinateSearch(runner, kind, side) for side in sides]
         title = "-".join([f"recipe-{kind}", *(sides if len(sides) < len(SIDES) else [])])
         for search in searches:
-            search.perplexity(search.recipe)  # where each begins is known first
+            search.perplexity(search.recipe)  # the starting point comes first
         for _ in range(ROUNDS):
             before = [search.recipe for search in searches]
             for setting in KINDS[kind].values:
@@ -81,74 +83,78 @@ def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
                 runner.record(title, [row for search in searches for row in search.rows])
             if before == [search.recipe for search in searches]:
                 break
-        runner.record(f"{title}-held", [row for search in searches for row in search.held()])
+        runner.record(f"{title}-held", [row for search in searches for row in search.compare_with_initial()])
 
 
 @dataclass
 class CoordinateSearch:
-    """The way of one side from what was found before; `rows` has every run, in their order."""
+    """The search of one side, starting at what was found before; `rows` has every run, in order."""
 
     runner: ExperimentRunner
     kind_name: str
     side: str
     rows: list[Row] = field(default_factory=list)
-    known: dict[tuple[tuple[str, Any], ...], float] = field(default_factory=dict)  # perplexities by the recipe
+    perplexity_by_recipe: dict[tuple[tuple[str, Any], ...], float] = field(
+        default_factory=dict
+    )  # keys: items of the recipe
 
     def __post_init__(self) -> None:
         self.kind = KINDS[self.kind_name]
-        self.recipe = self.kind.first(self.side) | self.kind.found[self.side]
+        self.recipe = self.kind.initial_recipe(self.side) | self.kind.found[self.side]
 
     def try_values(self, setting: str) -> None:
-        """Keeps the best value, if this side has such a setting."""
+        """Tries all values of a setting, and keeps the best, if this side has the setting."""
         if setting not in self.recipe:
             return
-        tried = [_fitting(self.recipe | {setting: value}) for value in self.kind.values[setting]]
-        best = min(tried, key=self.perplexity)
-        if self.perplexity(best) < self.perplexity(self.recipe) * (1 - LEAST_GAIN):
+        recipes = [_limit_group(self.recipe | {setting: value}) for value in self.kind.values[setting]]
+        best = min(recipes, key=self.perplexity)
+        if self.perplexity(best) < self.perplexity(self.recipe) * (1 - MIN_GAIN):
             self.recipe = best
 
     def perplexity(self, recipe: Recipe) -> float:
-        """The mean over SEEDS; infinite where a run went astray."""
+        """The mean over SEEDS; infinite if a run diverged."""
         key = tuple(recipe.items())
-        if key not in self.known:
-            rows = [self._tried(recipe, seed) for seed in SEEDS]
+        if key not in self.perplexity_by_recipe:
+            rows = [self._try(recipe, seed) for seed in SEEDS]
             self.rows += rows
-            self.known[key] = mean(row["perplexity"] if isfinite(row["perplexity"]) else inf for row in rows)
-        return self.known[key]
+            self.perplexity_by_recipe[key] = mean(
+                row["perplexity"] if isfinite(row["perplexity"]) else inf for row in rows
+            )
+        return self.perplexity_by_recipe[key]
 
-    def held(self) -> list[Row]:
-        """The first recipe and the one found, over all seeds of the ends, and with the first over longer runs."""
+    def compare_with_initial(self) -> list[Row]:
+        """Rows of the initial recipe and the one found: over FINAL_SEEDS, and of a longer run of the first seed."""
         rows = []
-        for which, recipe in {"first": self.kind.first(self.side), "found": self.recipe}.items():
-            for seed, times in [*((seed, 1) for seed in ENDS), (ENDS[0], LONGER)]:
-                rows.append({"recipe": which, **self._trained(recipe, seed, self.kind.rows * times)})
+        for label, recipe in {"first": self.kind.initial_recipe(self.side), "found": self.recipe}.items():
+            for seed, factor in [*((seed, 1) for seed in FINAL_SEEDS), (FINAL_SEEDS[0], LONG_RUN_FACTOR)]:
+                rows.append({"recipe": label, **self._train(recipe, seed, self.kind.rows * factor)})
         values = [value for value in SCORES if value in rows[0]]
-        return over_seeds(rows, ("side", "recipe", "tokens"), values)
+        return aggregate_seeds(rows, ("side", "recipe", "tokens"), values)
 
-    def _tried(self, recipe: Recipe, seed: int) -> Row:
-        """The end of a run, or an infinite perplexity where it went astray."""
+    def _try(self, recipe: Recipe, seed: int) -> Row:
+        """The row of a run, with infinite perplexity if it diverged."""
         try:
-            return self._trained(recipe, seed, self.kind.rows)
+            return self._train(recipe, seed, self.kind.rows)
         except UserError:
-            if not _went_astray(self.runner.folder / self._name(recipe, seed, self.kind.rows)):
+            if not _has_diverged(self.runner.folder / self._run_name(recipe, seed, self.kind.rows)):
                 raise
             return {"side": self.side, "seed": seed, **recipe, "perplexity": inf}
 
-    def _trained(self, recipe: Recipe, seed: int, data_rows: int) -> Row:
-        """The end of one run."""
-        steps, name = data_rows // recipe["batch.global_size"], self._name(recipe, seed, data_rows)
+    def _train(self, recipe: Recipe, seed: int, data_rows: int) -> Row:
+        """Trains a run; returns its row."""
+        steps, name = data_rows // recipe["batch.global_size"], self._run_name(recipe, seed, data_rows)
         decay = steps // 5 if recipe["schedule.name"] == "wsd" else "null"
-        given = self.runner.data(self.kind.vocabulary, encoder=self.kind.encoder)
-        given += [*self.kind.shape, *self.kind.learns_by(self.side, recipe)]
-        given += settings_of({"schedule.warmup_steps": steps // 16, "schedule.decay_steps": decay, "seed": seed})
-        run = self.runner.train(self.kind.config, name, *given, *course(steps))
+        overrides = self.runner.data(self.kind.vocabulary, encoder=self.kind.encoder)
+        overrides += [*self.kind.shape, *self.kind.objective_overrides(self.side, recipe)]
+        overrides += to_overrides({"schedule.warmup_steps": steps // 16, "schedule.decay_steps": decay, "seed": seed})
+        run = self.runner.train(self.kind.config, name, *overrides, *training_overrides(steps))
         last, settings = run.validation[-1], {name: str(value) for name, value in recipe.items()}
-        told = {key: last[key] for key in SCORES if last[key] is not None}
-        told |= {"tokens": run.training[-1]["tokens"], "cpu_seconds": round(spent(run))}
-        return {"side": self.side, "seed": seed, **settings, **told}
+        scores = {key: last[key] for key in SCORES if last[key] is not None}
+        scores |= {"tokens": run.training[-1]["tokens"], "cpu_seconds": round(time_spent(run))}
+        return {"side": self.side, "seed": seed, **settings, **scores}
 
-    def _name(self, recipe: Recipe, seed: int, data_rows: int) -> str:
-        """What is not as at the start."""
+    def _run_name(self, recipe: Recipe, seed: int, data_rows: int) -> str:
+        """A name from the settings that differ from the start."""
         changed = [
             f"{key.removesuffix('.name').split('.')[-1]}-{value}"
             for key, value in recipe.items()
@@ -158,17 +164,17 @@ class CoordinateSearch:
         return re.sub(r"[^\w.-]+", "_", "-".join(parts))
 
 
-def _fitting(recipe: Recipe) -> Recipe:
-    """With a candidate group no larger than the global batch."""
+def _limit_group(recipe: Recipe) -> Recipe:
+    """Limits the candidate group to the global batch size."""
     group, batch = "objective.group_samples", recipe["batch.global_size"]
     return recipe | ({group: min(recipe[group], batch)} if group in recipe else {})
 
 
-def _went_astray(run: Path) -> bool:
-    """Whether the run's last session was ended by steps whose loss was not finite, or far above what it had been."""
+def _has_diverged(run: Path) -> bool:
+    """Whether the run's last session was stopped because its loss was not finite or had spiked."""
     try:
         events = read_metrics(run).events
     except UserError:
         return False
-    began = max((place for place, event in enumerate(events) if "session" in event), default=0)
-    return any(event.get("fault", {}).get("action") == "stop" for event in events[began:])
+    session_start = max((index for index, event in enumerate(events) if "session" in event), default=0)
+    return any(event.get("fault", {}).get("action") == "stop" for event in events[session_start:])

@@ -23,7 +23,7 @@ def test_decoders_along_training_and_with_a_trained_head(
     sizes = {"HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.figures.{name}", value)
-    monkeypatch.setattr("experiments.figures.AT_THE_END", "lambada_openai")
+    monkeypatch.setattr("experiments.figures.FINAL_TASKS", "lambada_openai")
     (tmp_path / "lambada").mkdir()
     texts = ["The sea is as deep as the sea", "A dog is not a cat, nor is a cat a dog"]
     (tmp_path / "lambada/lambada_test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

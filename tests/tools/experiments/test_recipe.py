@@ -9,7 +9,7 @@ from math import inf, log2
 import pytest
 
 from experiments.measures import Row
-from experiments.recipe import KINDS, SIDES, CoordinateSearch, Recipe, compare_recipe, settings_of
+from experiments.recipe import KINDS, SIDES, CoordinateSearch, Recipe, compare_recipe, to_overrides
 from experiments.runner import ExperimentRunner
 from megahead.config.loading import load_config
 from megahead.config.objective import resolve_candidate_group_samples
@@ -23,7 +23,7 @@ TOP: Recipe = {"optimizer.learning_rate": 0.002, "model.init_embedding_std": 0.0
 
 def _tiny(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> ExperimentRunner:
     """Runs of a second, one setting of two values, and a first step found."""
-    for name, value in {"SEEDS": (0,), "ENDS": (0, 1), "LONGER": 2}.items():
+    for name, value in {"SEEDS": (0,), "FINAL_SEEDS": (0, 1), "LONG_RUN_FACTOR": 2}.items():
         monkeypatch.setattr(f"experiments.recipe.{name}", value)
     small = {"vocabulary": 320, "rows": 160, "shape": ("data.sequence_length=16",)}
     found, values = {side: {"optimizer.weight_decay": 0.3}}, {"optimizer.learning_rate": (2e-3, 2e-2)}
@@ -39,7 +39,7 @@ def _hill(monkeypatch: pytest.MonkeyPatch, height: object) -> None:
         assert callable(height)
         return {"side": search.side, "seed": seed, **recipe, "tokens": data_rows, "perplexity": height(recipe)}
 
-    monkeypatch.setattr(CoordinateSearch, "_trained", trained)
+    monkeypatch.setattr(CoordinateSearch, "_train", trained)
 
 
 def _slope(recipe: Recipe) -> float:
@@ -82,7 +82,7 @@ def test_a_run_that_went_astray_is_no_gain(runner: ExperimentRunner, monkeypatch
     search = CoordinateSearch(runner, "decoder", "headless")
     search.try_values("optimizer.learning_rate")
     assert search.recipe["optimizer.learning_rate"] == 0.004
-    assert inf in search.known.values()
+    assert inf in search.perplexity_by_recipe.values()
 
 
 def test_a_group_is_never_larger_than_the_batch(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_group_is_never_larger_than_the_batch(runner: ExperimentRunner, monkey
     search = CoordinateSearch(runner, "decoder", "headless")
     search.try_values("batch.global_size")
     search.try_values("objective.group_samples")
-    tried = [dict(recipe) for recipe in search.known]
+    tried = [dict(recipe) for recipe in search.perplexity_by_recipe]
     pairs = {(recipe["batch.global_size"], recipe["objective.group_samples"]) for recipe in tried}
     assert pairs == {(8, 8), (16, 16), (32, 16), (16, 8), (16, 4)}
 
@@ -100,7 +100,7 @@ def test_a_run_that_diverged_is_infinitely_bad_and_one_that_failed_is_told(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(search: CoordinateSearch, recipe: Recipe, seed: int, data_rows: int) -> Row:
-        log = search.runner.folder / search._name(recipe, seed, data_rows) / "metrics.jsonl"
+        log = search.runner.folder / search._run_name(recipe, seed, data_rows) / "metrics.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
         where = {"step": 3, "tokens": 3, "seconds": 3}
         fault, later = where | {"fault": {"action": "stop"}}, [] if astray else [where | {"session": {}}]
@@ -108,7 +108,7 @@ def test_a_run_that_diverged_is_infinitely_bad_and_one_that_failed_is_told(
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         raise UserError("training must come to its end")
 
-    monkeypatch.setattr(CoordinateSearch, "_trained", stopped)
+    monkeypatch.setattr(CoordinateSearch, "_train", stopped)
     astray = True
     search = CoordinateSearch(runner, "decoder", "headless")
     assert search.perplexity(search.recipe) == inf
@@ -157,11 +157,11 @@ def test_an_unknown_name_is_refused(runner: ExperimentRunner) -> None:
 )
 def test_configs_have_what_was_found(config: str, side: str) -> None:
     """But for the batch, which goes with the text."""
-    recipe = DECODER.first(side) | DECODER.found[side]
+    recipe = DECODER.initial_recipe(side) | DECODER.found[side]
     kept = {
         name: value for name, value in recipe.items() if name not in ("batch.global_size", "model.init_embedding_std")
     }
-    found, wanted = (load_config(f"configs/{config}.yaml", asked) for asked in ([], settings_of(kept)))
+    found, wanted = (load_config(f"configs/{config}.yaml", asked) for asked in ([], to_overrides(kept)))
     assert found.optimizer == wanted.optimizer
     assert found.schedule == wanted.schedule
     groups = [resolve_candidate_group_samples(one.objective, one.batch, data_ranks=1) for one in (found, wanted)]

@@ -16,8 +16,18 @@ import torch
 import yaml
 
 from experiments.grids import compare_negatives, compare_variants
-from experiments.measures import Chart, candidates, cost, draw_charts, lines, over_seeds, percent, speed, spent
-from experiments.runner import ExperimentRunner, _finished, run_python
+from experiments.measures import (
+    Chart,
+    aggregate_seeds,
+    cost_per_token,
+    draw_charts,
+    group_points,
+    mean_candidates,
+    percent,
+    time_spent,
+    tokens_per_second,
+)
+from experiments.runner import ExperimentRunner, _is_finished, run_python
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import UserError
@@ -127,18 +137,18 @@ def test_a_folder_holds_a_result_when_its_settings_are_there_and_it_ended_by_its
 ) -> None:
     config = load_config("configs/small-headless.yaml", ["training.steps=400"])
     (tmp_path / "ending.json").write_text('{"ending": "finished", "step": 400, "steps": 400}')
-    assert not _finished(tmp_path, config)
+    assert not _is_finished(tmp_path, config)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert _finished(tmp_path, config)
+    assert _is_finished(tmp_path, config)
     auto = load_config("configs/small-headless.yaml", ["training.steps=400", "engine.precision=auto"])
     monkeypatch.setattr("megahead.train.run.has_fast_bf16", lambda _: False)
-    assert _finished(tmp_path, auto)
+    assert _is_finished(tmp_path, auto)
     monkeypatch.setattr("megahead.train.run.has_fast_bf16", lambda _: True)
-    assert not _finished(tmp_path, auto)
+    assert not _is_finished(tmp_path, auto)
     (tmp_path / "ending.json").write_text('{"ending": "stopped", "step": 400, "steps": 400}')
-    assert not _finished(tmp_path, config)  # it owes its last evaluation
+    assert not _is_finished(tmp_path, config)  # it owes its last evaluation
     (tmp_path / "ending.json").unlink()
-    assert not _finished(tmp_path, config)
+    assert not _is_finished(tmp_path, config)
 
 
 STEPS = 12
@@ -147,12 +157,12 @@ STEPS = 12
 def logged(name: str, beside: float, alone: float, until: int) -> RunMetrics:
     """A run whose steps cost `beside` another one until that has ended at second `until`, and `alone` then; its first
     is the dearest."""
-    lines, now = [], 0.0
+    group_points, now = [], 0.0
     for step in range(1, STEPS + 1):
         price = 50.0 if step == 1 else beside if now < until else alone
         now += price
-        lines.append({"step": step, "tokens": 10 * step, "seconds": now, "step_cpu_seconds": price})
-    return RunMetrics(name, lines, ())
+        group_points.append({"step": step, "tokens": 10 * step, "seconds": now, "step_cpu_seconds": price})
+    return RunMetrics(name, group_points, ())
 
 
 def test_costs_are_of_the_time_in_which_both_run(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +200,11 @@ def test_a_pair_of_which_one_was_stopped_begins_anew(runner: ExperimentRunner, m
 def test_rows_over_seeds_and_lines() -> None:
     rows = [{"run": "a", "seed": seed, "x": seed, "loss": loss} for seed, loss in enumerate((1.0, 3.0))]
     rows.append({"run": "b", "seed": 0, "x": 0, "loss": 5.0})
-    assert over_seeds(rows, ("run",), ("loss",)) == [
+    assert aggregate_seeds(rows, ("run",), ("loss",)) == [
         {"run": "a", "seeds": 2, "loss": 2.0, "± loss": pytest.approx(2**0.5)},
         {"run": "b", "seeds": 1, "loss": 5.0, "± loss": None},
     ]
-    assert lines(rows, "run", "x", "loss") == {"a": [(0, 1.0), (1, 3.0)], "b": [(0, 5.0)]}
+    assert group_points(rows, "run", "x", "loss") == {"a": [(0, 1.0), (1, 3.0)], "b": [(0, 5.0)]}
     assert [percent(values) for values in ([0.5], [0.25, 0.75])] == ["50.0", "50.0 ± 35.4"]
 
 
@@ -203,8 +213,8 @@ def test_the_speed_of_a_run_in_phases_is_that_of_all_its_tokens() -> None:
     speeds = [100, 100, 5, 300, 300, 300]
     training = [{"step": step, "tokens": 10 * step, "tokens_per_second": found} for step, found in enumerate(speeds, 1)]
     switch = {"step": 3, "tokens": 30, "seconds": 1.0, "session": {"new_phase": True}}
-    assert speed(RunMetrics("a", training, [], events=[switch])) == 150
-    assert speed(RunMetrics("a", training[3:], [])) == 300
+    assert tokens_per_second(RunMetrics("a", training, [], events=[switch])) == 150
+    assert tokens_per_second(RunMetrics("a", training[3:], [])) == 300
 
 
 def test_the_cost_of_a_token_is_all_steps_processor_time_over_all_tokens() -> None:
@@ -214,12 +224,12 @@ def test_the_cost_of_a_token_is_all_steps_processor_time_over_all_tokens() -> No
     ]
     seconds = (2 * 7 + 3 * 9) if torch.cuda.is_available() else (2 * 1 + 3 * 3)
     run = RunMetrics("a", training, [])
-    assert cost(run) == seconds / 50
-    assert spent(run) == seconds
-    assert spent(run, until=3) == ((2 * 7 + 9) if torch.cuda.is_available() else (2 * 1 + 3))
+    assert cost_per_token(run) == seconds / 50
+    assert time_spent(run) == seconds
+    assert time_spent(run, last_step=3) == ((2 * 7 + 9) if torch.cuda.is_available() else (2 * 1 + 3))
     begun = {"step": 1, "tokens": 10, "seconds": 1.0, "session": {"resumed": "elsewhere"}}
     assert (
-        spent(RunMetrics("a", training, [], events=[begun]))
+        time_spent(RunMetrics("a", training, [], events=[begun]))
         == seconds - training[0]["step_seconds" if torch.cuda.is_available() else "step_cpu_seconds"]
     )
 
@@ -228,14 +238,14 @@ def test_candidates_are_those_of_the_steps_asked_for() -> None:
     training = [{"step": step, "tokens": step, "candidates": 100 * step} for step in (1, 2, 3)]
     training.append({"step": 4, "tokens": 4})
     run = RunMetrics("a", training, [])
-    assert candidates(run) == 200
-    assert candidates(run, range(2)) == 150
-    assert candidates(run, range(3, 4)) is None
+    assert mean_candidates(run) == 200
+    assert mean_candidates(run, range(2)) == 150
+    assert mean_candidates(run, range(3, 4)) is None
 
 
 def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:
     two = {"headless": [(1, 2.0), (4, 3.0)], "vanilla": [(4, 9.0), (1, 8.0)]}
-    figure = draw_charts([Chart("one", "rows", two, log_across=True, from_zero=True), Chart("two", "rows", two)])
+    figure = draw_charts([Chart("one", "rows", two, log_x=True, from_zero=True), Chart("two", "rows", two)])
     first, second = figure.axes
     assert [line.get_color() for line in first.get_lines()] == [line.get_color() for line in second.get_lines()]
     assert list(first.get_lines()[1].get_xdata()) == [1, 4]  # from left to right, however the rows came

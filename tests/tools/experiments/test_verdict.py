@@ -10,7 +10,7 @@ import pytest
 
 from experiments.recipe import KINDS
 from experiments.runner import ExperimentRunner
-from experiments.verdict import GLUE_ROWS, Courses, Part, compare_verdict
+from experiments.verdict import GLUE_ROWS, Part, RunPlanner, compare_verdict
 from megahead.config.loading import load_config
 from megahead.errors import FieldError
 from megahead.report.read import read_metrics
@@ -102,8 +102,10 @@ def test_encoders_are_scored_by_blimp_and_fine_tuned(
     monkeypatch.setattr("experiments.verdict.PROBE_STEPS", 1)
     monkeypatch.setattr("experiments.runner._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tuned: list[tuple[str, str]] = []
-    monkeypatch.setattr("experiments.verdict.table_of", lambda results: results)
-    monkeypatch.setattr("experiments.verdict.fine_tuned", lambda _, name, __, rows: tuned.append((name, rows)) or [])
+    monkeypatch.setattr("experiments.verdict.task_table", lambda results: results)
+    monkeypatch.setattr(
+        "experiments.verdict.fine_tune_on_glue", lambda _, name, __, rows: tuned.append((name, rows)) or []
+    )
     compare_verdict(replace(runner, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks")), [])
     ends = {(row["run"], row["budget"]): row for row in results(runner, "verdict-tiny-ends")}
     assert [*ends] == [(run, budget) for run in (*kinds, "headless, equal tokens") for budget in (5, 10)]
@@ -147,34 +149,34 @@ UNIT = PART.unit
 
 def test_every_run_of_a_budget_takes_its_time() -> None:
     """Vanilla steps take four times as long."""
-    courses = Courses(PART, 0, UNIT // 4)
+    courses = RunPlanner(PART, 0, UNIT // 4)
     runs = {course.name: course for course in courses.all()}
     assert len(runs) == 4 + 2 + 4
     for name, course in runs.items():
-        taken = courses.time_until(course, course.steps)
+        taken = courses.units_at_step(course, course.steps)
         assert taken == pytest.approx(course.budget / 4 if "equal-tokens" in name else course.budget, rel=0.01), name
     for budget in PART.budgets[0]:
         assert runs[f"headless-equal-tokens-{budget}"].steps == runs[f"vanilla-{budget}"].steps
     switched = runs["vanilla-for-the-last-20-50"]
     assert (switched.steps, switched.vanilla_steps) == (40 * 128 + 10 * 32, 10 * 32)
-    assert courses.time_until(switched, 40 * 128 + 32) == 41
+    assert courses.units_at_step(switched, 40 * 128 + 32) == 41
 
 
 @pytest.mark.parametrize("falls", [0.2, 0.6])
 def test_rates_fall_in_the_last_part_of_the_time_whatever_is_learned_then(falls: float) -> None:
-    courses = Courses(replace(PART, decay=falls), 0, UNIT // 4)
+    courses = RunPlanner(replace(PART, decay=falls), 0, UNIT // 4)
     for course in courses.all():
-        stable = courses.time_until(course, course.steps - course.decay_steps)
-        assert stable == pytest.approx((1 - falls) * courses.time_until(course, course.steps), rel=0.01), course.name
+        stable = courses.units_at_step(course, course.steps - course.decay_steps)
+        assert stable == pytest.approx((1 - falls) * courses.units_at_step(course, course.steps), rel=0.01), course.name
 
 
 def test_no_run_is_made_twice_where_units_have_as_many_tokens() -> None:
-    runs = [course.name for course in Courses(replace(PART, switches={}), 0, UNIT).all()]
+    runs = [course.name for course in RunPlanner(replace(PART, switches={}), 0, UNIT).all()]
     assert runs == ["headless-5", "headless-50", "vanilla-5", "vanilla-50"]
 
 
 def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
-    courses = Courses(PART, 1, 20)
+    courses = RunPlanner(PART, 1, 20)
     runs = {course.name: course for course in courses.all()}
     warmups = {name: courses.warmup_steps(course) for name, course in runs.items()}
     assert (runs["headless-equal-tokens-5"].trunk, warmups["headless-equal-tokens-5"]) == (None, 20)
@@ -182,14 +184,14 @@ def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
 
 
 def test_no_run_warms_up_for_most_of_its_steps() -> None:
-    courses = Courses(Part(shape=(), budgets={0: (5,)}, switches={}, unit=64), 0, 18)
+    courses = RunPlanner(Part(shape=(), budgets={0: (5,)}, switches={}, unit=64), 0, 18)
     for course in courses.all():
         assert courses.warmup_steps(course) * 5 == course.steps
 
 
 def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_yet() -> None:
     for seed in PART.budgets:
-        courses = Courses(PART, seed, UNIT // 4)
+        courses = RunPlanner(PART, seed, UNIT // 4)
         trunks = {course.name: course for course in courses.trunks()}
         for course in courses.all():
             assert (course.trunk is None) == (course.name in trunks or course.name == "headless-equal-tokens-5")
@@ -199,8 +201,8 @@ def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_y
                 assert 0 < course.fork <= min(trunk.steps - trunk.decay_steps, course.steps - course.decay_steps)
                 assert course.fork <= course.steps - course.vanilla_steps
                 assert course.fork % courses.units[trunk.objective] == 0
-                assert course.fork % courses.kept_every(trunk) == 0
-    forks = {course.name: course.fork for course in Courses(PART, 0, UNIT // 4).all()}
+                assert course.fork % courses.keep_every(trunk) == 0
+    forks = {course.name: course.fork for course in RunPlanner(PART, 0, UNIT // 4).all()}
     assert forks["headless-5"] == 4 * UNIT
     assert forks["vanilla-for-the-last-40-5"] == 3 * UNIT
     assert forks["vanilla-for-the-last-10-5"] == 4 * UNIT
@@ -208,4 +210,4 @@ def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_y
 
 def test_what_a_part_leaves_out_is_left_out() -> None:
     wide = Part(shape=(), budgets={0: (5,)}, switches={}, kinds=("headless",))
-    assert [course.name for course in Courses(wide, 0, 32).all()] == ["headless-5"]
+    assert [course.name for course in RunPlanner(wide, 0, 32).all()] == ["headless-5"]
