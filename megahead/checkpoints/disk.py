@@ -48,7 +48,7 @@ from megahead.files import is_full, publish_folder, write_atomically
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 
-# A folder of checkpoints as a place.
+# The storage.
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class DiskStorage(Storage):
 
     @staticmethod
     def of(path: Path) -> DiskStorage:
-        """Those of a run folder, or of a folder of checkpoints."""
-        inside = RunFolder(path).checkpoints
-        return DiskStorage(inside if inside.is_dir() else path)
+        """The checkpoints of a run folder, or of a checkpoints folder."""
+        checkpoints = RunFolder(path).checkpoints
+        return DiskStorage(checkpoints if checkpoints.is_dir() else path)
 
     def names(self) -> list[str]:
         return [folder.name for folder in self.root.glob("step-*") if is_checkpoint_name(folder.name)]
@@ -80,20 +80,20 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Renames it first, so that a crash leaves no half-removed folder under its name."""
+        """Removes a checkpoint; renames it first, so that a crash leaves no partial folder under its name."""
         partial = self.partial(name)
         (self.root / name).rename(partial)
         shutil.rmtree(partial)
 
     def partial(self, name: str) -> Path:
-        """Where a checkpoint is written before it is complete."""
+        """The folder in which an incomplete checkpoint is written."""
         return self.root / f".{name}.partial"
 
-    def prepare(self, name: str, needed: int) -> Path:
+    def prepare(self, name: str, num_bytes: int) -> Path:
         """Makes that folder, for a checkpoint of so many bytes; OSError without room. See `describe_failure`."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.remove_partial()
-        if shutil.disk_usage(self.root).free < needed:
+        if shutil.disk_usage(self.root).free < num_bytes:
             raise OSError(errno.ENOSPC, "no room", str(self.root))
         self.partial(name).mkdir()
         return self.partial(name)
@@ -104,7 +104,7 @@ class DiskStorage(Storage):
         return self.root / name
 
     def remove_partial(self) -> None:
-        """Removes what a crash in the middle of an earlier save left behind."""
+        """Removes partial files and folders of a crashed save."""
         for folder in self.root.glob(".step-*.partial"):
             shutil.rmtree(folder)
         for file in self.root.glob("latest.*.partial"):
@@ -128,9 +128,9 @@ def find_checkpoint(path: Path) -> Path | None:
     """
     if (path / MANIFEST).is_file():
         return path
-    named = re.fullmatch(r"(?:step-)?0*(\d+)", path.name)
-    if named and not path.exists():
-        folders = [folder for folder in step_folders(path.parent) if step_of(folder) == int(named[1])]
+    step_match = re.fullmatch(r"(?:step-)?0*(\d+)", path.name)
+    if step_match and not path.exists():
+        folders = [folder for folder in step_folders(path.parent) if step_of(folder) == int(step_match[1])]
     else:
         folders = step_folders(path)
     return next((folder for folder in folders if is_complete(folder)), None)
@@ -179,8 +179,8 @@ def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group,
         yield
         return {snapshot.file: snapshot.write(partial)}
 
-    def seal(partial: Path, written: list[dict[str, FileEntry]]) -> None:
-        files = {name: entry for part in written for name, entry in part.items()}
+    def seal(partial: Path, results: list[dict[str, FileEntry]]) -> None:
+        files = {name: entry for part in results for name, entry in part.items()}
         header.manifest(snapshot.entries, files).write(partial)
 
     return write_collectively(DiskStorage(root), header.name, snapshot.total_bytes, write, seal, group, rules)
@@ -189,7 +189,7 @@ def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group,
 def write_collectively(
     disk: DiskStorage,
     name: str,
-    needed: int,
+    num_bytes: int,
     write: Callable[[Path], Iterator[None]],
     seal: Callable[[Path, list[Any]], None],
     group: Group,
@@ -201,10 +201,10 @@ def write_collectively(
     partial = disk.partial(name)
 
     def describe_error(error: Exception) -> str:
-        return describe_write_error(error, partial, needed)
+        return describe_write_error(error, partial, num_bytes)
 
     def finish() -> None:
-        seal(partial, written)
+        seal(partial, results)
         manifest = Manifest.read(partial)
         check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
         disk.publish(name)
@@ -213,8 +213,8 @@ def write_collectively(
             retain(disk, rules)
 
     try:
-        run_on_first_rank(group, lambda: disk.prepare(name, needed), describe_error)
-        written = run_long_on_all_ranks(group, write(partial), describe_error)
+        run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
+        results = run_long_on_all_ranks(group, write(partial), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:
@@ -233,7 +233,7 @@ class Source(Protocol):
     def write(self, partial: Path) -> Iterator[None]:
         """Writes this rank's share of the files of the checkpoint that was chosen last; yields often."""
 
-    def seal(self, partial: Path, written: list[Any]) -> None:
+    def seal(self, partial: Path, results: list[Any]) -> None:
         """Writes its manifest."""
 
 
@@ -245,29 +245,29 @@ def copy_newest_valid(
     problems = list[str]()
     while True:
         try:
-            name, needed = run_long_on_all_ranks(group, source.choose())[0]
-            if needed:
-                write_collectively(disk, name, needed, source.write, source.seal, group, rules)
+            name, num_bytes = run_long_on_all_ranks(group, source.choose())[0]
+            if num_bytes:
+                write_collectively(disk, name, num_bytes, source.write, source.seal, group, rules)
             return name, problems
         except DamagedError as error:
             problems.append(str(error))
 
 
-def describe_write_error(error: Exception, partial: Path, needed: int) -> str:
+def describe_write_error(error: Exception, partial: Path, num_bytes: int) -> str:
     """The sentence on an error in putting a checkpoint of so many bytes on disk."""
     root = partial.parent
     if not _is_full(error):  # a WriteError may be: its own sentence lacks the bytes
-        unharmed = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
-        return str(error) if isinstance(error, UserError) else unharmed
-    there = shutil.disk_usage(root).free + sum(map(_length, partial.glob("*")))
-    lack = f"{needed - there} bytes are missing" if needed > there else "its disk or quota is full"
+        message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
+        return str(error) if isinstance(error, UserError) else message
+    available = shutil.disk_usage(root).free + sum(map(_file_size, partial.glob("*")))
+    reason = f"{num_bytes - available} bytes are missing" if num_bytes > available else "its disk or quota is full"
     return (
-        f"`{root}` must have room for a checkpoint of {needed} bytes, but {lack}; free some or lower "
+        f"`{root}` must have room for a checkpoint of {num_bytes} bytes, but {reason}; free some or lower "
         "training.keep_checkpoints (older checkpoints are unharmed)."
     )
 
 
-def _length(file: Path) -> int:
+def _file_size(file: Path) -> int:
     """Bytes of a file, 0 if another rank has renamed it since it was listed."""
     try:
         return file.stat().st_size

@@ -30,14 +30,14 @@ from megahead.files import fsync, write_atomically
 from megahead.remote_files import DamagedError, ExpectedFile, Store, cache_folder, download, join_url, with_progress
 from megahead.run_folder import RunFolder
 
-# Which checkpoint of a store a session goes on from, and that all ranks have it.
+# Fetching the checkpoint that a session resumes from, on all ranks.
 
 
-_ALONE = Group()
+SINGLE_RANK = Group()
 
 
 def fetch_newer(
-    than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
+    newer_than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
 ) -> RecoveryResult | None:
     """Fetches the newest valid checkpoint of the history at `url` into `folder`, with the log up to there and what the
     run is known by, if one is newer than step `than` (see `newer_in`); None if none is. Collective; CheckpointError
@@ -45,20 +45,20 @@ def fetch_newer(
 
     `accept` may refuse one before it is fetched, on rank 0. Not counted is what the run in `folder` went back from.
     """
-    began, disk = time.monotonic(), DiskStorage(folder.checkpoints)
+    start_time, disk = time.monotonic(), DiskStorage(folder.checkpoints)
 
-    def newer() -> tuple[RemoteStorage, list[str]]:
+    def find_newer() -> tuple[RemoteStorage, list[str]]:
         remote = RemoteStorage.of(url, retry_seconds(group))
-        return remote, newer_names(remote, folder, than)
+        return remote, newer_names(remote, folder, newer_than)
 
     def files() -> dict[Path, bytes]:
         return read_small_files(url, group, folder.metrics, folder.run_id)
 
-    name, damage = copy_newest_valid(_Fetch(newer, disk, group, accept, files), disk, group)
+    name, damage = copy_newest_valid(_Fetch(find_newer, disk, group, accept, files), disk, group)
     if name is None:
         return RecoveryResult("mirror", None, damage) if damage else None
     run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).parents)))
-    checkpoint, seconds = open_verified(disk.root / name, group), time.monotonic() - began
+    checkpoint, seconds = open_verified(disk.root / name, group), time.monotonic() - start_time
     sentence = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
     return RecoveryResult(
         "mirror", checkpoint, damage, sentence, {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
@@ -66,16 +66,16 @@ def fetch_newer(
 
 
 def read_small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
-    """What small files of the run at `url` hold, by their names, as far as they are there."""
+    """The contents of small files of the run at `url`, for those that exist."""
     store = Store(url, retry_seconds(group))
-    found = {path: store.read_if_exists(path.name) for path in paths}
-    return {path: content for path, content in found.items() if content is not None}
+    content_by_path = {path: store.read_if_exists(path.name) for path in paths}
+    return {path: content for path, content in content_by_path.items() if content is not None}
 
 
 def fetch_checkpoint(
     url: str,
     into: RunFolder,
-    group: Group = _ALONE,
+    group: Group = SINGLE_RANK,
     accept: Callable[[Checkpoint], None] = lambda _: None,
     files: Callable[[], dict[Path, bytes]] = dict,
 ) -> Path:
@@ -84,20 +84,20 @@ def fetch_checkpoint(
     Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. `accept` may
     refuse one before it is fetched; `files` come along. Collective; CheckpointError where none can be had."""
 
-    def named() -> tuple[RemoteStorage, list[str]]:
+    def find() -> tuple[RemoteStorage, list[str]]:
         remote, names = find_remote(url, retry_seconds(group))
-        passed = read_ancestry(into).orphaned if len(names) > 1 else ()
-        return remote, [name for name in names if name not in passed]
+        skipped = read_ancestry(into).orphaned if len(names) > 1 else ()
+        return remote, [name for name in names if name not in skipped]
 
     disk = DiskStorage(into.checkpoints)
-    name, damage = copy_newest_valid(_Fetch(named, disk, group, accept, files), disk, group)
+    name, damage = copy_newest_valid(_Fetch(find, disk, group, accept, files), disk, group)
     if name is None:
         raise CheckpointError(
             f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is valid"
             f"{': ' if damage else '.'}{' '.join(damage)}"
         )
-    for each in damage if group.rank == 0 else ():
-        print(f"passed over: {each}", file=sys.stderr, flush=True)
+    for problem in damage if group.rank == 0 else ():
+        print(f"passed over: {problem}", file=sys.stderr, flush=True)
     return disk.root / name
 
 
@@ -132,22 +132,22 @@ class _Fetch(Source):
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
         self.accept(Checkpoint(self.disk.root / name, self.manifest))
-        self.contents, here = self.files(), self._name_here(name)
-        if is_complete(self.disk.root / here):
+        self.contents, local_name = self.files(), self._local_name(name)
+        if is_complete(self.disk.root / local_name):
             with suppress(CheckpointError):
-                yield from check_files(self.disk.root / here, self.manifest.files)
+                yield from check_files(self.disk.root / local_name, self.manifest.files)
                 _write_all(self.contents)
-                return here, 0
-        return here, self.manifest.total_bytes
+                return local_name, 0
+        return local_name, self.manifest.total_bytes
 
-    def _name_here(self, name: str) -> str:
+    def _local_name(self, name: str) -> str:
         """That of the same checkpoint where it is on disk, else its own, unless another has that: only an earlier
         version used one twice."""
-        for each in self.disk.names():
-            folder = self.disk.root / each
-            same_step = step_of(each) == self.manifest.step
+        for candidate in self.disk.names():
+            folder = self.disk.root / candidate
+            same_step = step_of(candidate) == self.manifest.step
             if same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.text:
-                return each
+                return candidate
         return (
             name
             if is_checkpoint_name(name) and not is_complete(self.disk.root / name)
@@ -161,7 +161,7 @@ class _Fetch(Source):
         received = _fetch_files(self.remote, name, partial, self.manifest)
         return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
-    def seal(self, partial: Path, written: list[Any]) -> None:
+    def seal(self, partial: Path, results: list[Any]) -> None:
         (partial / MANIFEST).write_bytes(self.text)
         fsync(partial / MANIFEST)
         _write_all(self.contents)
@@ -193,12 +193,12 @@ def fetch_to_cache(url: str) -> Path:
     run = RunFolder(cache_folder(url))
     with _locked(run):
         folder = fetch_checkpoint(url, run)
-        kept = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
-        _write_all(read_small_files(_run_of(url), _ALONE, *kept))
+        paths = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
+        _write_all(read_small_files(_run_url(url), SINGLE_RANK, *paths))
     return folder
 
 
-def _run_of(url: str) -> str:
+def _run_url(url: str) -> str:
     """The address of a run, of whose folder of checkpoints, or of one of them, `url` is, if not of the run."""
     return re.sub(rf"/{CHECKPOINTS}(/(step-)?\d+(-[0-9a-f]+)?)?/*$", "", url)
 

@@ -39,7 +39,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetenso
 
 
 class TensorEntry(BaseModel):
-    """Where a tensor is, and what it looks like."""
+    """File, shape and dtype of a tensor."""
 
     model_config = ConfigDict(frozen=True)
     file: FileName | tuple[FileName, ...]
@@ -135,15 +135,15 @@ class Manifest(BaseModel):
             return Manifest.model_validate(content)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(key) for key in first["loc"]) or "list of files"
+            location = ".".join(str(key) for key in first["loc"]) or "list of files"
             raise CheckpointError(
-                f"`{path}` must hold a valid `{where}`, but does not ({first['msg']}); use another checkpoint."
+                f"`{path}` must hold a valid `{location}`, but does not ({first['msg']}); use another checkpoint."
             ) from None
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a manifest says of a checkpoint beside its tensors and files."""
+    """A checkpoint's metadata: its manifest without tensors and files."""
 
     name: str
     step: int
@@ -186,7 +186,7 @@ class Snapshot:
     file_names: list[str]
     entries: dict[str, TensorEntry]
     bytes_by_rank: list[int]
-    """About how many bytes each rank will write."""
+    """Approximate bytes that each rank writes."""
 
     @property
     def total_bytes(self) -> int:
@@ -204,19 +204,19 @@ class Snapshot:
         """
         names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
         loads = [0] * group.size
-        mine: dict[str, Tensor] = {}
+        assigned: dict[str, Tensor] = {}
         entries: dict[str, TensorEntry] = {}
-        for name, given in tensors:
-            writers = range(group.size) if isinstance(given, RoundRobinShard) else (loads.index(min(loads)),)
-            part, shape = (given.part, given.shape) if isinstance(given, RoundRobinShard) else (given, given.shape)
+        for name, tensor in tensors:
+            writers = range(group.size) if isinstance(tensor, RoundRobinShard) else (loads.index(min(loads)),)
+            part, shape = (tensor.part, tensor.shape) if isinstance(tensor, RoundRobinShard) else (tensor, tensor.shape)
             for rank in writers:
                 loads[rank] += shape.numel() * part.itemsize // len(writers)
             files = tuple(names[rank] for rank in writers)
             dtype = str(part.dtype).removeprefix("torch.")
             entries[name] = TensorEntry(file=files if len(files) > 1 else files[0], shape=tuple(shape), dtype=dtype)
             if group.rank in writers:
-                mine[name] = part.detach().to("cpu", copy=True).contiguous() if copied else _standalone(part)
-        return Snapshot(mine, names[group.rank], names, entries, loads)
+                assigned[name] = part.detach().to("cpu", copy=True).contiguous() if copied else _standalone(part)
+        return Snapshot(assigned, names[group.rank], names, entries, loads)
 
     def write(self, folder: Path) -> FileEntry:
         """Writes this rank's file, and reads it back; CheckpointError if it differs then."""
@@ -275,13 +275,13 @@ def _check(path: Path, sha256: str) -> Iterator[None]:
 def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntry]:
     """This rank's share of `files`: the largest first, each to the rank with the fewest bytes so far."""
     loads = [0] * group.size
-    mine = {}
+    assigned = {}
     for name, entry in sorted(files.items(), key=lambda item: item[1].bytes, reverse=True):
         rank = loads.index(min(loads))
         loads[rank] += entry.bytes
         if rank == group.rank:
-            mine[name] = entry
-    return mine
+            assigned[name] = entry
+    return assigned
 
 
 # Runs a function on every rank, after which either all ranks continue or all of them raise.
@@ -304,20 +304,20 @@ def run_on_all_ranks(
     """
     cause: Exception | None = None
     results: list[T] = []
-    failed: tuple[type[CheckpointError | DamagedError], str] | None = None
+    failure_info: tuple[type[CheckpointError | DamagedError], str] | None = None
     try:
         results = [action()]
     except Exception as error:
         cause = error
-        kind = DamagedError if isinstance(error, DamagedError) else CheckpointError
-        failed = kind, str(error)
+        error_type = DamagedError if isinstance(error, DamagedError) else CheckpointError
+        failure_info = error_type, str(error)
         with suppress(Exception):
-            failed = kind, describe_error(error)
-    everywhere = group.all_gather_objects((results, failed))
-    for _, failure in everywhere:
+            failure_info = error_type, describe_error(error)
+    gathered = group.all_gather_objects((results, failure_info))
+    for _, failure in gathered:
         if failure is not None:
             raise failure[0](failure[1]) from cause
-    return [result for of_rank, _ in everywhere for result in of_rank]
+    return [result for rank_results, _ in gathered for result in rank_results]
 
 
 def run_on_first_rank(
@@ -350,6 +350,6 @@ def run_long_on_all_ranks(
                 break
         return results
 
-    while not all(everywhere := run_on_all_ranks(group, advance, describe_error)):
+    while not all(gathered := run_on_all_ranks(group, advance, describe_error)):
         pass
-    return [result for (result,) in everywhere]
+    return [result for (result,) in gathered]

@@ -27,7 +27,7 @@ from megahead.distributed.tensors import block_ranges, interleave_shards, join_b
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.saved import derivable_names, derive
 
-_ALONE = Group()
+SINGLE_RANK = Group()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -39,15 +39,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     folder = find_checkpoint(path)
     if folder is None:
         for damaged in step_folders(path):
-            _opened(damaged)
+            _open_folder(damaged)
         raise CheckpointError(
             f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or a folder that holds complete ones (step-*), "
             "but is neither."
         )
-    return _opened(folder)
+    return _open_folder(folder)
 
 
-def newest_valid(path: Path, group: Group = _ALONE) -> tuple[Checkpoint | None, list[str]]:
+def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
     """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and one
     sentence for each newer but damaged one. Collective."""
     return first_valid(lambda: step_folders(path), group)
@@ -73,7 +73,7 @@ def open_verified(folder: Path, group: Group) -> Checkpoint:
     return checkpoint
 
 
-def _opened(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path) -> Checkpoint:
     manifest = Manifest.read(folder)
     check_lengths(folder, manifest)
     return Checkpoint(folder, manifest)
@@ -87,7 +87,7 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        """All that its JSON says."""
+        """The content of its JSON."""
         self.step = manifest.step
         """Optimizer steps of the run when it was saved."""
         self.state = manifest.state
@@ -140,29 +140,31 @@ class Checkpoint:
         """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""
         files = self.tensors[name].files()
         count = len(files)
-        places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
-        turn = rows.start % count  # the file that holds the first of these rows
-        parts = [self._read(file, name, place) for file, place in zip(files, places, strict=True)]
-        return interleave_shards([*parts[turn:], *parts[:turn]])
+        row_ranges = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
+        first_file = rows.start % count  # the file that holds the first of these rows
+        parts = [self._read(file, name, row_range) for file, row_range in zip(files, row_ranges, strict=True)]
+        return interleave_shards([*parts[first_file:], *parts[:first_file]])
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
         """The part of a tensor that `file` holds, or these `rows` of that part."""
         self._verify_once(file)
         try:
-            with safe_open(self.folder / file, framework="pt") as opened:
+            with safe_open(self.folder / file, framework="pt") as opened_file:
                 tensor: Tensor = (
-                    opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows.start : rows.stop]
+                    opened_file.get_tensor(name)
+                    if rows is None
+                    else opened_file.get_slice(name)[rows.start : rows.stop]
                 )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"`{self.folder / file}` must hold {name}, but cannot be read ({error}).") from None
         return tensor
 
-    def verify(self, group: Group = _ALONE) -> None:
+    def verify(self, group: Group = SINGLE_RANK) -> None:
         """Verifies the checksum of every file, divided among `group`; afterwards no rank verifies any of them again.
 
         Collective; the same CheckpointError on all ranks."""
-        mine = share_of(self.files, group)
-        unread = {name: entry for name, entry in mine.items() if name not in self._verified}
+        assigned = share_of(self.files, group)
+        unread = {name: entry for name, entry in assigned.items() if name not in self._verified}
         run_long_on_all_ranks(group, check_files(self.folder, unread))
         self._verified.update(self.files)
 
@@ -173,12 +175,12 @@ class Checkpoint:
             self._verified.add(file)
 
 
-# What a place other than the disk had to resume from.
+# Checkpoints recovered from storages other than the disk.
 
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What came of looking for a newer checkpoint than the disk's: in the memory of nodes, or in the remote store."""
+    """The result of a search for a checkpoint newer than the disk's, in nodes' memory or the remote store."""
 
     source: str
     """`memory` or `mirror`, as in the log."""
@@ -190,15 +192,15 @@ class RecoveryResult:
     """A sentence for each newer one that cannot be used, or file of one."""
 
     message: str = ""
-    """What it was, for the banner."""
+    """A description for the banner."""
 
     details: dict[str, Any] = field(default_factory=dict)
     """The same for the log."""
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
-        found = [] if self.checkpoint is None else [self.message]
-        return [("in memory" if self.source == "memory" else self.source, each) for each in [*self.problems, *found]]
+        messages = [] if self.checkpoint is None else [self.message]
+        return [("in memory" if self.source == "memory" else self.source, each) for each in [*self.problems, *messages]]
 
     def fields(self) -> dict[str, Any]:
         """For the log."""

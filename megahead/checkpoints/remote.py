@@ -1,4 +1,4 @@
-"""Checkpoints of a run in an object store: as a place, whose they are, and which session may write there."""
+"""Checkpoints of a run in an object store: the storage, its owner, and the lease of the session that writes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from megahead.remote_files import (
 )
 from megahead.run_folder import RunFolder
 
-# A store as a place. It renames nothing: a checkpoint counts once its manifest is there, which is put last.
+# The storage. Object stores cannot rename: a checkpoint is complete once its manifest, uploaded last, exists.
 
 
 CHECKPOINTS = "checkpoints"
 
 PARALLEL_TRANSFERS = 4
-"""Files that are sent at the same time."""
+"""Files uploaded concurrently."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class RemoteStorage(Storage):
         return "/".join(filter(None, (self.root, *names)))
 
     def names(self) -> list[str]:
-        return [name for name, files in self._listed().items() if MANIFEST in files]
+        return [name for name, files in self._list_files().items() if MANIFEST in files]
 
     def manifest(self, name: str) -> Manifest:
         return self.manifest_with_text(name)[1]
 
     def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
-        """As it is stored, and as it reads; CheckpointError if it is damaged or gone."""
+        """The manifest's bytes and content; CheckpointError if it is damaged or missing."""
         text = self.store.read_if_exists(self.path(name, MANIFEST))
         if text is None:
             raise CheckpointError(
@@ -91,50 +91,50 @@ class RemoteStorage(Storage):
         """See `Storage`. Also a whole checkpoint that continues what was put there last: its upload was killed right
         before it would have been."""
         latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
-        return latest if latest.name is None else self._continued(latest, latest.name)
+        return latest if latest.name is None else self._find_continuation(latest, latest.name)
 
-    def _continued(self, latest: Latest, name: str) -> Latest:
-        for each in highest_first(self.names()):
-            if step_of(each) <= step_of(name):
+    def _find_continuation(self, latest: Latest, latest_name: str) -> Latest:
+        for name in highest_first(self.names()):
+            if step_of(name) <= step_of(latest_name):
                 break
-            manifest = manifest_if_valid(self, each)
-            if manifest is not None and is_ancestor(name, manifest.parents or (each,)):
-                return Latest(each, manifest.parents)
+            manifest = manifest_if_valid(self, name)
+            if manifest is not None and is_ancestor(latest_name, manifest.parents or (name,)):
+                return Latest(name, manifest.parents)
         return latest
 
     def write_latest(self, latest: Latest) -> None:
         self.store.write(self.path("latest"), latest.text().encode())
 
     def remove(self, name: str) -> None:
-        files = self._listed().get(name, {})
+        files = self._list_files().get(name, {})
         for file in sorted(files, key=lambda file: file != MANIFEST):
             self.store.remove(self.path(name, file))
         self.store.remove_folder(self.path(name))
 
-    def remove_partial(self, but: str) -> None:
-        """Removes what killed uploads left, but for one checkpoint's."""
-        for name, files in self._listed().items():
-            if MANIFEST not in files and name != but:
+    def remove_partial(self, excluded: str) -> None:
+        """Removes incomplete uploads, except for the checkpoint `excluded`."""
+        for name, files in self._list_files().items():
+            if MANIFEST not in files and name != excluded:
                 self.remove(name)
 
-    def put(self, folder: Path, refuse: Callable[[], None]) -> int:
+    def put(self, folder: Path, check_lease: Callable[[], None]) -> int:
         """Sends the checkpoint in `folder`, as far as it is not there; returns the bytes sent. RemoteError or
         DamagedError if the store fails or has not kept what it was sent: then the checkpoint does not count there.
 
         Calls `refuse` before each file; it raises an error if this session may not write there any more.
         """
         name, text = folder.name, (folder / MANIFEST).read_bytes()
-        files, there = Manifest.parse(text, str(folder / MANIFEST)).files, self._listed().get(name, {})
-        if MANIFEST not in there or self.store.read_if_exists(self.path(name, MANIFEST)) != text:
-            there = {}
-        missing = {file: entry for file, entry in files.items() if there.get(file) != entry.bytes}
-        self._send(folder, missing, refuse)
-        there = self._listed().get(name, {})
+        files, stored = Manifest.parse(text, str(folder / MANIFEST)).files, self._list_files().get(name, {})
+        if MANIFEST not in stored or self.store.read_if_exists(self.path(name, MANIFEST)) != text:
+            stored = {}
+        missing = {file: entry for file, entry in files.items() if stored.get(file) != entry.bytes}
+        self._send(folder, missing, check_lease)
+        stored = self._list_files().get(name, {})
         for file, entry in files.items():
-            if there.get(file) != entry.bytes:  # somebody emptied the store meanwhile
-                place = join_url(self.url, self.path(name, file))
-                raise DamagedError(f"`{place}` must stay while its checkpoint is sent, but is gone.")
-        refuse()
+            if stored.get(file) != entry.bytes:  # somebody emptied the store meanwhile
+                url = join_url(self.url, self.path(name, file))
+                raise DamagedError(f"`{url}` must stay while its checkpoint is sent, but is gone.")
+        check_lease()
         try:
             self.store.write(self.path(name, MANIFEST), text)
         except BaseException:
@@ -143,46 +143,46 @@ class RemoteStorage(Storage):
             raise
         return sum(entry.bytes for entry in missing.values())
 
-    def _send(self, folder: Path, files: dict[str, FileEntry], refuse: Callable[[], None]) -> None:
-        """Sends files, and reads each back, whole: a store may lose what it has acknowledged."""
+    def _send(self, folder: Path, files: dict[str, FileEntry], check_lease: Callable[[], None]) -> None:
+        """Uploads files and verifies each by reading it back, since a store may lose acknowledged writes."""
         queue = iter(sorted(files.items(), key=lambda item: item[1].bytes, reverse=True))
 
-        def send_some() -> None:
-            for file, entry in queue:  # of which each thread takes the next
-                refuse()
+        def upload_files() -> None:
+            for file, entry in queue:  # shared by the threads
+                check_lease()
                 target = self.path(folder.name, file)
                 self.store.put(folder / file, target)
                 for _ in download(self.store, target, ExpectedFile(entry.bytes, entry.sha256), len):
                     pass
 
-        under_way = [submit(send_some) for _ in range(PARALLEL_TRANSFERS)]
-        wait(under_way)  # all have ended before one raises
-        for each in under_way:
-            each.result()
+        futures = [submit(upload_files) for _ in range(PARALLEL_TRANSFERS)]
+        wait(futures)  # all have ended before one raises
+        for future in futures:
+            future.result()
 
-    def _listed(self) -> dict[str, dict[str, int]]:
-        """Each folder of a checkpoint, whole or not: its files, and their bytes."""
-        found: dict[str, dict[str, int]] = {}
+    def _list_files(self) -> dict[str, dict[str, int]]:
+        """The files and their sizes by checkpoint folder, complete or not."""
+        files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
             if is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file:
-                found.setdefault(folder, {})[file] = size
-        return found
+                files_by_name.setdefault(folder, {})[file] = size
+        return files_by_name
 
 
 def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
     """What a URL means: the place, and which checkpoints there, best first: a run's history, that of a folder of
     checkpoints, one of them, or those of one step in the history (.../checkpoints/step-N without digits)."""
     store = Store(url, timeout)
-    there = store.sizes("")
+    sizes = store.sizes("")
     folder, name = split_url(store.url)
-    named = re.fullmatch(r"(?:step-)?0*(\d+)", name)
-    if MANIFEST in there or (named and not there):
-        beside = RemoteStorage(Store(folder, timeout), root="")
-        if MANIFEST in there:
-            return beside, [name]
-        return beside, [each for each in history(beside) if named and step_of(each) == int(named[1])]
-    remote = RemoteStorage(store, CHECKPOINTS if any(path.startswith(f"{CHECKPOINTS}/") for path in there) else "")
+    step_match = re.fullmatch(r"(?:step-)?0*(\d+)", name)
+    if MANIFEST in sizes or (step_match and not sizes):
+        parent = RemoteStorage(Store(folder, timeout), root="")
+        if MANIFEST in sizes:
+            return parent, [name]
+        return parent, [name for name in history(parent) if step_match and step_of(name) == int(step_match[1])]
+    remote = RemoteStorage(store, CHECKPOINTS if any(path.startswith(f"{CHECKPOINTS}/") for path in sizes) else "")
     return remote, history(remote)
 
 
@@ -191,19 +191,19 @@ def retry_seconds(group: Group) -> float:
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
-def newer_names(remote: RemoteStorage, folder: RunFolder, than: int) -> list[str]:
+def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
     """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
     newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
     went back from itself."""
-    there, ancestry = history(remote), read_ancestry(folder)
-    newest = manifest_if_valid(remote, there[0]) if there else None
-    went_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
+    names, ancestry = history(remote), read_ancestry(folder)
+    newest = manifest_if_valid(remote, names[0]) if names else None
+    rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
 
     def is_fresh(name: str) -> bool:
-        newer = step_of(name) > than or (went_back and not is_ancestor(name, ancestry.parents))
-        return newer and name not in ancestry.orphaned
+        is_newer = step_of(name) > newer_than or (rolled_back and not is_ancestor(name, ancestry.parents))
+        return is_newer and name not in ancestry.orphaned
 
-    return list(takewhile(is_fresh, there))
+    return list(takewhile(is_fresh, names))
 
 
 def read_ancestry(folder: RunFolder) -> Ancestry:
@@ -232,7 +232,7 @@ ID, SESSION = "run-id", "session"
 
 @dataclass(frozen=True)
 class RemoteState:
-    """What was in the store when a session looked at it."""
+    """The content of a store when a session started."""
 
     run_id: bytes | None = None
     lease: bytes | None = None
@@ -244,39 +244,39 @@ def read_state(remote: RemoteStorage, folder: RunFolder, resume: str) -> RemoteS
     """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
     which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
     _try_writing(remote.store, folder)
-    there, here = _content(remote.store, ID), read_if_exists(folder.run_id)
+    remote_id, local_id = _read_nonempty(remote.store, ID), read_if_exists(folder.run_id)
     names = remote.names()
-    named = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
-    if resume == "never" and named:
+    newest_name = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
+    if resume == "never" and newest_name:
         raise CheckpointError(
-            f"`--resume never` needs a remote store without checkpoints, but {remote.url} has {named}; choose another "
-            "training.remote_checkpoints."
+            f"`--resume never` needs a remote store without checkpoints, but {remote.url} has {newest_name}; choose "
+            "another training.remote_checkpoints."
         )
-    adopts = not step_folders(folder.checkpoints) and (resume in ("auto", "never") or is_below(resume, remote.url))
-    if there is None and named and not adopts:
+    may_adopt = not step_folders(folder.checkpoints) and (resume in ("auto", "never") or is_below(resume, remote.url))
+    if remote_id is None and newest_name and not may_adopt:
         raise CheckpointError(
-            f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} has {named}, and no {ID}; "
-            "choose another."
+            f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} has {newest_name}, and no "
+            f"{ID}; choose another."
         )
-    if there is not None and there != here and not (here is None and adopts):
+    if remote_id is not None and remote_id != local_id and not (local_id is None and may_adopt):
         raise CheckpointError(
             f"`training.remote_checkpoints` must be this run's or empty, but {remote.url} is that of another; choose "
             f"another, or copy its {ID} into {folder} if it is this run's after all."
         )
-    return RemoteState(there, _content(remote.store, SESSION), tuple(names))
+    return RemoteState(remote_id, _read_nonempty(remote.store, SESSION), tuple(names))
 
 
-def _content(store: Store, name: str) -> bytes | None:
-    """None also for a file that a full disk has left empty."""
+def _read_nonempty(store: Store, name: str) -> bytes | None:
+    """A small file; None if it is missing, or empty after a full disk."""
     return store.read_if_exists(name) or None
 
 
 def _try_writing(store: Store, folder: RunFolder) -> None:
     name, token = f".tried-{secrets.token_hex(8)}", secrets.token_bytes(16)
     store.write(name, token)
-    same = (folder / name).exists()
+    is_same_folder = (folder / name).exists()
     store.remove(name)
-    if same:
+    if is_same_folder:
         raise CheckpointError(
             f"`training.remote_checkpoints` must be another place than output_dir, but {store.url} is {folder}; "
             "choose another."
@@ -284,46 +284,50 @@ def _try_writing(store: Store, folder: RunFolder) -> None:
 
 
 class RemoteLease:
-    """A session's right to write to a store."""
+    """A session's exclusive right to write to a store."""
 
     def __init__(self, store: Store, folder: RunFolder, session_id: str, state: RemoteState) -> None:
         """`session_id`: that in the run's folder."""
         self._store, self._folder, self._session_id, self._remote_state = store, folder, session_id.encode(), state
-        self._taken = self._complete = False
+        self._is_taken = self._is_complete = False
 
     def acquire(self) -> bool:
         """Takes the lease, again if somebody has emptied the store, and returns whether it did; LeaseLostError if the
         store has become another's."""
-        begins = not self._complete or (_content(self._store, SESSION) is None and _content(self._store, ID) is None)
-        if begins:
-            self._complete = False
+        must_take = not self._is_complete or (
+            _read_nonempty(self._store, SESSION) is None and _read_nonempty(self._store, ID) is None
+        )
+        if must_take:
+            self._is_complete = False
             self.check()
-            self._take()
+            self._write_lease()
         self.check()
-        self._complete = True
-        return begins
+        self._is_complete = True
+        return must_take
 
     def check(self) -> None:
         """LeaseLostError if another session has taken the lease since this one did, or since it looked."""
-        there = _content(self._store, SESSION)
-        if there not in (None, self._session_id) and (self._taken or there != self._remote_state.lease):
+        remote_value = _read_nonempty(self._store, SESSION)
+        if remote_value not in (None, self._session_id) and (
+            self._is_taken or remote_value != self._remote_state.lease
+        ):
             raise LeaseLostError(
                 f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
-                f"begun on {str(there, errors='replace').strip()}; this one ends, and what it has not saved is the "
-                "other's to do again."
+                f"begun on {str(remote_value, errors='replace').strip()}; this one ends, and what it has not saved is "
+                "the other's to do again."
             )
 
-    def _take(self) -> None:
-        there, here = _content(self._store, ID), read_if_exists(self._folder.run_id)
-        if there is not None and there != (self._remote_state.run_id if here is None else here):
+    def _write_lease(self) -> None:
+        remote_value, local_id = _read_nonempty(self._store, ID), read_if_exists(self._folder.run_id)
+        if remote_value is not None and remote_value != (self._remote_state.run_id if local_id is None else local_id):
             raise LeaseLostError(
                 f"training.remote_checkpoints must be this run's, but {self._store.url} has become that of another; "
                 "choose another."
             )
-        identity = there or here or f"{secrets.token_hex(16)}\n".encode()
-        if here is None:
+        identity = remote_value or local_id or f"{secrets.token_hex(16)}\n".encode()
+        if local_id is None:
             write_atomically(self._folder.run_id, identity)
-        if there is None:
+        if remote_value is None:
             self._store.write(ID, identity)
         self._store.write(SESSION, self._session_id)
-        self._taken = True
+        self._is_taken = True

@@ -37,16 +37,16 @@ def is_checkpoint_name(name: str) -> bool:
 
 def step_of(name: str | PurePath) -> int:
     """The step in a checkpoint's name, or in its folder's."""
-    found = _NAME.fullmatch(PurePath(name).name)
-    if found is None:
+    match = _NAME.fullmatch(PurePath(name).name)
+    if match is None:
         raise ValueError(f"{name} is not the name of a checkpoint")
-    return int(found[1])
+    return int(match[1])
 
 
 def without_digits(name: str) -> str:
     """A checkpoint's name without its random digits; any other name unchanged."""
-    found = _NAME.fullmatch(name)
-    return f"step-{found[1]}" if found and found[2] else name
+    match = _NAME.fullmatch(name)
+    return f"step-{match[1]}" if match and match[2] else name
 
 
 def highest_first(names: Iterable[str]) -> list[str]:
@@ -54,9 +54,9 @@ def highest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (step_of(name), not name.endswith(".replaced"), name), reverse=True)
 
 
-def _is_old(name: str) -> bool:
-    found = _NAME.fullmatch(name)
-    return found is not None and found[2] is None
+def _is_legacy_name(name: str) -> bool:
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is None
 
 
 # Storages of checkpoints, and ancestry.
@@ -113,20 +113,20 @@ def is_ancestor(name: str, parents: Sequence[str]) -> bool:
     """Whether a checkpoint is one of `parents`. One of an earlier version is an ancestor of all of an earlier version
     with higher steps."""
     return name in parents or (
-        _is_old(name) and step_of(name) <= max(map(step_of, filter(_is_old, parents)), default=-1)
+        _is_legacy_name(name) and step_of(name) <= max(map(step_of, filter(_is_legacy_name, parents)), default=-1)
     )
 
 
 def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str]:
     """The ancestors among some checkpoints, the newest first."""
-    nearest = {name: index for index, name in enumerate(parents)}
-    found = [name for name in highest_first(existing) if is_ancestor(name, parents)]
-    return sorted(found, key=lambda name: nearest.get(name, len(nearest)))
+    nearest = {name: distance for distance, name in enumerate(parents)}
+    ancestors = [name for name in highest_first(existing) if is_ancestor(name, parents)]
+    return sorted(ancestors, key=lambda name: nearest.get(name, len(nearest)))
 
 
 def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
     """The ancestors of the checkpoint `name`. One of an earlier version stands for its own ancestors."""
-    return (name,) if _is_old(name) else manifest.parents
+    return (name,) if _is_legacy_name(name) else manifest.parents
 
 
 def history(storage: Storage) -> list[str]:
@@ -202,8 +202,8 @@ class Ancestry:
 
     def roll_back(self, name: str) -> None:
         """The run rolled back to the checkpoint `name`: later ones are orphaned."""
-        at = self.parents.index(name) if name in self.parents else len(self.parents)
-        later, kept = self.parents[:at], self.parents[at:] or (name,)
+        index = self.parents.index(name) if name in self.parents else len(self.parents)
+        later, kept = self.parents[:index], self.parents[index:] or (name,)
         self.parents, self.orphaned = kept, tuple(sorted({*self.orphaned, *later}))
 
     def supersedes(self, name: str) -> bool:

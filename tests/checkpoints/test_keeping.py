@@ -140,15 +140,15 @@ def test_a_folder_of_another_user_or_a_link_is_not_used(tmp_path: Path, monkeypa
     (tmp_path / "elsewhere/a").mkdir(parents=True)
     memory.folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="must belong to this user"):
-        memory.make()
+        memory.create()
     memory.remove()
     assert (tmp_path / "elsewhere/a").exists()
     memory.folder.unlink()
-    memory.make()
+    memory.create()
     assert memory.folder.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(os, "geteuid", lambda: memory.folder.stat().st_uid + 1)
     with pytest.raises(CheckpointError, match="must belong to this user"):
-        memory.make()
+        memory.create()
 
 
 def test_ranks_that_share_a_memory_share_a_node(tmp_path: Path) -> None:
