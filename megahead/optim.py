@@ -42,13 +42,13 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
     Everything with two dims or more decays, the embedding included; vectors do not. Frozen parameters and empty
     groups are left out; a parameter shared under several names appears once.
     """
-    members: dict[Move, list[tuple[str, nn.Parameter]]] = {}
+    members_by_move: dict[Move, list[tuple[str, nn.Parameter]]] = {}
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for name, parameter in sorted(trained, key=lambda member: member[1].ndim < 2):
-        members.setdefault(_move(module, name, parameter, config), []).append((name, parameter))
+        members_by_move.setdefault(_move(module, name, parameter, config), []).append((name, parameter))
     return [
-        {"params": [p for _, p in found], "names": [name for name, _ in found], **move._asdict()}
-        for move, found in members.items()
+        {"params": [p for _, p in members], "names": [name for name, _ in members], **move._asdict()}
+        for move, members in members_by_move.items()
     ]
 
 
@@ -105,17 +105,17 @@ def wsd(schedule: ScheduleConfig, step: int, last: int) -> float:
     return _progress(last - schedule.num_decay_steps(last + 1), step, last)
 
 
-Fall = Callable[[ScheduleConfig, int, int], float]
+DecayFunction = Callable[[ScheduleConfig, int, int], float]
 """Of the way from the peak to `final_ratio`, how much lies behind at a step after warm-up, 0 to 1; arguments: the
 settings, the step, and the last step, beyond which it is what it was there."""
 
-SCHEDULES: Mapping[str, Fall] = {"cosine": cosine, "triangular": triangular, "constant": constant, "wsd": wsd}
+SCHEDULES: Mapping[str, DecayFunction] = {"cosine": cosine, "triangular": triangular, "constant": constant, "wsd": wsd}
 """By `schedule.name`."""
 
 
-def _progress(begin: int, step: int, last: int) -> float:
+def _progress(start: int, step: int, last: int) -> float:
     """Share of the steps from `begin` to `last` that lie behind."""
-    return min(max((step - begin) / max(last - begin, 1), 0.0), 1.0)
+    return min(max((step - start) / max(last - start, 1), 0.0), 1.0)
 
 
 # Muon: a matrix moves by its momentum made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
@@ -124,7 +124,7 @@ def _progress(begin: int, step: int, last: int) -> float:
 # which cannot be taken itself: it needs whole matrices, and ZeRO and tensor ranks leave pieces of them.
 
 
-WholeUpdate = Callable[[Tensor, Tensor, int | None], Tensor]
+UpdateFunction = Callable[[Tensor, Tensor, int | None], Tensor]
 """From what the optimizer holds as one parameter, its momentum and its group's `joint_head` to its update."""
 
 MOMENTUM = "exp_avg"
@@ -139,7 +139,7 @@ class Muon(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
         self._momentum = config.muon.momentum
-        self.whole_update: WholeUpdate = lambda held, momentum, joint_head: scaled_orthogonal(momentum, joint_head)
+        self.whole_update: UpdateFunction = lambda held, momentum, joint_head: scaled_orthogonal(momentum, joint_head)
         """An engine whose parameters are no whole matrices sets another."""
 
     @torch.no_grad()
@@ -175,13 +175,13 @@ def scaled_orthogonal(matrix: Tensor, joint_head: int | None = None) -> Tensor:
     matrices, each treated alone.
     """
     if joint_head is None:
-        return _each_orthogonal(matrix)
-    three = matrix.unflatten(0, (-1, 3, joint_head)).transpose(0, 1)
-    made = _each_orthogonal(three.flatten(1, 2)).view_as(three)
-    return made.transpose(0, 1).flatten(0, 2)
+        return _orthogonalize(matrix)
+    qkv = matrix.unflatten(0, (-1, 3, joint_head)).transpose(0, 1)
+    updates = _orthogonalize(qkv.flatten(1, 2)).view_as(qkv)
+    return updates.transpose(0, 1).flatten(0, 2)
 
 
-def _each_orthogonal(matrices: Tensor) -> Tensor:
+def _orthogonalize(matrices: Tensor) -> Tensor:
     """Of a matrix, or of several at once: Newton and Schulz's iteration in bf16, whose singular values come out between
     0.7 and 1.2. Where bf16 is slow its numbers are multiplied in fp32 and each result is rounded (docs/optimizer.md):
     the same but for the order of sums."""

@@ -48,25 +48,25 @@ Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
 """Layers and hidden size; heads have 64 features."""
 
-TIMED_FIRST: Shape = (3, 192)
-TIMED_STEPS = 12
+REFERENCE_SHAPE: Shape = (3, 192)
+BENCHMARK_STEPS = 12
 
-TOKENS_A_PARAMETER = 2
+MIN_TOKENS_PER_PARAMETER = 2
 """A larger shape is taken where the time is enough for so many tokens a parameter of its blocks."""
 
-EPOCHS = 16
+MAX_EPOCHS = 16
 """Text is not read more often."""
 
-BYTES_A_TOKEN, TOKENS_AN_ID = 4, 100
+BYTES_PER_TOKEN, TOKENS_PER_VOCAB_ID = 4, 100
 """How many ids a tokenizer gets: each shall occur often enough to be learned."""
 
 FEW_DOCUMENTS = 200
 """With fewer, the end of each is held out."""
 
-LEAST_BYTES = 10_000
+MIN_TEXT_BYTES = 10_000
 """Of text: of less, what is held out would not fill a row."""
 
-RESERVE = 40
+EXPORT_SECONDS = 40
 """Seconds for the export, the report and the sample."""
 
 
@@ -83,11 +83,11 @@ class Plan:
 
     def steps(self, seconds: float) -> int:
         """As many as there is time and text for."""
-        of_text = EPOCHS * self.tokens / _run_of(self.shape, self.vocab_size).tokens_per_step()
-        return max(1, math.ceil(min(seconds / self.step_seconds, of_text)))
+        max_steps = MAX_EPOCHS * self.tokens / _config_of_shape(self.shape, self.vocab_size).tokens_per_step()
+        return max(1, math.ceil(min(seconds / self.step_seconds, max_steps)))
 
     def line(self, seconds: float) -> str:
-        config, steps = _run_of(self.shape, self.vocab_size), self.steps(seconds)
+        config, steps = _config_of_shape(self.shape, self.vocab_size), self.steps(seconds)
         tokens, layers = steps * config.tokens_per_step(), pluralize(self.shape[0], "layer")
         size = format_si(run_parameters(config).total)
         return (
@@ -135,20 +135,20 @@ def start(
     folder = folder_of(Path(path), folder)
     config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"
     if config.exists() and not dry_run:
-        _refuse_another_text(config, header)
+        _check_same_text(config, header)
         idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
         report(f"{config} is there: the run goes on with it, and {idle}")
     else:
-        given, begun = None if tokenizer is None else Path(tokenizer), time.monotonic()
-        text = _readable(Path(path), folder, given, report)
+        tokenizer_path, start_time = None if tokenizer is None else Path(tokenizer), time.monotonic()
+        text = _survey_text(Path(path), folder, tokenizer_path, report)
         if not dry_run:
             _require_writable(folder)
-        plan = make_plan(text, given, 60 * minutes - RESERVE, report)
+        plan = make_plan(text, tokenizer_path, 60 * minutes - EXPORT_SECONDS, report)
         if dry_run:
             return None
-        _write_text(text, given, plan.vocab_size, folder, report)
-        left = max(60.0, 60 * minutes - RESERVE - (time.monotonic() - begun))
-        _write_config(config, plan, left, header)
+        _write_text(text, tokenizer_path, plan.vocab_size, folder, report)
+        remaining_seconds = max(60.0, 60 * minutes - EXPORT_SECONDS - (time.monotonic() - start_time))
+        _write_config(config, plan, remaining_seconds, header)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {quote(str(config))}` runs it")
     ending = "stopped"
     with suppress(KeyboardInterrupt):
@@ -157,26 +157,26 @@ def start(
     if ending == "stopped":
         report("the same command goes on from here")
         raise KeyboardInterrupt
-    return _finished(config, report)
+    return _export_results(config, report)
 
 
 _HEADER = "# Written by `megahead start` for "
 
 
-def _refuse_another_text(config: Path, header: str) -> None:
+def _check_same_text(config: Path, header: str) -> None:
     first = config.read_text(encoding="utf-8").partition("\n")[0]
     if first.startswith(_HEADER) and first != header:
         rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_HEADER) :]}"
         raise FieldError("--folder", rule, got=got, hint="name another folder")
 
 
-def _readable(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> Survey:
+def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> Survey:
     """What of `path` is text; FieldError where that is too little, or where the tokenizer cannot close documents."""
     text = survey(path, folder.absolute())
     if tokenizer is not None:
-        _require_end(tokenizer)
-    if text.text_bytes() < LEAST_BYTES:
-        rule = f"hold at least {LEAST_BYTES:,} bytes of text to learn from"
+        _require_end_token(tokenizer)
+    if text.text_bytes() < MIN_TEXT_BYTES:
+        rule = f"hold at least {MIN_TEXT_BYTES:,} bytes of text to learn from"
         raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
     for line in text.lines():
         report(line)
@@ -194,7 +194,7 @@ def _require_writable(folder: Path) -> None:
         raise FieldError("--folder", rule, got=f"{folder} ({error.strerror})", hint=hint) from None
 
 
-def _require_end(tokenizer: Path) -> None:
+def _require_end_token(tokenizer: Path) -> None:
     """FieldError for one that cannot close documents, before anything that takes long."""
     try:
         end_token_id(load_tokenizer(str(tokenizer)), None)
@@ -213,24 +213,24 @@ def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
 def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
     """The largest shape that the time and the text are enough for, by the speed of this machine: one or two runs of a
     few steps on drawn ids, some 15 seconds each."""
-    tokens = text.text_bytes() / BYTES_A_TOKEN
+    tokens = text.text_bytes() / BYTES_PER_TOKEN
     vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
     report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
     report(f"{'speed':<12}measuring how fast this machine trains")
-    first = Plan(TIMED_FIRST, vocab_size, tokens, _step_seconds(TIMED_FIRST, vocab_size))
+    first = Plan(REFERENCE_SHAPE, vocab_size, tokens, _step_seconds(REFERENCE_SHAPE, vocab_size))
 
     def of_shape(shape: Shape) -> Plan:
-        step_seconds = first.step_seconds * _step_flops(shape, vocab_size) / _step_flops(TIMED_FIRST, vocab_size)
+        step_seconds = first.step_seconds * _step_flops(shape, vocab_size) / _step_flops(REFERENCE_SHAPE, vocab_size)
         return Plan(shape, vocab_size, tokens, step_seconds)
 
     def is_enough(plan: Plan) -> bool:
-        config = _run_of(plan.shape, vocab_size)
-        needed = TOKENS_A_PARAMETER * run_parameters(config).body
+        config = _config_of_shape(plan.shape, vocab_size)
+        needed = MIN_TOKENS_PER_PARAMETER * run_parameters(config).body
         return plan.steps(seconds) * config.tokens_per_step() >= needed
 
     plans = map(of_shape, reversed(SHAPES))
     plan = next(filter(is_enough, plans), of_shape(SHAPES[0]))
-    if plan.shape != TIMED_FIRST:
+    if plan.shape != REFERENCE_SHAPE:
         plan = Plan(plan.shape, vocab_size, tokens, _step_seconds(plan.shape, vocab_size))
     report(f"{'run':<12}{plan.line(seconds)}")
     return plan
@@ -238,7 +238,7 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
 
 def _vocab_size(tokens: float) -> int:
     """A power of two from 512 to 16,384."""
-    return 1 << min(14, max(9, int(math.log2(max(tokens, 1) / TOKENS_AN_ID))))
+    return 1 << min(14, max(9, int(math.log2(max(tokens, 1) / TOKENS_PER_VOCAB_ID))))
 
 
 def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
@@ -253,12 +253,12 @@ def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
     return settings | {"name": "run", "output_dir": "run", "training": {"steps": 1}}
 
 
-def _run_of(shape: Shape, vocab_size: int) -> RunConfig:
+def _config_of_shape(shape: Shape, vocab_size: int) -> RunConfig:
     return config_from_dict(_settings(shape, vocab_size))
 
 
 def _step_flops(shape: Shape, vocab_size: int) -> float:
-    config = _run_of(shape, vocab_size)
+    config = _config_of_shape(shape, vocab_size)
     return run_flops(config, candidate_rows(config)).total * config.tokens_per_step()
 
 
@@ -266,9 +266,9 @@ def _step_seconds(shape: Shape, vocab_size: int) -> float:
     """On ids drawn as in text, id i as often as 1 / (i + 2)."""
     with TemporaryDirectory() as name:
         dataset, weights = Path(name) / "text", 1 / np.arange(2, vocab_size + 1)
-        drawn = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
+        ids = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
         with IndexedDatasetWriter(dataset, vocab_size=vocab_size) as writer:
-            for document in drawn.tolist():
+            for document in ids.tolist():
                 writer.add_document([*document, 0])
         settings = _settings(shape, vocab_size)
         settings["data"]["train"] = str(dataset)
@@ -281,7 +281,7 @@ def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1) -> float:
         folder = Path(name)
         trial = {"data": {**settings["data"], "validation": None}, "output_dir": str(folder / "run")}
         trial["schedule"] = {**settings["schedule"], "warmup_steps": 0}
-        trial["training"] = {"steps": TIMED_STEPS, "log_seconds": 0, "checkpoint_every": TIMED_STEPS}
+        trial["training"] = {"steps": BENCHMARK_STEPS, "log_seconds": 0, "checkpoint_every": BENCHMARK_STEPS}
         (folder / "run.yaml").write_text(yaml.safe_dump({**settings, **trial}))
         pretrain(folder / "run.yaml", ranks=ranks, quiet=True)
         seconds = [float(record["step_seconds"]) for record in read_metrics(folder / "run").training]
@@ -303,7 +303,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():
         make_tokenizer(paths, selection, vocab_size, chosen)
-    if not all(_is_cut(folder / f"text{part}", chosen) for part in ("", "-validation")):
+    if not all(_is_tokenized(folder / f"text{part}", chosen) for part in ("", "-validation")):
         few = text.has_fewer_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
         workers = suitable_workers(text.bytes, os.cpu_count() or 1)
@@ -313,19 +313,23 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
                 **held_out,
             )  # fmt: skip
         left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
-        of_each = "the last twentieth of each" if few else f"{done.held_out:,}"
+        held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"
         report(
-            f"{'ids':<12}{pluralize(done.documents, 'document')}, {of_each} held out, {pluralize(done.tokens, 'token')}"
-            f"{left_out}"
+            f"{'ids':<12}{pluralize(done.documents, 'document')}, {held_out_text} held out, "
+            f"{pluralize(done.tokens, 'token')}{left_out}"
         )
 
 
-def _is_cut(prefix: Path, tokenizer: Path) -> bool:
+def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
     """Whether the dataset is there, was cut by this tokenizer and knows it."""
     with suppress(DataError):
         dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
-        cut_by = dataset.tokenizer_identity()
-        return cut_by is not None and cut_by.sha256 == identity.sha256 and dataset.tokenizer_path() is not None
+        saved_identity = dataset.tokenizer_identity()
+        return (
+            saved_identity is not None
+            and saved_identity.sha256 == identity.sha256
+            and dataset.tokenizer_path() is not None
+        )
     return False
 
 
@@ -362,21 +366,21 @@ def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 
     command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
     command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    said, interrupted = "", False
+    output, interrupted = "", False
     with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
         while process.poll() is None:
             try:
-                said += process.communicate()[0] or ""
+                output += process.communicate()[0] or ""
             except KeyboardInterrupt:  # the run has it too, and saves
                 interrupted = True
     if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):
         raise KeyboardInterrupt
     if process.returncode:
-        last = f": {said.strip().splitlines()[-1]}" if said.strip() else ""
+        last = f": {output.strip().splitlines()[-1]}" if output.strip() else ""
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
 
 
-def _finished(config: Path, report: Report) -> Started:
+def _export_results(config: Path, report: Report) -> Started:
     """Exports the run, lets it write, and makes its report."""
     from megahead.hf.card import CardMetadata
     from megahead.hf.export import export

@@ -107,9 +107,11 @@ def _secrets() -> Iterator[str]:
     """Secrets in the environment and in fsspec's configuration."""
     import fsspec
 
-    given: list[tuple[str, Any]] = [*os.environ.items()]
-    given += [pair for section in fsspec.config.conf.values() if isinstance(section, dict) for pair in section.items()]
-    for name, value in given:
+    variables: list[tuple[str, Any]] = [*os.environ.items()]
+    variables += [
+        pair for section in fsspec.config.conf.values() if isinstance(section, dict) for pair in section.items()
+    ]
+    for name, value in variables:
         if isinstance(value, str) and len(value) >= _SHORTEST_SECRET and _NAME_OF_SECRET.search(name):
             yield value
 
@@ -117,12 +119,12 @@ def _secrets() -> Iterator[str]:
 # Opening URLs with fsspec.
 
 
-_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
+_SCHEMES_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 """Object stores without folders: creating a folder could create a bucket."""
 
-_DISKS = ("file", "local")
+_LOCAL_SCHEMES = ("file", "local")
 
-_EXTRA = ("s3", "s3a")
+_S3_SCHEMES = ("s3", "s3a")
 """Schemes of the extra `megahead[far]`."""
 
 
@@ -131,27 +133,27 @@ def open_url(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = url.partition("://")[0].lower()
-    _refuse_unclear(url, scheme)
+    _validate_url(url, scheme)
     try:
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except Exception as error:
-        said = error_summary(error)
-        sentence = f"must be an address that can be opened, but cannot ({said})"
+        summary = error_summary(error)
+        sentence = f"must be an address that can be opened, but cannot ({summary})"
         if isinstance(error, ImportError):
-            sentence = f"needs a package that is missing ({said}); {_install(scheme)}"
+            sentence = f"needs a package that is missing ({summary}); {_install_hint(scheme)}"
         elif isinstance(error, ValueError):
-            sentence = f"must be of a kind that fsspec knows, but is not ({said})"
+            sentence = f"must be of a kind that fsspec knows, but is not ({summary})"
         raise RemoteError(f"`{url}` {sentence}.") from None
     return files, root.rstrip("/")
 
 
-def _refuse_unclear(url: str, scheme: str) -> None:
+def _validate_url(url: str, scheme: str) -> None:
     """RemoteError for an invalid or ambiguous URL."""
     if not is_remote(url):
         raise RemoteError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
     if "::" in url:
         raise RemoteError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
-    if scheme in _DISKS and not url.partition("://")[2].startswith("/"):
+    if scheme in _LOCAL_SCHEMES and not url.partition("://")[2].startswith("/"):
         raise RemoteError(
             f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
         )
@@ -161,15 +163,15 @@ def _refuse_unclear(url: str, scheme: str) -> None:
 
 def has_folders(url: str) -> bool:
     """Whether a file's folder must be created before the file is written."""
-    return url.partition("://")[0].lower() not in _WITHOUT_FOLDERS
+    return url.partition("://")[0].lower() not in _SCHEMES_WITHOUT_FOLDERS
 
 
-def _install(scheme: str) -> str:
+def _install_hint(scheme: str) -> str:
     """The install command. gcsfs must have fsspec's version, which `datasets` limits."""
     import fsspec
     from fsspec.registry import known_implementations
 
-    if scheme in _EXTRA:
+    if scheme in _S3_SCHEMES:
         return "pip install -e '.[far]'"
     module = known_implementations.get(scheme, {}).get("class", "").split(".")[0]
     if module == "gcsfs":
@@ -215,10 +217,10 @@ class Store:
     def sizes(self, folder: str) -> dict[str, int]:
         """The sizes in bytes of all files below a folder; empty if it does not exist."""
         try:
-            found = self._call(lambda: self._files.find(self._path(folder), detail=True))
+            infos = self._call(lambda: self._files.find(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {self._name(path): int(info["size"]) for path, info in found.items()}
+        return {self._relative_name(path): int(info["size"]) for path, info in infos.items()}
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
@@ -258,14 +260,16 @@ class Store:
             self._files.pipe_file(path, content)
             return
         folder, _, name = path.rpartition("/")
-        beside = f"{folder}/.{name}.partial"  # a fixed name, so that the file of a killed session is overwritten
+        temporary_path = (
+            f"{folder}/.{name}.partial"  # a fixed name, so that the file of a killed session is overwritten
+        )
         try:
-            self._files.pipe_file(beside, content)
+            self._files.pipe_file(temporary_path, content)
             with suppress(FileNotFoundError):  # `write` detects the loss
-                Path(beside).replace(path)
+                Path(temporary_path).replace(path)
         except BaseException:
             with suppress(OSError):
-                Path(beside).unlink()
+                Path(temporary_path).unlink()
             raise
 
     def remove(self, name: str) -> None:
@@ -301,13 +305,13 @@ class Store:
         def request(start: int) -> Future[bytes]:
             return submit(lambda: bytes(self._files.cat_file(path, start=start, end=min(start + BLOCK, size))))
 
-        under_way = deque(map(request, islice(starts, PARALLEL_REQUESTS)))
-        while under_way:
-            first, deadline = under_way.popleft(), time.monotonic() + TIMEOUT_SECONDS
+        pending = deque(map(request, islice(starts, PARALLEL_REQUESTS)))
+        while pending:
+            first, deadline = pending.popleft(), time.monotonic() + TIMEOUT_SECONDS
             while not wait([first], min(1.0, TIMEOUT_SECONDS)).done and time.monotonic() < deadline:
                 yield b""
             yield self._result(first, TIMEOUT_SECONDS)
-            under_way.extend(map(request, islice(starts, 1)))
+            pending.extend(map(request, islice(starts, 1)))
 
     def _make_folder(self, name: str) -> None:
         if has_folders(self.url):
@@ -328,13 +332,13 @@ class Store:
                 f"`{self.url}` must be a place that exists, but is none ({error_summary(error)})."
             ) from None
 
-    def _result(self, future: Future[T], waited: float) -> T:
+    def _result(self, future: Future[T], timeout: float) -> T:
         done = future.done()  # looked at once: it may end from here on
         error = future.exception() if done else None
         if isinstance(error, FileNotFoundError):
             raise error
         if not done:
-            sentence = f"must answer, but has not for {waited:g} s; check the network"
+            sentence = f"must answer, but has not for {timeout:g} s; check the network"
         elif error is None:
             return future.result()
         elif is_full(error):
@@ -347,7 +351,7 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _name(self, path: str) -> str:
+    def _relative_name(self, path: str) -> str:
         return path.removeprefix(self._root).lstrip("/")
 
 
@@ -367,19 +371,19 @@ class ExpectedFile:
 def download(store: Store, name: str, expected: ExpectedFile, write: Callable[[bytes], object]) -> Iterator[int]:
     """Passes the blocks of a remote file to `write`, and yields the received bytes at least once a second. DamagedError
     if the file is missing or differs from `expected`; discard what was written then."""
-    received, digest, absent = 0, hashlib.sha256(), "is missing"
+    received, digest, problem = 0, hashlib.sha256(), "is missing"
     try:
         size = store.size(name)
         if size != expected.bytes:
             raise DamagedError(f"`{store.url}/{name}` must have {expected.bytes} bytes, but has {size} instead.")
-        absent = "was removed meanwhile"
+        problem = "was removed meanwhile"
         for block in store.blocks(name, expected.bytes):
             write(block)
             digest.update(block)
             received += len(block)
             yield received
     except FileNotFoundError:
-        raise DamagedError(f"`{store.url}/{name}` must exist, but {absent}.") from None
+        raise DamagedError(f"`{store.url}/{name}` must exist, but {problem}.") from None
     if received != expected.bytes or (expected.sha256 is not None and digest.hexdigest() != expected.sha256):
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
@@ -436,31 +440,31 @@ def fetch_into(
     progress; DamagedError for a file that differs from `expected`; WriteError for a full disk.
     """
     for name, expected in files.items():
-        staged = yield from _lock_or_wait(folder / name)
-        if staged is None:
+        file = yield from _lock_or_wait(folder / name)
+        if file is None:
             continue
         try:
-            received = download(store, name, expected, staged.write)
+            received = download(store, name, expected, file.write)
             yield from with_progress(received, f"{store.url}/{name}", expected.bytes, report)
-            staged.sync()
-            staged.publish()
+            file.sync()
+            file.publish()
         finally:
-            staged.discard()
+            file.discard()
 
 
 def _lock_or_wait(target: Path) -> Generator[None, None, AtomicFile | None]:
     """Returns the locked file to write, or None once another process has downloaded it."""
-    seen, since = -1, time.monotonic()
+    last_size, last_change = -1, time.monotonic()
     while not target.exists():
         try:
-            staged = AtomicFile(target)
+            file = AtomicFile(target)
         except InUseError:
-            size = seen
+            size = last_size
             with suppress(OSError):
                 size = target.with_name(f"{target.name}.partial").stat().st_size
-            if size != seen:
-                seen, since = size, time.monotonic()
-            if time.monotonic() - since > 2 * TIMEOUT_SECONDS:
+            if size != last_size:
+                last_size, last_change = size, time.monotonic()
+            if time.monotonic() - last_change > 2 * TIMEOUT_SECONDS:
                 raise RemoteError(
                     f"`{target}` must be fetched by one process, but the one that does has received nothing for "
                     f"{2 * TIMEOUT_SECONDS:g} s; end it."
@@ -469,6 +473,6 @@ def _lock_or_wait(target: Path) -> Generator[None, None, AtomicFile | None]:
             yield
         else:
             if not target.exists():
-                return staged
-            staged.discard()
+                return file
+            file.discard()
     return None

@@ -222,8 +222,8 @@ class ReplicaSource(Source):
         missing_files = [name for name in manifest.files if name not in self._writers[self._chosen]]
         if missing_files:
             raise DamagedError(
-                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {missing_files[0]} is "
-                "on no node that is here."
+                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} "
+                f"{missing_files[0]} is on no node that is here."
             )
         yield  # not before: a rank that had come no further would be one replica behind the others
         return self._chosen, manifest.total_bytes

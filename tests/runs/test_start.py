@@ -52,7 +52,7 @@ def mixed(folder: Path, number: int = 6) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Few steps to measure a machine by, a text that is read twice, and no interpreter that starts anew."""
-    monkeypatch.setattr(quickstart, "TIMED_STEPS", 2)
+    monkeypatch.setattr(quickstart, "BENCHMARK_STEPS", 2)
     monkeypatch.setattr(quickstart, "EPOCHS", 2)
     fork_pythons(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
     much = Plan(SHAPES[1], 8192, 1e9, 0.5)
     assert (much.steps(100), much.steps(0.1)) == (200, 1)
-    assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.EPOCHS * 10
+    assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.MAX_EPOCHS * 10
 
 
 @pytest.mark.parametrize(
