@@ -53,7 +53,7 @@ def mixed(folder: Path, number: int = 6) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Few steps to measure a machine by, a text that is read twice, and no interpreter that starts anew."""
     monkeypatch.setattr(quickstart, "BENCHMARK_STEPS", 2)
-    monkeypatch.setattr(quickstart, "EPOCHS", 2)
+    monkeypatch.setattr(quickstart, "MAX_EPOCHS", 2)
     fork_pythons(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
