@@ -12,72 +12,73 @@ from torch import Tensor, nn
 from megahead.config.training import OptimizerConfig, ScheduleConfig
 from megahead.distributed.group import has_fast_bf16
 
-# Which weights move how: which of them decay, which have a learning rate of their own, and which Muon moves.
+# Parameter groups: weight decay, learning rate and optimizer of each parameter.
 
 
-TABLES = ("embedding.weight", "head.weight")
-"""How the names of the embedding and of an untied head end."""
+EMBEDDING_SUFFIXES = ("embedding.weight", "head.weight")
+"""Ends of the names of the embedding and of an untied head."""
 
-JOINT = ".qkv.weight"
-"""How the name of a projection ends that makes queries, keys and values at once; its owner has a `head_size`."""
+QKV_SUFFIX = ".qkv.weight"
+"""End of the name of a fused QKV projection, whose module has a `head_size`."""
 
 
-class Move(NamedTuple):
-    """What is the same for all parameters of a group; what is left out decays, at the rate of all, by AdamW."""
+class GroupOptions(NamedTuple):
+    """The options of a parameter group."""
 
     weight_decay: float
-    rate_ratio: float = 1.0
-    """Learning rate over that of a step."""
+    learning_rate_ratio: float = 1.0
+    """Its learning rate over the optimizer's."""
 
-    orthogonal: bool = False
-    """Whether Muon moves them."""
+    use_muon: bool = False
+    """Whether Muon updates it, not AdamW."""
 
-    joint_head: int | None = None
-    """For Muon, of a projection that makes queries, keys and values at once: how many rows each has of a head."""
+    qkv_head_size: int | None = None
+    """For Muon: the head size of a fused QKV projection."""
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: {"params", "names"} and the fields of a `Move`, those that decay first.
+    """Parameter groups for an optimizer: {"params", "names"} and the fields of `GroupOptions`, those that decay first.
 
-    Everything with two dims or more decays, the embedding included; vectors do not. Frozen parameters and empty
-    groups are left out; a parameter shared under several names appears once.
+    Parameters with two dims or more decay, the embedding included; vectors do not. Frozen parameters and empty groups
+    are left out; a parameter shared under several names appears once.
     """
-    members_by_move: dict[Move, list[tuple[str, nn.Parameter]]] = {}
+    members_by_options: dict[GroupOptions, list[tuple[str, nn.Parameter]]] = {}
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for name, parameter in sorted(trained, key=lambda member: member[1].ndim < 2):
-        members_by_move.setdefault(_move(module, name, parameter, config), []).append((name, parameter))
+        members_by_options.setdefault(_group_options(module, name, parameter, config), []).append((name, parameter))
     return [
-        {"params": [p for _, p in members], "names": [name for name, _ in members], **move._asdict()}
-        for move, members in members_by_move.items()
+        {"params": [p for _, p in members], "names": [name for name, _ in members], **options._asdict()}
+        for options, members in members_by_options.items()
     ]
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
-    """The rate of the next step, for each group times its own ratio."""
+    """Sets the learning rate of the next step, times the ratio of each group."""
     for group in groups:
-        group["lr"] = learning_rate * group.get("rate_ratio", 1.0)
+        group["lr"] = learning_rate * group.get("learning_rate_ratio", 1.0)
 
 
-def _move(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConfig) -> Move:
+def _group_options(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConfig) -> GroupOptions:
     if parameter.ndim < 2:
-        return Move(weight_decay=0.0)
-    if name.endswith(TABLES):
-        return Move(config.weight_decay, config.table.learning_rate_ratio)
+        return GroupOptions(weight_decay=0.0)
+    if name.endswith(EMBEDDING_SUFFIXES):
+        return GroupOptions(config.weight_decay, config.table.learning_rate_ratio)
     if config.name == "muon" and "blocks." in name:
-        attention: Any = module.get_submodule(name.removesuffix(JOINT)) if name.endswith(JOINT) else None
-        joint_head = None if attention is None else int(attention.head_size)
-        return Move(config.weight_decay, config.muon.learning_rate_ratio, orthogonal=True, joint_head=joint_head)
-    return Move(config.weight_decay)
+        attention: Any = module.get_submodule(name.removesuffix(QKV_SUFFIX)) if name.endswith(QKV_SUFFIX) else None
+        head_size = None if attention is None else int(attention.head_size)
+        ratio = config.muon.learning_rate_ratio
+        return GroupOptions(config.weight_decay, ratio, use_muon=True, qkv_head_size=head_size)
+    return GroupOptions(config.weight_decay)
 
 
-# The learning rate over a run, as a share of its peak: each schedule a function, and a line in `SCHEDULES`.
+# Learning-rate schedules: each is a function, listed in `SCHEDULES`.
 
 
 def learning_rate_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Share of the peak rate for the update after `step` finished ones (0 is the first update), in [0, 1].
+    """The learning rate of the update after `step` finished ones (0 is the first update), over its peak, in [0, 1].
 
-    Warm-up is linear and ends with the peak at its last step, so no update is made at rate 0. From there
-    the rate falls as `SCHEDULES` says. Beyond the last step the ratio does not change.
+    Warm-up is linear and reaches the peak at its last step, so no update has rate 0; the schedule's decay follows.
+    After the last step the ratio does not change.
     """
     warmup = schedule.num_warmup_steps(total_steps)
     if step < warmup:
@@ -86,72 +87,72 @@ def learning_rate_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -
 
 
 def cosine(schedule: ScheduleConfig, step: int, last: int) -> float:
-    """Half a cosine from the peak to the last step."""
+    """Decays along half a cosine to the last step."""
     return (1 - math.cos(math.pi * triangular(schedule, step, last))) / 2
 
 
 def triangular(schedule: ScheduleConfig, step: int, last: int) -> float:
-    """A line from the peak to the last step."""
+    """Decays linearly to the last step."""
     return _progress(max(schedule.num_warmup_steps(last + 1) - 1, 0), step, last)
 
 
 def constant(schedule: ScheduleConfig, step: int, last: int) -> float:
-    """The peak throughout."""
+    """Does not decay."""
     return 0.0
 
 
 def wsd(schedule: ScheduleConfig, step: int, last: int) -> float:
-    """Stable at the peak, then a line over the last `decay_steps`."""
+    """Warmup-stable-decay: linear over the last `decay_steps`."""
     return _progress(last - schedule.num_decay_steps(last + 1), step, last)
 
 
 DecayFunction = Callable[[ScheduleConfig, int, int], float]
-"""Of the way from the peak to `final_ratio`, how much lies behind at a step after warm-up, 0 to 1; arguments: the
-settings, the step, and the last step, beyond which it is what it was there."""
+"""The share, 0 to 1, of the decay from the peak to `final_ratio` that is done at a step after warm-up. Arguments: the
+settings, the step, the last step."""
 
 SCHEDULES: Mapping[str, DecayFunction] = {"cosine": cosine, "triangular": triangular, "constant": constant, "wsd": wsd}
 """By `schedule.name`."""
 
 
 def _progress(start: int, step: int, last: int) -> float:
-    """Share of the steps from `begin` to `last` that lie behind."""
+    """The finished share of the steps from `start` to `last`."""
     return min(max((step - start) / max(last - start, 1), 0.0), 1.0)
 
 
-# Muon: a matrix moves by its momentum made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+# Muon: the update of a matrix is its orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 #
-# Its update is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Liu et al. 2025, arXiv 2502.16982),
-# which cannot be taken itself: it needs whole matrices, and ZeRO and tensor ranks leave pieces of them.
+# It equals torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Liu et al. 2025, arXiv 2502.16982), which needs full
+# matrices: ZeRO and tensor parallelism partition them.
 
 
 UpdateFunction = Callable[[Tensor, Tensor, int | None], Tensor]
-"""From what the optimizer holds as one parameter, its momentum and its group's `joint_head` to its update."""
+"""Computes the update of a parameter of the optimizer from the parameter, its momentum and its `qkv_head_size`."""
 
 MOMENTUM = "exp_avg"
-"""A running mean of gradients, as AdamW's first moment is; all that Muon keeps beside a weight."""
+"""Muon's only state of a weight: a running mean of gradients, like AdamW's first moment."""
 
 _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, and Muon for the parameter groups that are `orthogonal`."""
+    """Muon for parameter groups with `use_muon`, AdamW for the others."""
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
         self._momentum = config.muon.momentum
-        self.whole_update: UpdateFunction = lambda held, momentum, joint_head: scaled_orthogonal(momentum, joint_head)
-        """An engine whose parameters are no whole matrices sets another."""
+        self.compute_update: UpdateFunction = lambda parameter, momentum, head_size: orthogonalize(momentum, head_size)
+        """An engine that partitions parameters replaces it."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         groups = self.param_groups
-        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        self.param_groups = [group for group in groups if not group["use_muon"]]
         try:
             super().step()
         finally:
             self.param_groups = groups
         for group in groups:
-            for parameter in group["params"] if group["orthogonal"] else ():
+            for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is not None:
                     self._update_(parameter, group)
 
@@ -163,49 +164,48 @@ class Muon(torch.optim.AdamW):
         gradient = parameter.grad
         assert gradient is not None
         momentum = state[MOMENTUM].lerp_(gradient, 1 - self._momentum)
-        update = self.whole_update(parameter, gradient.lerp(momentum, self._momentum), group.get("joint_head"))
+        update = self.compute_update(parameter, gradient.lerp(momentum, self._momentum), group.get("qkv_head_size"))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])
 
 
-def scaled_orthogonal(matrix: Tensor, joint_head: int | None = None) -> Tensor:
-    """fp32 of the shape of `matrix`, about the nearest orthogonal matrix to it, scaled to the size of AdamW's updates.
+def orthogonalize(matrix: Tensor, qkv_head_size: int | None = None) -> Tensor:
+    """The nearest orthogonal matrix, approximately, in fp32 and scaled to the RMS of AdamW's updates.
 
-    `joint_head`: rows make queries, keys and values, so many of each for one head after the other; they are three
-    matrices, each treated alone.
+    `qkv_head_size`: `matrix` is a fused QKV projection, whose rows are those of q, k and v of one head after the other;
+    q, k and v are orthogonalized separately.
     """
-    if joint_head is None:
-        return _orthogonalize(matrix)
-    qkv = matrix.unflatten(0, (-1, 3, joint_head)).transpose(0, 1)
-    updates = _orthogonalize(qkv.flatten(1, 2)).view_as(qkv)
+    if qkv_head_size is None:
+        return _newton_schulz(matrix)
+    qkv = matrix.unflatten(0, (-1, 3, qkv_head_size)).transpose(0, 1)
+    updates = _newton_schulz(qkv.flatten(1, 2)).view_as(qkv)
     return updates.transpose(0, 1).flatten(0, 2)
 
 
-def _orthogonalize(matrices: Tensor) -> Tensor:
-    """Of a matrix, or of several at once: Newton and Schulz's iteration in bf16, whose singular values come out between
-    0.7 and 1.2. Where bf16 is slow its numbers are multiplied in fp32 and each result is rounded (docs/optimizer.md):
-    the same but for the order of sums."""
+def _newton_schulz(matrices: Tensor) -> Tensor:
+    """Newton-Schulz iteration in bf16 on one matrix or a batch; singular values end between 0.7 and 1.2. Where bf16 is
+    slow, products are in fp32 and rounded to bf16 (docs/optimizer.md): the same but for the order of sums."""
     a, b, c = _COEFFICIENTS
     add_product: Callable[..., Tensor] = torch.addmm if matrices.ndim == 2 else torch.baddbmm
-    held = torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32
+    dtype = torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32
 
-    def rounded(numbers: Tensor) -> Tensor:
-        return numbers.bfloat16().to(held)
+    def round_bf16(x: Tensor) -> Tensor:
+        return x.bfloat16().to(dtype)
 
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    wide = rounded(matrices.mT if tall else matrices)
-    wide = rounded(wide / rounded(wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=_EPS))
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = round_bf16(matrices.mT if is_tall else matrices)
+    x = round_bf16(x / round_bf16(x.norm(dim=(-2, -1), keepdim=True)).clamp(min=_EPS))
     for _ in range(_ITERATIONS):
-        gram = rounded(wide @ wide.mT)
-        wide = rounded(add_product(wide, rounded(add_product(gram, gram, gram, beta=b, alpha=c)), wide, beta=a))
-    return (wide.mT if tall else wide).float() * (0.2 * math.sqrt(max(matrices.shape[-2:])))
+        gram = round_bf16(x @ x.mT)
+        x = round_bf16(add_product(x, round_bf16(add_product(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
+    return (x.mT if is_tall else x).float() * (0.2 * math.sqrt(max(matrices.shape[-2:])))
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Over the trained parameters of `module`; torch's AdamW is one fused kernel on CPU and CUDA.
+    """The optimizer of the trained parameters of `module`; AdamW is fused on CPU and CUDA.
 
-    Measured on a CPU core with pythia-14m's shapes: fused 2.4 ms a step, foreach 21 ms, one by one 18 ms; the results
-    differ by at most 1.5e-8 after 23 steps.
+    Measured on a CPU core with pythia-14m's shapes: fused 2.4 ms a step, foreach 21 ms, for-loop 18 ms; weights differ
+    by at most 1.5e-8 after 23 steps.
     """
     groups = parameter_groups(module, config)
     fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])

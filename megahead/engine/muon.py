@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megahead.distributed.group import Group, Mesh
-from megahead.optim import Muon, scaled_orthogonal
+from megahead.optim import Muon, orthogonalize
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PartitionedMatrix:
 
 
 class GatheredUpdates:
-    """A `Muon.whole_update`. `matrices` lists the matrices in each flat parameter of the optimizer."""
+    """A `Muon.compute_update`. `matrices` lists the matrices in each flat parameter of the optimizer."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GatheredUpdates:
     ) -> None:
         self._matrices, self._data_group, self._tensor_group, self._device = matrices, data_group, tensor_group, device
 
-    def __call__(self, flat: Tensor, momentum: Tensor, joint_head: int | None) -> Tensor:
+    def __call__(self, flat: Tensor, momentum: Tensor, qkv_head_size: int | None) -> Tensor:
         """Each rank orthogonalizes the matrices of which it has a fragment. Collective."""
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
@@ -63,25 +63,25 @@ class GatheredUpdates:
             if local.in_partition.start < local.in_partition.stop:
                 pairs = zip(gathered_Rn, matrix.fragments, strict=True)
                 full = torch.cat([partition[fragment.in_partition] for partition, fragment in pairs])
-                update = self._orthogonalize(full.view(matrix.shape), matrix.shard_dim, joint_head)
+                update = self._orthogonalize(full.view(matrix.shape), matrix.shard_dim, qkv_head_size)
                 update_n[local.in_partition] = update[local.in_matrix]
         return update_n.to(momentum.device).view_as(momentum)
 
-    def _orthogonalize(self, matrix: Tensor, shard_dim: int | None, joint_head: int | None) -> Tensor:
+    def _orthogonalize(self, matrix: Tensor, shard_dim: int | None, qkv_head_size: int | None) -> Tensor:
         """The flat update. Tensor ranks have the same fragments of their shards, and call this in the same order."""
         if shard_dim is None:
-            return scaled_orthogonal(matrix, joint_head).flatten()
-        full = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim), joint_head)
+            return orthogonalize(matrix, qkv_head_size).flatten()
+        full = orthogonalize(self._tensor_group.unshard(matrix, shard_dim), qkv_head_size)
         return self._tensor_group.shard(full, shard_dim).flatten()
 
 
 def gather_for_muon(deepspeed: Any, muon: Muon, stage: int, mesh: Mesh, dims: Mapping[Tensor, int]) -> None:
-    """Sets the `whole_update` of `muon`, the optimizer of an initialized `DeepSpeedEngine`. `dims`: the dim along which
-    tensor ranks shard a parameter."""
+    """Sets the `compute_update` of `muon`, the optimizer of an initialized `DeepSpeedEngine`. `dims`: along which dims
+    tensor ranks shard parameters."""
     list_matrices = {0: _unpartitioned, 1: _partitioned_flat, 2: _partitioned_flat, 3: _partitioned_each}[stage]
     matrices = dict(list_matrices(deepspeed.optimizer, mesh.data_group, dims))
     data_group = mesh.data_group if stage else Group()
-    muon.whole_update = GatheredUpdates(matrices, data_group, mesh.tensor_group, deepspeed.device)
+    muon.compute_update = GatheredUpdates(matrices, data_group, mesh.tensor_group, deepspeed.device)
 
 
 PartitionedMatrices = Iterator[tuple[Tensor, Sequence[PartitionedMatrix]]]
@@ -90,7 +90,7 @@ PartitionedMatrices = Iterator[tuple[Tensor, Sequence[PartitionedMatrix]]]
 def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 0: every data rank has every parameter."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group["orthogonal"] else ():
+        for parameter in group["params"] if group["use_muon"] else ():
             full = slice(0, parameter.numel())
             yield parameter, [PartitionedMatrix(parameter.shape, dims.get(parameter), [Fragment(full, full)])]
 
@@ -98,7 +98,7 @@ def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]
 def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stages 1 and 2: a group's parameters are concatenated in a flat tensor, which is split equally over the ranks."""
     for index, group in enumerate(optimizer.param_groups):
-        if group["orthogonal"]:
+        if group["use_muon"]:
             (flat,) = group["params"]
             matrices = []
             for parameter, offset in _offsets(optimizer, index):
@@ -130,7 +130,7 @@ def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int
 def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 3: each parameter is split equally over the ranks, and the last fragment is padded."""
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["orthogonal"]:
+        if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["use_muon"]:
             matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
                 length = parameter.ds_tensor.numel()

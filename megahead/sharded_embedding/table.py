@@ -274,11 +274,11 @@ class RowTable(nn.Module):
         row_optimizer: RowOptimizer,
         mesh: Mesh,
         device: torch.device,
-        rate_ratio: float = 1.0,
+        learning_rate_ratio: float = 1.0,
     ) -> None:
-        """`rate_ratio`: the learning rate of rows divided by that of a step."""
+        """`learning_rate_ratio`: the learning rate of rows over that of a step."""
         super().__init__()
-        self.num_rows, self._rate_ratio = rows, rate_ratio
+        self.num_rows, self._learning_rate_ratio = rows, learning_rate_ratio
         self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
         self.owned = OwnedRows(
             len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, row_optimizer, device
@@ -335,7 +335,7 @@ class RowTable(nn.Module):
         fetched = self._fetched
         if fetched is None or fetched.gradients_OD is None:
             raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
-        rows, rate = fetched.owned_rows, learning_rate * self._rate_ratio
+        rows, rate = fetched.owned_rows, learning_rate * self._learning_rate_ratio
         self.owned.row_optimizer.step_(rows, fetched.gradients_OD.mul_(scale), rate)
         self.owned.scatter(self._plan.owned_O, rows)
         self.discard()

@@ -1,4 +1,4 @@
-"""Under every ZeRO stage Muon moves whole matrices, as torch's own in one process, and goes on bitwise."""
+"""Under every ZeRO stage Muon options whole matrices, as torch's own in one process, and goes on bitwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
-from megahead.optim import Move, Muon
+from megahead.optim import GroupOptions, Muon
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_engine import WIDTH, SmallModel, small_batches, small_engine, whole
@@ -35,8 +35,8 @@ def by_kind(module: nn.Module) -> tuple[list[nn.Parameter], ...]:
 
 
 def muon(module: nn.Module) -> torch.optim.Optimizer:
-    moves = [Move(0.1, orthogonal=True), Move(0.1), Move(0.0)]
-    groups = [{"params": found, **move._asdict()} for found, move in zip(by_kind(module), moves, strict=True)]
+    options = [GroupOptions(0.1, use_muon=True), GroupOptions(0.1), GroupOptions(0.0)]
+    groups = [{"params": found, **move._asdict()} for found, move in zip(by_kind(module), options, strict=True)]
     return Muon(groups, CONFIG, fused=True)
 
 

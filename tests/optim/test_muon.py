@@ -13,7 +13,7 @@ from megahead import optim as muon
 from megahead.config.model import ModelConfig
 from megahead.config.training import MuonConfig, OptimizerConfig
 from megahead.models.families import build_backbone
-from megahead.optim import Muon, build_optimizer, scaled_orthogonal, set_learning_rate
+from megahead.optim import Muon, build_optimizer, orthogonalize, set_learning_rate
 
 CONFIG = OptimizerConfig(
     name="muon", learning_rate=0.02, weight_decay=0.3, muon=MuonConfig(momentum=0.9, learning_rate_ratio=0.5)
@@ -116,6 +116,6 @@ def test_products_are_of_the_numbers_that_are_fast_and_come_out_alike(
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(muon, "has_fast_bf16", lambda _, fast=fast: fast)
         with Formats() as formats:
-            made[fast] = scaled_orthogonal(matrix)
+            made[fast] = orthogonalize(matrix)
         assert formats.seen == {expected}
     assert (made[True] - made[False]).norm() < 0.01 * made[True].norm()
