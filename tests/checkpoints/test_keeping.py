@@ -112,7 +112,7 @@ def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
     if group.rank == 1:
 
         def slowly(snapshot: Snapshot, place: Path) -> Any:
-            copies._ends.wait(20)
+            copies._cancelled.wait(20)
             return write(snapshot, place)
 
         Snapshot.write = slowly  # type: ignore[method-assign]

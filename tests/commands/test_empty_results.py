@@ -93,7 +93,7 @@ def put_published(content: str | None) -> None:
         file
         for name in ("glue/rte", "superglue/wic")
         for form in CLASSIFICATION[name].files
-        for file in (form.train, form.test)
+        for file in (form.train, form.dev)
     ]
     for name in (*files, str(TASKS["sciq"].file), f"{TASKS['blimp'].file}/adjunct.jsonl"):
         put(Path("data", name), content)

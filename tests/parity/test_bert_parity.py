@@ -72,7 +72,7 @@ def theirs(config: ModelConfig) -> tuple[nn.Module, Family]:
 
 
 def ours_from(model: nn.Module, names: Family, config: ModelConfig) -> Bert:
-    weights = {names.ours(name)[0]: parameter for name, parameter in model.named_parameters()}
+    weights = {names.parameter_names(name)[0]: parameter for name, parameter in model.named_parameters()}
     backbone = build_backbone(config)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -118,6 +118,6 @@ def test_gradients(token_types: int) -> None:
     weights = torch.randn(2, 17, config.hidden_size)
     (model(ids).last_hidden_state * weights).mean().backward()
     (backbone(ids) * weights).mean().backward()
-    expected = {names.ours(name)[0]: parameter.grad for name, parameter in model.named_parameters()}
+    expected = {names.parameter_names(name)[0]: parameter.grad for name, parameter in model.named_parameters()}
     for name, parameter in backbone.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[f"backbone.{name}"], rtol=1e-4, atol=1e-5, msg=name)
