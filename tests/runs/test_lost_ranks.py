@@ -112,7 +112,7 @@ PLACES = {
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
     "before it looks for checkpoints": (session, "find_resume_point"),
     "before the first step": (Engine, "micro_step"),
-    "before it leaves": (MonitorClient, "leave"),
+    "before it leaves": (MonitorClient, "finish"),
 }
 
 
