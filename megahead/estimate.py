@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: parameters, floating-point operations, memory. Imports no torch."""
+"""Parameters, floating-point operations and memory of a run, computed from its config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megahead.config.token_subsets import SubsetLayers, subset_layers
 def expected_candidates(targets: int, vocab_size: int) -> int:
     """Unique ids among `targets` tokens of text: 4,300 x (targets / 16,384)^0.62, fitted to English Wikipedia with a
     vocabulary of 50,000 (measured 4.3k, 10.9k, 22k for 16k, 65k, 262k targets)."""
-    of_text: float = 4300 * float(targets / 16384) ** 0.62
-    return min(targets, vocab_size, round(of_text))
+    unique_ids: float = 4300 * float(targets / 16384) ** 0.62
+    return min(targets, vocab_size, round(unique_ids))
 
 
 def candidate_rows(config: RunConfig) -> int:
-    """Candidate rows in the softmax of one micro-batch."""
+    """Candidates of the softmax of one micro-batch."""
     if config.objective.name == "vanilla":
         return config.model.padded_vocab_size()
     return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
@@ -35,7 +35,7 @@ def candidate_rows(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many numbers a model learns, by part."""
+    """Trained parameters by part."""
 
     embedding: int
     """V D."""
@@ -46,11 +46,11 @@ class ParameterCounts:
     in a ModernBERT the embedding's norm instead of the first block's."""
 
     head: int
-    """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
-    V for a bias alone; what an auxiliary objective has; 1 for a learned temperature; else 0."""
+    """V D for an untied vanilla head; D^2 + 3 D + V for a BERT's transform and bias, D^2 + D + V for a ModernBERT's;
+    V for a bias alone; 1 for a learned temperature; those of an auxiliary objective."""
 
     generator: int = 0
-    """Of a second encoder beside it: blocks, norms and positions of its own; it has no table."""
+    """Blocks, norms and positions of an ELECTRA-style generator, which shares the embedding."""
 
     @property
     def total(self) -> int:
@@ -60,32 +60,32 @@ class ParameterCounts:
 def count_parameters(
     config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False, output_bias: bool = False
 ) -> ParameterCounts:
-    """Parameters of `config`'s backbone, and of an output matrix (`untied_head`), an encoder's transform (`mask_head`)
-    and a bias for each token (`output_bias`)."""
+    """Parameters of a backbone, plus an output matrix (`untied_head`), an encoder's transform (`mask_head`) and a bias
+    per token (`output_bias`)."""
     hidden, norm = config.hidden_size, norm_parameters(config)
-    table = config.padded_vocab_size() * hidden
+    embedding = config.padded_vocab_size() * hidden
     blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
     body = config.num_layers * blocks + norm
     if config.has_learned_positions():
         body += (config.max_positions + config.token_types) * hidden
     transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
-    head = (table if untied_head else 0) + (transform if mask_head else 0)
+    head = (embedding if untied_head else 0) + (transform if mask_head else 0)
     head += config.padded_vocab_size() if output_bias else 0
-    return ParameterCounts(embedding=table, body=body, head=head)
+    return ParameterCounts(embedding=embedding, body=body, head=head)
 
 
 def attention_matrices(config: ModelConfig) -> int:
-    """Numbers in the matrices of a block's attention: 2 D A + 2 D K (4 D^2 without grouped queries, if A = D)."""
+    """Elements of the matrices of a block's attention: 2 D A + 2 D K (4 D^2 if A = K = D)."""
     return 2 * config.hidden_size * config.head_size() * (config.num_heads + config.key_heads())
 
 
 def mlp_matrices(config: ModelConfig) -> int:
-    """Numbers in the matrices of a block's MLP: 2 D F, or 3 D F with a gate."""
+    """Elements of the matrices of a block's MLP: 2 D F, or 3 D F with a gate."""
     return (3 if config.has_gated_mlp() else 2) * config.hidden_size * config.mlp_size()
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Parameters of a norm over D features: a weight, and mostly a bias."""
+    """Parameters of a norm over D features: a weight, and a bias if it has one."""
     return config.hidden_size * (2 if config.has_norm_bias() else 1)
 
 
@@ -99,7 +99,7 @@ def block_biases(config: ModelConfig) -> int:
 
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
-    """Parameters of what a run trains, in its last phase."""
+    """Trained parameters of a run in its last phase."""
     objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
     counts = count_parameters(
         config.model_in_training(),
@@ -113,8 +113,8 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
     return replace(counts, generator=body, head=counts.head + _auxiliary_head(config))
 
 
-def _encoders(config: RunConfig) -> list[ModelConfig]:
-    """The shape of what is trained, and that of a generator beside it."""
+def _model_configs(config: RunConfig) -> list[ModelConfig]:
+    """The configs of the trained model and of its generator, if it has one."""
     generator = config.generator_config()
     return [config.model_in_training(), *([] if generator is None else [generator])]
 
@@ -124,8 +124,8 @@ def _auxiliary_head(config: RunConfig) -> int:
     return 0 if auxiliary is None else auxiliary.head_parameters(config.model)
 
 
-# Dense peaks in operations a second, as their makers state them (no sparsity): NVIDIA's data sheets of V100, T4, A10,
-# A100, RTX 3090 and 4090, L4, L40S, H100, H200 and B200.
+# Peak dense operations per second, from NVIDIA's data sheets of V100, T4, A10, A100, RTX 3090 and 4090, L4, L40S, H100,
+# H200 and B200.
 
 
 HALF_PRECISION_PEAKS = {
@@ -144,26 +144,26 @@ HALF_PRECISION_PEAKS = {
     "V100": 125e12,
     "T4": 65e12,
 }
-"""bf16 (fp16 where there is none), by words of the name that torch gives the device; the longest that fits counts."""
+"""In bf16, or fp16 on devices without it, by words of torch's device name; the longest match counts."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Operations a second that the device can reach; None for one that is not listed, and for fp32."""
-    words = set(device_name.replace("-", " ").split())  # "H100 PCIe" fits "NVIDIA H100 PCIe", "A10" not "A100"
+    """Peak operations per second of a device; None for an unknown device, and for fp32."""
+    words = set(device_name.replace("-", " ").split())  # "H100 PCIe" matches "NVIDIA H100 PCIe", "A10" not "A100"
     names = [name for name in HALF_PRECISION_PEAKS if words.issuperset(name.split())]
     if precision == "fp32" or not names:
         return None
     return HALF_PRECISION_PEAKS[max(names, key=len)]
 
 
-def activation_bytes(config: RunConfig, compute: int) -> float:
-    """Bytes kept for the backward pass, `compute` for each element.
+def activation_bytes(config: RunConfig, element_size: int) -> float:
+    """Bytes saved for the backward pass, with `element_size` bytes per element.
 
-    Per token, a block keeps its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
-    each block keeps its input alone, and one block at a time all of it; `selective` also keeps 2 D + (4 D + F) / t of
-    products and attention. In a Llama these are three inputs and (3 A + 2 K + 4 F) / t, with norms of heads A + K more,
-    and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
-    t too, but gathers one layer's at a time.
+    Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
+    each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
+    of products and attention. A Llama's block saves three inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
+    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. Sequence parallelism also
+    divides inputs by t, but gathers those of one layer at a time.
     """
     model, tensor = config.model_in_training(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -171,26 +171,26 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
     keys = max(model.key_heads() / tensor, 1) * model.head_size()
     if model.has_gated_mlp():
-        inside, products = (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp, 2 * (heads + keys + mlp)
-        block = 4 * block_input + inside
+        products = 2 * (heads + keys + mlp)
+        block = 4 * block_input + ((3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp)
     else:
         block, products = 3 * block_input + 7 * heads + 2 * mlp, 4 * heads + mlp
     recompute = config.engine.activation_checkpointing
     selective = block_input + 2 * model.hidden_size + products
-    kept = {False: block, True: block_input, "selective": selective}[recompute]
-    working = (block if recompute else 0) + model.hidden_size - block_input
-    layers = sum(shape.num_layers for shape in _encoders(config)) - sum(
-        part.layers_saved() for part in subset_layers(config)
+    saved_per_layer = {False: block, True: block_input, "selective": selective}[recompute]
+    temporary = (block if recompute else 0) + model.hidden_size - block_input
+    layers = sum(model.num_layers for model in _model_configs(config)) - sum(
+        subset.layers_saved() for subset in subset_layers(config)
     )
-    return compute * tokens * (layers * kept + working)
+    return element_size * tokens * (layers * saved_per_layer + temporary)
 
 
 # Floating-point operations of training, from the config.
 #
-# A product of [m, k] and [k, n] takes 2 m k n operations. Backward computes two such products for each of forward's
-# (gradients of both factors), so that training is three times the forward pass (Kaplan et al. 2020, arXiv 2001.08361).
-# Norms, activations, softmax, lookups and recomputation are not counted. D hidden size, A width of all heads (mostly
-# D), F width of the MLP, L blocks, T tokens a row, U candidate rows of the softmax.
+# A product of [m, k] and [k, n] takes 2 m k n operations. The backward pass computes two products for each of the
+# forward pass, so training takes three times its operations (Kaplan et al. 2020, arXiv 2001.08361). Norms, activations,
+# softmax, lookups and recomputation are not counted. D hidden size, A total width of the query heads (mostly D), F MLP
+# width, L blocks, T tokens per row, U candidates of the softmax.
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,14 @@ class FlopsPerToken:
     """Operations per input token, forward and backward, by part."""
 
     body: float
-    """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F), or what a Llama's have."""
+    """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F) in a Pythia."""
 
     attention: float
-    """Scores and weighted sums: 3 * 4 L A * context, where context is the mean number of tokens that a token sees; in
-    local layers fewer."""
+    """Scores and weighted sums: 3 * 4 L A * context (the mean number of tokens that a token attends to)."""
 
     head: float
-    """Scores of the candidates: 3 * 2 D U, and 2 D U more each where tokens are drawn from them or missed ones are
-    counted, 3 * 2 D V beside a vanilla share; and what an auxiliary objective computes of each token."""
+    """Scores of the candidates: 3 * 2 D U, plus 2 D U to sample tokens from them, 2 D U to find mispredicted targets,
+    3 * 2 D V with a vanilla share of the loss, and the head of an auxiliary objective."""
 
     @property
     def total(self) -> float:
@@ -223,75 +222,72 @@ def training_flops(
 ) -> FlopsPerToken:
     """Operations per token of training on rows of `sequence_length` tokens.
 
-    `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
-    `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
-    with one document: (T + 1) / 2 for causal attention, else T (isolated documents see less). `targets`: of a row, all
-    T when left out; for other tokens the last block of an encoder that sees both sides computes only keys and values.
-    Its transform is not counted. `subsets`: an encoder's layers that compute a share of the tokens alone.
+    `candidate_rows`: the padded vocabulary for a vanilla softmax, the unique targets of a group for a headless one.
+    `context`: mean number of tokens, itself included, that a token attends to in a global layer; by default that of
+    rows with one document: (T + 1) / 2 if causal, else T. `targets`: those of a row, by default all T; a bidirectional
+    encoder's last block computes only keys and values of other tokens. Its transform is not counted. `subsets`: layers
+    of an encoder that compute only a share of the tokens.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
-    whole_row = (sequence_length + 1) / 2 if config.is_causal else sequence_length
-    context = whole_row if context is None else context
+    if context is None:
+        context = (sequence_length + 1) / 2 if config.is_causal else sequence_length
     share = 1.0 if targets is None else targets / sequence_length
-    saved = 0.0 if config.is_causal else 1 - share
-    matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
-    near = min(context, _seen_within(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
-    seen = [near if config.is_local(layer) else context for layer in range(layers)]
-    for part in subsets:  # fewer tokens, each of which sees fewer
-        matrices -= part.layers_saved() * (attention + mlp)
-        for layer in part.layers:
-            seen[layer] = part.share * (near if config.is_local(layer) else part.share * context)
-        if part.first_layer_sees_all:  # keys and values of the others, too
-            first = part.layers.start
-            matrices += (1 - part.share) * attention / 2
-            seen[first] = part.share * (near if config.is_local(first) else context)
+    skipped = 0.0 if config.is_causal else 1 - share
+    matrices = layers * (attention + mlp) - skipped * (attention / 2 + mlp)
+    local = min(context, _mean_window(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
+    contexts = [local if config.is_local(layer) else context for layer in range(layers)]
+    for subset in subsets:  # fewer queries, each of fewer keys
+        matrices -= subset.layers_saved() * (attention + mlp)
+        for layer in subset.layers:
+            contexts[layer] = subset.share * (local if config.is_local(layer) else subset.share * context)
+        if subset.first_layer_sees_all:  # it also computes keys and values of the other tokens
+            first = subset.layers.start
+            matrices += (1 - subset.share) * attention / 2
+            contexts[first] = subset.share * (local if config.is_local(first) else context)
     return FlopsPerToken(
         body=3 * 2 * matrices,
-        attention=3 * 4 * (sum(seen) - saved * seen[-1]) * config.num_heads * config.head_size(),
+        attention=3 * 4 * (sum(contexts) - skipped * contexts[-1]) * config.num_heads * config.head_size(),
         head=3 * 2 * hidden * candidate_rows * share,
     )
 
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
-    """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
-    those of the model, which reads all tokens. Of an auxiliary objective the comparisons do not count whose number the
-    text decides."""
+    """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
+    auxiliary objective are not counted if their number depends on the text."""
     length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
-    model, generator, head = config.model_in_training(), config.generator_config(), _scores(config, candidate_rows)
+    model, generator, head = config.model_in_training(), config.generator_config(), _head_flops(config, candidate_rows)
     head += 0.0 if auxiliary is None else auxiliary.head_flops(model)
     if generator is None:
-        computed = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
-        learned = training_flops(model, length, 0, targets=computed, subsets=subset_layers(config))
-        return replace(learned, head=head)
-    learned = training_flops(generator, length, 0, targets=targets)
-    all_tokens = training_flops(model, length, candidate_rows=0)
-    return FlopsPerToken(learned.body + all_tokens.body, learned.attention + all_tokens.attention, head)
+        outputs = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
+        flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
+        return replace(flops, head=head)
+    generator_flops = training_flops(generator, length, 0, targets=targets)
+    flops = training_flops(model, length, candidate_rows=0)
+    return FlopsPerToken(generator_flops.body + flops.body, generator_flops.attention + flops.attention, head)
 
 
-def _scores(config: RunConfig, candidate_rows: int) -> float:
-    """The scores of targets: three products, one more for what is drawn from them and one for the targets that are
-    missed; and of all ids three, where a share of the loss is vanilla, or the one that is drawn from."""
+def _head_flops(config: RunConfig, candidate_rows: int) -> float:
+    """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    auxiliary, products, drawn = config.objective.auxiliary(), 3 + (masking is not None and masking.is_adaptive()), 0
+    auxiliary, products, sampled = config.objective.auxiliary(), 3 + (masking is not None and masking.is_adaptive()), 0
     if auxiliary is not None and auxiliary.samples_tokens:
-        drawn = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
-    of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
-    return share * 2 * config.model.hidden_size * (products * candidate_rows + drawn + of_all_ids)
+        sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
+    vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
+    return share * 2 * config.model.hidden_size * (products * candidate_rows + sampled + vanilla)
 
 
-def _seen_within(reach: int, tokens: int, sides: int) -> float:
-    """Mean number of tokens that one of a document of `tokens` sees within `reach` to one or two sides, itself
-    included."""
-    reach = min(reach, tokens - 1)
-    return 1 + sides * (reach - reach * (reach + 1) / (2 * tokens))
+def _mean_window(radius: int, tokens: int, sides: int) -> float:
+    """Mean number of tokens within `radius` of a token on one or two sides, itself included, in `tokens` tokens."""
+    radius = min(radius, tokens - 1)
+    return 1 + sides * (radius - radius * (radius + 1) / (2 * tokens))
 
 
-# Memory of one rank while it trains, by part, from the config: whether a run fits, and at which ZeRO stage.
+# Memory of one rank, by part: whether a run fits, and at which ZeRO stage.
 #
-# What DeepSpeed keeps at each stage was read in its optimizers and measured, phase by phase, on a CPU: the peaks of 21
-# M parameters on two ranks are 1.02 to 1.09 times this estimate, in fp32 and bf16. The process itself is not included,
-# nor memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is set).
+# DeepSpeed's buffers at each stage were read in its optimizers and measured on a CPU: the peaks of 21 M parameters on
+# two ranks are 1.02 to 1.09 times this estimate, in fp32 and bf16. Not included are the process itself and memory that
+# the allocator caches (glibc: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is set).
 
 
 _DEFAULTS = {
@@ -299,7 +295,7 @@ _DEFAULTS = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
 }
-"""DeepSpeed's own values, in elements."""
+"""DeepSpeed's defaults, in elements."""
 
 
 @dataclass(frozen=True)
@@ -315,19 +311,19 @@ class RankMemory:
     """fp32 masters and Adam's two moments, or Muon's one."""
 
     buffers: float
-    """Gradients being sent, and weights gathered to compute with."""
+    """Gradients in communication, and gathered weights."""
 
     activations: float
-    """Kept for the backward pass."""
+    """Saved for the backward pass."""
 
     loss: float
-    """Rows of the candidates, a chunk of scores, and both gradients."""
+    """Candidate rows, outputs, their gradients, and a chunk of scores."""
 
     table: float = 0.0
-    """A sharded embedding: the rank's rows with their moments, and those of a step."""
+    """A sharded embedding: the rank's rows and their moments, and the rows that a step fetches."""
 
     host: float = 0.0
-    """Bytes that offloading moved to the host's memory; not in the total."""
+    """Bytes offloaded to the host's memory; not in the total."""
 
     @property
     def total(self) -> float:
@@ -335,7 +331,7 @@ class RankMemory:
 
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
-    """The memory of each rank, at the config's ZeRO stage or at `stage`, in the phase that needs most."""
+    """The memory of a rank in the phase that needs most, at the config's ZeRO stage or at `stage`."""
     phases = [replace(plan, config=phase.config) for phase in phases_of(plan.config)]
     return max((_phase_memory(phase, stage) for phase in phases), key=lambda memory: memory.total)
 
@@ -344,106 +340,108 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     config, zero = plan.config, plan.zero
     stage = plan.zero_stage if stage is None else stage
     precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
-    weights, gradients, optimizer, buffers = _states(plan, stage, precision)
-    orthogonal = _muon_parameters(config)
-    optimizer -= 4 * orthogonal / (plan.data_ranks if stage else 1)  # it has one moment
-    buffers += 6 * orthogonal  # all in bf16, and updates
+    weights, gradients, optimizer, buffers = _zero_bytes(plan, stage, precision)
+    muon_parameters = _muon_parameters(config)
+    optimizer -= 4 * muon_parameters / (plan.data_ranks if stage else 1)  # Muon has one moment
+    buffers += 6 * muon_parameters  # gathered in bf16, and fp32 updates
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
-    compute = 4 if precision == "fp32" else 2
+    element_size = 4 if precision == "fp32" else 2
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
     embedding = sharded_embedding_bytes(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
-    peak = activation_bytes(config, compute), _loss(config, compute), embedding
-    return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
+    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, element_size)
+    return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, host)
 
 
 def _muon_parameters(config: RunConfig) -> float:
-    """Numbers in the matrices of one tensor rank that Muon moves."""
+    """Parameters of one tensor rank that Muon updates."""
     if config.optimizer.name != "muon":
         return 0
-    in_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    return sum(shape.num_layers for shape in _encoders(config)) * in_block / config.parallel.tensor
+    per_block = attention_matrices(config.model) + mlp_matrices(config.model)
+    return sum(model.num_layers for model in _model_configs(config)) * per_block / config.parallel.tensor
 
 
-def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
+def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak.
 
-    Of two buffers that never exist at the same time only the larger counts; buckets count in full.
+    Buffers that never coexist count as the larger of them, buckets in full.
     """
     parameters, zero = rank_parameters(plan.config), plan.zero
-    share, width = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
-    bucket, buckets = _size(zero, "reduce_bucket_size"), 2 if stage < 3 and zero.get("overlap_comm") else 1
-    bucket_bytes = (4 if stage == 1 else width) * bucket * buckets if zero.get("contiguous_gradients", True) else 0
-    send_copy = 4 * min(parameters, bucket)  # of gradients that are sent together
+    share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
+    bucket, buckets = _zero_setting(zero, "reduce_bucket_size"), 2 if stage < 3 and zero.get("overlap_comm") else 1
+    bucket_bytes = (
+        (4 if stage == 1 else element_size) * bucket * buckets if zero.get("contiguous_gradients", True) else 0
+    )
+    send_copy = 4 * min(parameters, bucket)  # of the gradients in one all-reduce
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
-        return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if width == 2 else 0)
+        return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if element_size == 2 else 0)
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
     if stage == 1 and separate_fp32_sum:  # gradients (unless freed as they come), their fp32 sum, a bf16 copy to send
         freed = plan.deepspeed.get("bf16", {}).get("immediate_grad_update", False)
         return 2 * parameters, (4 if freed else 6) * parameters, 12 * share, 2 * parameters + send_copy
-    if stage == 1:  # the rank's gradients are copied for the optimizer; in fp32 after the others' are freed
-        copy = 4 * share if width == 2 else max(0, 8 * share - 4 * parameters)
-        return width * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
-    if stage == 2:  # a micro-batch's gradients beside their sum; later the gathered weights
-        largest = max(width * share, width * parameters - 4 * share)
-        return width * parameters, 4 * share, 12 * share, largest + bucket_bytes
-    live = min(parameters, _size(zero, "stage3_max_live_parameters"))
-    ahead = min(parameters, _size(zero, "stage3_prefetch_bucket_size"))  # held twice while received
-    return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bucket_bytes
+    if stage == 1:  # the optimizer copies the rank's gradients; in fp32 after the others are freed
+        copy = 4 * share if element_size == 2 else max(0, 8 * share - 4 * parameters)
+        return element_size * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
+    if stage == 2:  # a micro-batch's gradients and their sum; later the gathered weights
+        largest = max(element_size * share, element_size * parameters - 4 * share)
+        return element_size * parameters, 4 * share, 12 * share, largest + bucket_bytes
+    live = min(parameters, _zero_setting(zero, "stage3_max_live_parameters"))
+    prefetched = min(parameters, _zero_setting(zero, "stage3_prefetch_bucket_size"))  # twice during the all-gather
+    gathered = max(element_size * (live + prefetched), 4 * share)
+    return element_size * share, 4 * share, 12 * share, gathered + bucket_bytes
 
 
-def _size(zero: Mapping[str, Any], name: str) -> float:
-    """A size in elements; if the setting is no number, the default (DeepSpeed itself refuses the run)."""
-    given = zero.get(name)
-    return given if isinstance(given, int | float) else _DEFAULTS[name]
+def _zero_setting(zero: Mapping[str, Any], name: str) -> float:
+    """A size in elements; the default if it is not a number (DeepSpeed rejects the run then)."""
+    value = zero.get(name)
+    return value if isinstance(value, int | float) else _DEFAULTS[name]
 
 
 def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
-    """Settings that would make a rank need less memory, the cheapest first; at another ZeRO `stage` where given."""
+    """Hints that reduce the memory of a rank, the cheapest first, at the config's ZeRO stage or at `stage`."""
     engine, batch, mesh = plan.config.engine, plan.config.batch, plan.config.parallel
     stage = plan.zero_stage if stage is None else stage
-    ways = [f"take a higher ZeRO stage in engine.deepspeed (now {stage})"] if stage < 3 else ["take more ranks"]
+    hints = [f"take a higher ZeRO stage in engine.deepspeed (now {stage})"] if stage < 3 else ["take more ranks"]
     if batch.micro_size > 1:
-        ways.append(f"lower batch.micro_size (now {batch.micro_size})")
+        hints.append(f"lower batch.micro_size (now {batch.micro_size})")
     if not engine.activation_checkpointing:
-        ways.append("set engine.activation_checkpointing")
+        hints.append("set engine.activation_checkpointing")
     if mesh.tensor > 1 and not mesh.sequence:
-        ways.append("set parallel.sequence")
-    ways.append(f"raise parallel.tensor (now {mesh.tensor})")
+        hints.append("set parallel.sequence")
+    hints.append(f"raise parallel.tensor (now {mesh.tensor})")
     if not plan.zero.get("offload_optimizer"):
-        ways.append("offload to the host with an *_offload.json")
-    return ways
+        hints.append("offload to the host with an *_offload.json")
+    return hints
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
-    heads than there are ranks, are held in full by each, and a sharded embedding is none of them."""
+    """Parameters of one tensor rank, without a sharded embedding. Replicated are norms, biases of row-parallel layers
+    and of tokens, and key and value projections with fewer heads than ranks."""
     model, tensor = config.model_in_training(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
-    in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
-    in_block += 2 * model.head_size() if model.qk_norm else 0
-    in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
+    per_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
+    per_block += 2 * model.head_size() if model.qk_norm else 0
+    per_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     counts, last = run_parameters(config), phases_of(config)[-1].config.objective
-    shapes = _encoders(config)
-    held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
-    held_by_each += model.padded_vocab_size() if last.output_bias else 0
-    held_by_each += _auxiliary_head(config)
-    beside = counts.embedding if shards_embedding(config) else 0
-    return held_by_each + (counts.total - beside - held_by_each) // tensor
+    models = _model_configs(config)
+    replicated = sum(each.num_layers for each in models) * per_block + len(models) * norm
+    replicated += model.padded_vocab_size() if last.output_bias else 0
+    replicated += _auxiliary_head(config)
+    excluded = counts.embedding if shards_embedding(config) else 0
+    return replicated + (counts.total - excluded - replicated) // tensor
 
 
-def _loss(config: RunConfig, compute: int) -> float:
-    """Bytes of outputs and rows with their gradients, and of a chunk of scores (`losses.fused_softmax`).
+def _loss_bytes(config: RunConfig, element_size: int) -> float:
+    """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision outputs, rows and their gradients have `compute` bytes an element, but the rows' gradient 4 more
-    while it is added up; residuals stand beside scores, in chunks for GPUs.
+    In half precision the rows' gradient is also accumulated in fp32, and residuals are separate from scores.
     """
     targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
-    half = compute == 2
-    chunk = (GPU_CHUNKS if half else CPU_CHUNKS).outputs(targets, math.ceil(rows), score_size=4)
-    matrices = 2 * compute * (targets + rows) + (4 * rows if half else 0)
+    is_half = element_size == 2
+    chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs(targets, math.ceil(rows), score_size=4)
+    matrices = 2 * element_size * (targets + rows) + (4 * rows if is_half else 0)
     derivatives = 4 if config.objective.score == "harmonic" else 0
-    return matrices * config.model.hidden_size + ((4 + compute if half else 4) + derivatives) * chunk * rows
+    return matrices * config.model.hidden_size + ((4 + element_size if is_half else 4) + derivatives) * chunk * rows
