@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and are on disk when a call returns."""
+"""Atomic writes of files and folders, which are on disk when a call returns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import BinaryIO
 
 from megahead.errors import FieldError, UserError
 
-# Files that are on disk when a call returns, and their checksums.
+# Reading, flushing and checksums.
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's list of names, are on disk."""
+    """Waits until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,18 +34,18 @@ def sha256_of(path: Path) -> str:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """A file's content; None where there is none, or it cannot be read just now."""
+    """A file's content; None if it is missing or cannot be read."""
     try:
         return path.read_bytes()
     except OSError:
         return None
 
 
-# Errors in writing files: each is one sentence for the user, and an OSError too.
+# Errors in writing files.
 
 
 class WriteError(UserError, OSError):
-    """A file or folder that cannot be written: the disk is full, or permission is missing. `errno` is the system's."""
+    """A file or folder cannot be written: the disk is full, or permission is missing. `errno`: the OSError's."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"`{path}` must be writable, but is not: {error.strerror or error}; nothing was kept of it.")
@@ -53,17 +53,17 @@ class WriteError(UserError, OSError):
 
 
 class InUseError(UserError):
-    """Another process is writing that file."""
+    """Another process is writing the file."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk or a quota is full, by the system's code."""
+    """Whether an OSError says that the disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def as_write_error(path: Path) -> Iterator[None]:
-    """Turns an OSError inside of the block into a WriteError about `path`."""
+    """Turns an OSError in the block into a WriteError about `path`."""
     try:
         yield
     except WriteError:
@@ -72,21 +72,21 @@ def as_write_error(path: Path) -> Iterator[None]:
         raise WriteError(path, error) from error
 
 
-# A file that appears whole or not at all: written under another name, flushed to disk, renamed.
+# Atomic files: written under another name, flushed to disk, renamed.
 
 
 class AtomicFile:
-    """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`; for what is written over hours.
+    """`PATH.partial`, which `publish` renames to `PATH` and `discard` removes; for files that are written over hours.
 
-    A leftover of a killed run is overwritten. InUseError if another process is still writing it; WriteError for a
-    failed write. On a file system without locks each process writes under its own name, and the last to publish wins.
+    Overwrites the partial file of a killed process. InUseError if another process is writing it; WriteError if a write
+    fails. On a file system without locks each process has its own partial file, and the last to publish wins.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with as_write_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open_locked(path.with_name(f"{path.name}.partial")) or _own_name(path).open("xb")
+            self._file = _open_locked(path.with_name(f"{path.name}.partial")) or _unique_partial(path).open("xb")
         self.partial = Path(self._file.name)
 
     def write(self, data: bytes) -> None:
@@ -95,7 +95,7 @@ class AtomicFile:
             self._file.write(data)
 
     def sync(self) -> None:
-        """Returns once everything that was written is on disk. After it, nothing can fail for lack of space."""
+        """Waits until all written data is on disk; afterwards nothing can fail for lack of space."""
         with as_write_error(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -108,7 +108,7 @@ class AtomicFile:
             fsync(self.path.parent)
 
     def discard(self) -> None:
-        """Removes what was written, unless it was published."""
+        """Removes the partial file, unless it was published."""
         if not self._file.closed:
             self.partial.unlink(missing_ok=True)
             with suppress(OSError):  # closing flushes, and the disk may be full
@@ -118,10 +118,9 @@ class AtomicFile:
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path for a file, which replaces `path` when the block succeeds, and is removed when it raises.
-    Creates missing folders. If several processes do so at once, the last one's file stays. WriteError if the system
-    refuses.
+    Creates missing folders. With several concurrent writers the last one wins. WriteError for an OSError.
     """
-    partial = _own_name(path)
+    partial = _unique_partial(path)
     with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -134,19 +133,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, *parts: str | bytes) -> None:
-    """Puts a whole file in place of `path`, on disk on return; text as UTF-8. See `atomic_path`."""
+    """Replaces the file `path`, on disk on return; text as UTF-8. See `atomic_path`."""
     with atomic_path(path) as partial, partial.open("xb") as file:
         for part in parts:
             file.write(part.encode() if isinstance(part, str) else part)
 
 
-def _own_name(path: Path) -> Path:
-    """A name beside `path` that no other process uses."""
+def _unique_partial(path: Path) -> Path:
+    """A temporary path next to `path` that no other process uses."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def _open_locked(partial: Path) -> BinaryIO | None:
-    """An empty file that no other process writes; None on a file system without locks (ENOSYS, ENOLCK, ENOTSUP)."""
+    """An empty, locked file; None on a file system without locks (ENOSYS, ENOLCK, ENOTSUP)."""
     while True:
         file = partial.open("ab")
         try:
@@ -162,33 +161,33 @@ def _open_locked(partial: Path) -> BinaryIO | None:
                 if partial.stat().st_size == 0:  # made by this attempt
                     partial.unlink()
             return None
-        if _still_named(file, partial):
+        if _is_same_file(file, partial):
             file.truncate(0)
             return file
-        file.close()  # another process published or removed it between opening and locking: not ours to change
+        file.close()  # another process published or removed it between opening and locking
 
 
-def _still_named(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` is this very file."""
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Whether the open `file` is still at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-# A folder that appears whole or not at all: written under another name, flushed to disk, renamed.
+# Atomic folders: written under another name, flushed to disk, renamed.
 
 
 @contextmanager
 def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[Path]:
-    """An empty folder beside `output`, which takes its name when the block succeeds, and is removed when it raises.
+    """An empty folder next to `output`, which is renamed to it when the block succeeds, and removed when it raises.
 
-    `output` must not exist, or be empty, or hold a file named `replaceable` (an earlier output of the same command,
-    which is then replaced); FieldError otherwise. WriteError if the system refuses.
+    `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command,
+    which is replaced); FieldError otherwise. WriteError for an OSError.
     """
     output = output.absolute()
-    is_old = replaceable is not None and (output / replaceable).is_file()
-    if output.exists() and not is_old and (not output.is_dir() or any(output.iterdir())):
+    is_replaceable = replaceable is not None and (output / replaceable).is_file()
+    if output.exists() and not is_replaceable and (not output.is_dir() or any(output.iterdir())):
         hint = "remove it or name another folder"
         raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
     partial = output.with_name(f".{output.name}.partial")
@@ -205,7 +204,7 @@ def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
 
 
 def publish_folder(partial: Path, output: Path) -> None:
-    """Gives a folder, whose files are on disk, its name beside it; what had that name is removed."""
+    """Renames a folder whose files are on disk to `output`, and removes an earlier `output`."""
     fsync(partial)
     replaced = output.with_name(f".{output.name}.replaced.partial")
     _remove(replaced)

@@ -1,4 +1,4 @@
-"""Where everything is in a run's folder, for all code that writes or reads it."""
+"""Paths of the files in a run's folder."""
 
 from __future__ import annotations
 
@@ -10,95 +10,95 @@ _CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
-class _In:
-    """An attribute of a run's folder: the path of this name in it."""
+class _File:
+    """A descriptor: the path of the file or folder `name` in a run's folder."""
 
     name: str
 
     @overload
-    def __get__(self, run: None, owner: type[RunFolder]) -> _In: ...
+    def __get__(self, run: None, owner: type[RunFolder]) -> _File: ...
 
     @overload
     def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path: ...
 
-    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Path | _In:
+    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Path | _File:
         return self if run is None else run / self.name
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, which need not exist yet; it can be used wherever a path can."""
+    """A run's folder, an os.PathLike; it need not exist."""
 
     path: Path
 
     @staticmethod
-    def of(place: Path) -> RunFolder:
-        """The run to which `place` belongs: a run folder, its `checkpoints`, or one checkpoint; links are followed.
+    def of(path: Path) -> RunFolder:
+        """The run of `path`, which is a run folder, its `checkpoints` or one checkpoint; follows links.
 
-        A checkpoint that was moved out of its run folder counts as a run folder itself.
+        A checkpoint outside of a run folder counts as a run folder.
         """
-        for path in (place.absolute(), place.resolve()):
-            if path.parent.name == _CHECKPOINTS:
-                return RunFolder(path.parent.parent)
-            if path.name == _CHECKPOINTS:
-                return RunFolder(path.parent)
-        return RunFolder(place)
+        for absolute in (path.absolute(), path.resolve()):
+            if absolute.parent.name == _CHECKPOINTS:
+                return RunFolder(absolute.parent.parent)
+            if absolute.name == _CHECKPOINTS:
+                return RunFolder(absolute.parent)
+        return RunFolder(path)
 
-    config = _In("config.yaml")
-    """Every setting, as the run has it."""
+    config = _File("config.yaml")
+    """All settings of the run."""
 
-    metrics = _In("metrics.jsonl")
-    """What training logged, one JSON object per line."""
+    metrics = _File("metrics.jsonl")
+    """The training log, one JSON object per line."""
 
-    tensorboard = _In("tensorboard")
-    """The same curves for TensorBoard."""
+    tensorboard = _File("tensorboard")
+    """The same log for TensorBoard."""
 
-    checkpoints = _In(_CHECKPOINTS)
-    """A folder for each, see `checkpoints/disk.py`."""
+    checkpoints = _File(_CHECKPOINTS)
+    """See `checkpoints/disk.py`."""
 
     @property
     def tokenizer(self) -> Path:
-        """A copy of `data.tokenizer`, by the name of its kind."""
+        """The copy of `data.tokenizer`, of either kind."""
         return self.tokenizer_model if self.tokenizer_model.is_file() else self.tokenizer_json
 
-    tokenizer_json = _In("tokenizer.json")
+    tokenizer_json = _File("tokenizer.json")
     """The copy of a `tokenizer.json`."""
 
-    tokenizer_model = _In("tokenizer.model")
-    """The copy of a SentencePiece `.model`; older runs have it as `tokenizer.json`."""
+    tokenizer_model = _File("tokenizer.model")
+    """The copy of a SentencePiece `.model`; in older runs it is `tokenizer.json`."""
 
-    model = _In("model.yaml")
-    """Which model it is, as a config says it; in folders of `convert`, from which the next run starts."""
+    model = _File("model.yaml")
+    """The `model` section of a config, in folders of `convert`, from which a run starts."""
 
-    published_files = _In("published.zip")
-    """What the Hugging Face folder that it began from holds beside weights, see `hf/settings.py`."""
+    published_files = _File("published.zip")
+    """The files other than weights of the Hugging Face folder that the run started from, see `hf/settings.py`."""
 
-    ending = _In("ending.json")
-    """How the last session ended; missing while one runs, and after one that was killed."""
+    ending = _File("ending.json")
+    """How the last session ended; missing while one runs, or if it was killed."""
 
-    session = _In("session")
-    """Which process trains there now; left behind by one that was killed."""
+    session = _File("session")
+    """The id of the session that trains here, or of one that was killed."""
 
-    run_id = _In("run-id")
-    """What `training.remote_checkpoints` knows the run by."""
+    run_id = _File("run-id")
+    """The id of the run in `training.remote_checkpoints`."""
 
-    fetched_checkpoints = _In("fetched")
-    """Checkpoints of other runs, from a remote store, while a session begins with one."""
+    fetched_checkpoints = _File("fetched")
+    """Remote checkpoints of other runs, while a session starts from one."""
 
-    exports = _In("exports")
-    """Hugging Face folders of its checkpoints, made when a command needs one."""
+    exports = _File("exports")
+    """Hugging Face folders of checkpoints that commands have exported."""
 
-    samples = _In("samples.jsonl")
-    """Texts that it generated, for the report, one JSON object per line."""
+    samples = _File("samples.jsonl")
+    """Generated texts for the report, one JSON object per line."""
 
-    geometry = _In("geometry.json")
-    """How its checkpoints' outputs and embeddings lie, measured for the report."""
+    geometry = _File("geometry.json")
+    """Geometry of outputs and embeddings by checkpoint, measured for the report."""
 
-    report = _In("report.html")
-    """The default place of its HTML page."""
+    report = _File("report.html")
+    """The default path of the HTML report."""
 
-    curves = _In("curves.png")
-    """The default place of the picture of its metrics."""
+    curves = _File("curves.png")
+    """The default path of the plot of its metrics."""
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name

@@ -1,4 +1,4 @@
-"""A model that is shared: its card gets a sample and curves, and its folder goes to the Hugging Face Hub."""
+"""Completes the model card of an export, and uploads its folder to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from megahead.errors import FieldError, UserError
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics
 
-_LARGEST_SAMPLED = 8 * 2**30
-"""Bytes of weights: a sample needs them all in memory, which an export does not."""
+_MAX_SAMPLED_BYTES = 8 * 2**30
+"""Weights of a sampled model: unlike an export, generation needs all of them in memory."""
 
 
 def complete_card(folder: Path, run: Path) -> str | None:
-    """Adds a sample of an exported decoder, and the curves of its run, to the folder's model card; returns the sample.
+    """Adds generated text and the training curves of `run` to the model card in `folder`; returns the text.
 
-    There is none without a head or a tokenizer that names what begins a text, or of more than 8 GiB of weights; no
-    curves of a run without a log.
+    Without a head or a tokenizer with a start token, or with more than 8 GiB of weights, it adds no text; without a log
+    no curves.
     """
     from megahead.report.figures import draw_curves, save_figure
 
-    sample = _sample(folder)
-    added = [] if sample is None else [f"## Sample\n\n```text\n{sample.strip().replace('```', '')}\n```"]
+    sample = _sample_if_possible(folder)
+    sections = [] if sample is None else [f"## Sample\n\n```text\n{sample.strip().replace('```', '')}\n```"]
     with suppress(UserError):
         save_figure(draw_curves([read_metrics(run)]), folder / "curves.png")
-        added.append("## Curves\n\n![Loss and held-out perplexity while it was trained](curves.png)")
+        sections.append("## Curves\n\n![Loss and held-out perplexity while it was trained](curves.png)")
     card = folder / "README.md"
     before, method, after = card.read_text(encoding="utf-8").partition("## Method\n")
-    write_atomically(card, before + "".join(f"{part}\n\n" for part in added) + method + after)
+    write_atomically(card, before + "".join(f"{part}\n\n" for part in sections) + method + after)
     return sample
 
 
-def _sample(folder: Path) -> str | None:
+def _sample_if_possible(folder: Path) -> str | None:
     card, weights = (folder / "README.md").read_text(encoding="utf-8"), folder.glob("*.safetensors")
-    small = sum(path.stat().st_size for path in weights) <= _LARGEST_SAMPLED
-    writes = "pipeline_tag: text-generation" in card and (folder / "tokenizer.json").is_file()
-    with suppress(UserError):  # a published tokenizer may name nothing to begin with
-        return sample(folder) if writes and small else None
+    is_small = sum(path.stat().st_size for path in weights) <= _MAX_SAMPLED_BYTES
+    can_generate = "pipeline_tag: text-generation" in card and (folder / "tokenizer.json").is_file()
+    with suppress(UserError):  # a published tokenizer may have no start token
+        return sample(folder) if can_generate and is_small else None
     return None
 
 
 def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
-    """What an exported model writes after `prompt`, the same in every call; half its context at most."""
+    """Generates text after `prompt` with an exported model and a fixed seed, half its context at most."""
     import torch
 
     from megahead.evaluate.generation import generate_continuation, sampling_options
@@ -59,13 +59,13 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
 
 
 def check_login(repository: str, *, private: bool = False) -> None:
-    """UserError unless `repository` is OWNER/NAME, huggingface_hub has a login, and what all can read is not asked to
-    be `private`."""
+    """UserError unless `repository` is OWNER/NAME, huggingface_hub has a login, and a repository that should be
+    `private` is not public."""
     from huggingface_hub import HfApi
 
     if "/" not in repository:
         raise FieldError("--push", "be a repository of the Hub (OWNER/NAME)", got=repr(repository))
-    with _in_a_sentence(repository):
+    with _as_user_errors(repository):
         HfApi().whoami()
         exists = HfApi().repo_exists(repository)
         if private and exists and not HfApi().model_info(repository).private:
@@ -74,25 +74,25 @@ def check_login(repository: str, *, private: bool = False) -> None:
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:
-    """Uploads an export by huggingface_hub's own login, and returns its address. The repository is made where there is
-    none; weights of an earlier upload go."""
+    """Uploads an export with huggingface_hub's login and returns its URL. Creates the repository if it is missing, and
+    deletes weights of an earlier upload."""
     from huggingface_hub import HfApi
 
-    api, old = HfApi(), ["*.safetensors", "*.safetensors.index.json"]
-    with _in_a_sentence(repository):
-        address = str(api.create_repo(repository, private=private or None, exist_ok=True))
+    api, weights = HfApi(), ["*.safetensors", "*.safetensors.index.json"]
+    with _as_user_errors(repository):
+        url = str(api.create_repo(repository, private=private or None, exist_ok=True))
         api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Export of megahead", delete_patterns=old
+            repo_id=repository, folder_path=folder, commit_message="Export of megahead", delete_patterns=weights
         )
-    return address
+    return url
 
 
 @contextmanager
-def _in_a_sentence(repository: str) -> Iterator[None]:
-    """Turns what the Hub answers into one."""
+def _as_user_errors(repository: str) -> Iterator[None]:
+    """Turns errors of the Hub into UserErrors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the client that the installed huggingface_hub talks by
+    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the HTTP client of the installed huggingface_hub
     try:
         yield
     except HFValidationError as error:
@@ -103,6 +103,6 @@ def _in_a_sentence(repository: str) -> Iterator[None]:
     except (OfflineModeIsEnabled, unreachable) as error:
         reason, rule = " ".join(str(error).split()), "go where the Hub can be reached"
         raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="export without it for now") from None
-    except ValueError as error:  # by which huggingface_hub says what the Hub finds wrong in a card's first lines
+    except ValueError as error:  # the Hub rejects the card's metadata
         reason = " ".join(str(error).split())
         raise UserError(f"`{repository}` must get a card that the Hub takes, but cannot ({reason}).") from None
