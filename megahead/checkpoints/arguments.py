@@ -1,4 +1,4 @@
-"""Names of checkpoints as commands take them: a folder, or a URL that is fetched."""
+"""Command-line arguments that are checkpoints: a path, or a URL that is fetched."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megahead.remote_files import is_remote
 
 
 def checkpoint_path(text: str) -> Path:
-    """argparse's `type` for a model or checkpoint: a path that exists, CHECKPOINTS/step-N or CHECKPOINTS/N for the
-    newest one of that step, or a URL, whose newest valid checkpoint is fetched to this machine's cache, with its
-    tokenizer and log. UserError where there is none."""
+    """argparse's `type` for a model or checkpoint: an existing path, CHECKPOINTS/step-N or CHECKPOINTS/N for the newest
+    one of a step, or a URL, whose newest valid checkpoint is fetched to this machine's cache, with its tokenizer and
+    log. UserError if there is none."""
     if not is_remote(text):
         path = Path(text)
         if re.fullmatch(r"(step-)?\d+", path.name) and not path.exists() and path.parent.is_dir():

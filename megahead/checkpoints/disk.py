@@ -1,11 +1,11 @@
-"""Checkpoints in a run's folder: saved by all ranks together, found, named and kept.
+"""Checkpoints in a run's folder: collective saving, lookup, retention.
 
-    step-00001000-3f2a91/           always a complete checkpoint: it gets this name by one rename
-    latest                          text: the names of the newest checkpoint and of its parents, put last
-    .step-00001000-3f2a91.partial   being written, or being removed; worthless after a crash
+    step-00001000-3f2a91/           a complete checkpoint, renamed from the partial one
+    latest                          text: the names of the newest checkpoint and of its parents, written last
+    .step-00001000-3f2a91.partial   being written or removed; left by a crash, it is useless
 
-Earlier versions wrote `step-00001000`, and beside it `step-00001000.replaced` while a new one of the same step took its
-name, and `abandoned-step-00001000`, which was set aside and is found only by this name.
+Earlier versions wrote `step-00001000`, renamed it to `step-00001000.replaced` while they replaced it, and renamed
+orphaned ones to `abandoned-step-00001000`, which is found only by this name.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; renames it first, so that a crash leaves no partial folder under its name."""
+        """Removes a checkpoint; renames it first, so that its name never means a partial folder."""
         partial = self.partial(name)
         (self.root / name).rename(partial)
         shutil.rmtree(partial)
 
     def partial(self, name: str) -> Path:
-        """The folder in which an incomplete checkpoint is written."""
+        """The folder of an incomplete checkpoint."""
         return self.root / f".{name}.partial"
 
     def prepare(self, name: str, num_bytes: int) -> Path:
-        """Makes that folder, for a checkpoint of so many bytes; OSError without room. See `describe_failure`."""
+        """Creates the partial folder; OSError if less than `num_bytes` are free (see `describe_write_error`)."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.remove_partial()
         if shutil.disk_usage(self.root).free < num_bytes:
@@ -99,7 +99,7 @@ class DiskStorage(Storage):
         return self.partial(name)
 
     def publish(self, name: str) -> Path:
-        """Gives a complete folder its name; what had that name was damaged."""
+        """Renames a complete folder to `name`, replacing a damaged one."""
         publish_folder(self.partial(name), self.root / name)
         return self.root / name
 
@@ -117,12 +117,12 @@ class DiskStorage(Storage):
                 folder.rename(successor)
 
 
-# Which checkpoint a path means.
+# Lookup by path.
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The step folder that `path` means: itself, the newest complete one in a run or checkpoints folder, or the newest
-    of a step (CHECKPOINTS/step-N without digits, or CHECKPOINTS/N); None if there is none.
+    """The step folder `path`, the newest complete one in the run or checkpoints folder `path`, or the newest of a step
+    (CHECKPOINTS/step-N without random digits, or CHECKPOINTS/N); None if there is none.
 
     Complete means that every file has its full length; contents are verified when they are read.
     """
@@ -137,14 +137,14 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """The history in a run or checkpoints folder, damaged or not, the newest first."""
+    """The history in a run or checkpoints folder, damaged ones included, the newest first."""
     disk = DiskStorage.of(path)
     return [disk.root / name for name in history(disk)]
 
 
 def orphaned_folders(path: Path) -> list[Path]:
-    """Checkpoints in a run or checkpoints folder that are not of its history, those that earlier versions set aside
-    (`abandoned-step-N`) first."""
+    """Checkpoints in a run or checkpoints folder outside of its history, those of earlier versions (`abandoned-step-N`)
+    first."""
     disk = DiskStorage.of(path)
     return [*sorted(disk.root.glob("abandoned-step-*")), *(disk.root / name for name in reversed(orphans(disk)))]
 
@@ -158,32 +158,31 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-# Saving, by all ranks of a group together.
+# Saving, on all ranks of a group.
 
 
 def save_untrained(root: Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
-    """Saves full named tensors as a checkpoint of step 0, the first in `root`, by this process alone."""
+    """Saves full named tensors as a checkpoint of step 0, the first in `root`, from one process."""
     header = Header(new_checkpoint_name(0), 0, {"step": 0, "tokens": 0}, config)
     return write_snapshot(root, header, Snapshot.take(tensors, Group()), Group(), KeepRules())
 
 
 def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group, rules: KeepRules) -> Path:
-    """Saves a snapshot as `root`/step-NNNNNNNN-XXXXXX and keeps what `rules` keep beside it. Collective.
+    """Saves a snapshot as `root`/step-NNNNNNNN-XXXXXX, then removes older checkpoints by `rules`. Collective.
 
-    It uses nothing but the snapshot, so it may run in another thread with a `group` of its own. `header`: the same on
-    all ranks. If a rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing half-written
-    is left.
+    It may run in another thread, with its own `group`. `header`: the same on all ranks. If a rank fails, all raise the
+    same CheckpointError; older checkpoints stay intact and no partial one is left.
     """
 
     def write(partial: Path) -> Generator[None, None, dict[str, FileEntry]]:
         yield
         return {snapshot.file: snapshot.write(partial)}
 
-    def seal(partial: Path, results: list[dict[str, FileEntry]]) -> None:
+    def write_manifest(partial: Path, results: list[dict[str, FileEntry]]) -> None:
         files = {name: entry for part in results for name, entry in part.items()}
         header.manifest(snapshot.entries, files).write(partial)
 
-    return write_collectively(DiskStorage(root), header.name, snapshot.total_bytes, write, seal, group, rules)
+    return write_collectively(DiskStorage(root), header.name, snapshot.total_bytes, write, write_manifest, group, rules)
 
 
 def write_collectively(
@@ -191,22 +190,22 @@ def write_collectively(
     name: str,
     num_bytes: int,
     write: Callable[[Path], Iterator[None]],
-    seal: Callable[[Path, list[Any]], None],
+    write_manifest: Callable[[Path, list[Any]], None],
     group: Group,
     rules: KeepRules | None = None,
 ) -> Path:
-    """Puts a checkpoint of `needed` bytes on a disk: each rank writes some of its files into a folder, then rank 0 the
-    manifest, given what `write` returned on each rank. Then it has its name; with `rules` it is the newest, and they
-    say what is kept. Collective; otherwise as `write_snapshot`."""
+    """Writes the checkpoint `name` of `num_bytes` bytes: every rank its files, then rank 0 the manifest, from the
+    results of `write` by rank. With `rules` it becomes `latest`, and older ones are removed by them. Collective; errors
+    as in `write_snapshot`."""
     partial = disk.partial(name)
 
     def describe_error(error: Exception) -> str:
         return describe_write_error(error, partial, num_bytes)
 
     def finish() -> None:
-        seal(partial, results)
+        write_manifest(partial, results)
         manifest = Manifest.read(partial)
-        check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
+        check_lengths(partial, manifest)  # also checks that this rank sees the files of the others
         disk.publish(name)
         if rules is not None:
             disk.write_latest(Latest(name, manifest.parents))
@@ -224,39 +223,39 @@ def write_collectively(
 
 
 class Source(Protocol):
-    """Another storage, from which all ranks together copy the newest valid checkpoint to disk."""
+    """Another storage, from which all ranks copy the newest valid checkpoint to disk."""
 
-    def choose(self) -> Iterator[None]:
-        """A generator. Returns the name that the next best checkpoint has on the disk, None if there is none, and its
-        bytes, 0 where it is there already: what rank 0 returns counts. DamagedError if it cannot be used."""
+    def select_next(self) -> Iterator[None]:
+        """A generator that returns, on rank 0, the name on disk of the next best checkpoint, or None, and its bytes, 0
+        if it is on disk already. DamagedError if it is damaged."""
 
     def write(self, partial: Path) -> Iterator[None]:
-        """Writes this rank's share of the files of the checkpoint that was chosen last; yields often."""
+        """Writes this rank's files of the selected checkpoint; yields often."""
 
-    def seal(self, partial: Path, results: list[Any]) -> None:
-        """Writes its manifest."""
+    def write_manifest(self, partial: Path, results: list[Any]) -> None:
+        """Writes the manifest of the selected checkpoint."""
 
 
 def copy_newest_valid(
     source: Source, disk: DiskStorage, group: Group, rules: KeepRules | None = None
 ) -> tuple[str | None, list[str]]:
-    """Copies the first valid checkpoint of a source to a disk: its name there, None if there is none, and a sentence
-    for each damaged one before it. Collective; CheckpointError where the disk cannot take it."""
+    """Copies the first valid checkpoint of a source to disk; returns its name there, or None, and a sentence for each
+    damaged one before it. Collective; CheckpointError if the disk fails or is full."""
     problems = list[str]()
     while True:
         try:
-            name, num_bytes = run_long_on_all_ranks(group, source.choose())[0]
+            name, num_bytes = run_long_on_all_ranks(group, source.select_next())[0]
             if num_bytes:
-                write_collectively(disk, name, num_bytes, source.write, source.seal, group, rules)
+                write_collectively(disk, name, num_bytes, source.write, source.write_manifest, group, rules)
             return name, problems
         except DamagedError as error:
             problems.append(str(error))
 
 
 def describe_write_error(error: Exception, partial: Path, num_bytes: int) -> str:
-    """The sentence on an error in putting a checkpoint of so many bytes on disk."""
+    """The message of an error in writing a checkpoint of `num_bytes` bytes."""
     root = partial.parent
-    if not _is_full(error):  # a WriteError may be: its own sentence lacks the bytes
+    if not _is_full(error):  # the message of a WriteError lacks the bytes
         message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
         return str(error) if isinstance(error, UserError) else message
     available = shutil.disk_usage(root).free + sum(map(_file_size, partial.glob("*")))
@@ -276,5 +275,5 @@ def _file_size(file: Path) -> int:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether the disk is full, which safetensors says as a text."""
+    """Whether the disk is full, which safetensors reports only in its message."""
     return is_full(error) or (isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error))

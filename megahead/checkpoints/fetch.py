@@ -37,13 +37,12 @@ SINGLE_RANK = Group()
 
 
 def fetch_newer(
-    newer_than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
+    newer_than: int, url: str, folder: RunFolder, group: Group, validate: Callable[[Checkpoint], None]
 ) -> RecoveryResult | None:
-    """Fetches the newest valid checkpoint of the history at `url` into `folder`, with the log up to there and what the
-    run is known by, if one is newer than step `than` (see `newer_in`); None if none is. Collective; CheckpointError
-    where the store cannot be read.
+    """Fetches the newest valid checkpoint at `url` into `folder`, with its log and run id, if it is newer than step
+    `newer_than` (see `newer_names`); otherwise returns None. Collective; CheckpointError if the store cannot be read.
 
-    `accept` may refuse one before it is fetched, on rank 0. Not counted is what the run in `folder` went back from.
+    `validate` may raise on rank 0 before the download.
     """
     start_time, disk = time.monotonic(), DiskStorage(folder.checkpoints)
 
@@ -54,7 +53,7 @@ def fetch_newer(
     def files() -> dict[Path, bytes]:
         return read_small_files(url, group, folder.metrics, folder.run_id)
 
-    name, damage = copy_newest_valid(_Fetch(find_newer, disk, group, accept, files), disk, group)
+    name, damage = copy_newest_valid(_Fetch(find_newer, disk, group, validate, files), disk, group)
     if name is None:
         return RecoveryResult("mirror", None, damage) if damage else None
     run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).parents)))
@@ -76,13 +75,13 @@ def fetch_checkpoint(
     url: str,
     into: RunFolder,
     group: Group = SINGLE_RANK,
-    accept: Callable[[Checkpoint], None] = lambda _: None,
+    validate: Callable[[Checkpoint], None] = lambda _: None,
     files: Callable[[], dict[Path, bytes]] = dict,
 ) -> Path:
-    """Fetches the checkpoint that a URL means (see `find_remote`; the newest valid one of a run, but for those that the
-    run in `into` went back from) into `into`, and returns its folder; one that is there already is not fetched again.
-    Which checkpoint there is the newest stays as it was, and newer ones that are damaged are reported. `accept` may
-    refuse one before it is fetched; `files` come along. Collective; CheckpointError where none can be had."""
+    """Fetches the newest valid checkpoint at a URL (see `find_remote`) into `into`, unless it is there already, and
+    returns its folder. Skips those that the run in `into` has orphaned, reports damaged ones, and leaves `latest`
+    unchanged. `validate` may raise before the download; `files` are the contents of small files to write with it.
+    Collective; CheckpointError if there is none."""
 
     def find() -> tuple[RemoteStorage, list[str]]:
         remote, names = find_remote(url, retry_seconds(group))
@@ -90,7 +89,7 @@ def fetch_checkpoint(
         return remote, [name for name in names if name not in skipped]
 
     disk = DiskStorage(into.checkpoints)
-    name, damage = copy_newest_valid(_Fetch(find, disk, group, accept, files), disk, group)
+    name, damage = copy_newest_valid(_Fetch(find, disk, group, validate, files), disk, group)
     if name is None:
         raise CheckpointError(
             f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is valid"
@@ -103,22 +102,21 @@ def fetch_checkpoint(
 
 @dataclass
 class _Fetch(Source):
-    """The checkpoints in a store that `find` finds, best first, which rank 0 fetches.
+    """The remote checkpoints that `find` returns, best first; rank 0 fetches them.
 
-    It looks again after each damaged one: a session that still sends may have removed it for a newer one. `accept` may
-    refuse one before it is fetched. `files` are small ones that come along, where it becomes a run's own: they are read
-    before it, since all of it would have come in vain, and written when it is here; once it has its name it would not
-    be fetched again.
+    `find` is called again after each damaged one: a running session may have replaced it by a newer one. `files` are
+    read before the download, so that their errors come early, and written before the checkpoint has its name, after
+    which it would not be fetched again.
     """
 
     find: Callable[[], tuple[RemoteStorage, list[str]]]
     disk: DiskStorage
     group: Group
-    accept: Callable[[Checkpoint], None]
+    validate: Callable[[Checkpoint], None]
     files: Callable[[], dict[Path, bytes]]
     tried: list[str] = field(default_factory=list)
 
-    def choose(self) -> Generator[None, None, tuple[str | None, int]]:
+    def select_next(self) -> Generator[None, None, tuple[str | None, int]]:
         if self.group.rank != 0:
             return None, 0
         self.remote, names = self.find()
@@ -131,7 +129,7 @@ class _Fetch(Source):
             self.text, self.manifest = self.remote.manifest_with_text(name)
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
-        self.accept(Checkpoint(self.disk.root / name, self.manifest))
+        self.validate(Checkpoint(self.disk.root / name, self.manifest))
         self.contents, local_name = self.files(), self._local_name(name)
         if is_complete(self.disk.root / local_name):
             with suppress(CheckpointError):
@@ -141,8 +139,8 @@ class _Fetch(Source):
         return local_name, self.manifest.total_bytes
 
     def _local_name(self, name: str) -> str:
-        """That of the same checkpoint where it is on disk, else its own, unless another has that: only an earlier
-        version used one twice."""
+        """The name of the same checkpoint on disk, else `name`, or a new one if another checkpoint has it (an earlier
+        version could reuse names)."""
         for candidate in self.disk.names():
             folder = self.disk.root / candidate
             same_step = step_of(candidate) == self.manifest.step
@@ -161,7 +159,7 @@ class _Fetch(Source):
         received = _fetch_files(self.remote, name, partial, self.manifest)
         return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
-    def seal(self, partial: Path, results: list[Any]) -> None:
+    def write_manifest(self, partial: Path, results: list[Any]) -> None:
         (partial / MANIFEST).write_bytes(self.text)
         fsync(partial / MANIFEST)
         _write_all(self.contents)
@@ -173,7 +171,7 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
 
 
 def _fetch_files(remote: RemoteStorage, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
-    """Yields the bytes of all files received so far."""
+    """Writes all files; yields the total bytes received so far."""
     before = 0
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
@@ -188,8 +186,7 @@ def _fetch_files(remote: RemoteStorage, name: str, partial: Path, manifest: Mani
 
 
 def fetch_to_cache(url: str) -> Path:
-    """What `fetch_named` does, into a folder of this machine's cache, with the run's tokenizer and log; one process
-    after the other."""
+    """Fetches the newest valid checkpoint at a URL into this machine's cache, with the run's tokenizer and log."""
     run = RunFolder(cache_folder(url))
     with _locked(run):
         folder = fetch_checkpoint(url, run)
@@ -199,14 +196,13 @@ def fetch_to_cache(url: str) -> Path:
 
 
 def _run_url(url: str) -> str:
-    """The address of a run, of whose folder of checkpoints, or of one of them, `url` is, if not of the run."""
+    """The URL of the run, from that of the run, its checkpoints folder or one checkpoint."""
     return re.sub(rf"/{CHECKPOINTS}(/(step-)?\d+(-[0-9a-f]+)?)?/*$", "", url)
 
 
 @contextmanager
 def _locked(run: RunFolder) -> Iterator[None]:
-    """Waits for other processes of this machine that fetch into the same folder: each would remove what another has
-    half fetched."""
+    """Excludes other processes of this machine, which would remove the partial checkpoint in the same folder."""
     run.path.mkdir(parents=True, exist_ok=True)
     with (run / "turn").open("w") as file:
         with suppress(OSError):  # a file system without locks

@@ -23,7 +23,7 @@ from megahead.errors import CheckpointError, message_of
 from megahead.files import fsync, sha256_of
 from megahead.remote_files import DamagedError
 
-# `checkpoint.json`: what a step folder holds, under a checksum of its own.
+# `checkpoint.json`: the content of a step folder, with its own checksum.
 #
 # {"format": "megahead-checkpoint/1", "step": 1000, "state": {...}, "config": {...},
 #  "tensors": {TENSOR: {"file": FILE or [FILE, ...], "shape", "dtype"}},
@@ -35,7 +35,7 @@ FORMAT = "megahead-checkpoint/1"
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
-"""A plain name: files of a checkpoint are in its own folder."""
+"""A name without folders: all files of a checkpoint are in its folder."""
 
 
 class TensorEntry(BaseModel):
@@ -43,12 +43,11 @@ class TensorEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     file: FileName | tuple[FileName, ...]
-    """A tensor in R files is sharded round-robin: row i is in file i mod R."""
+    """With R files the tensor is sharded round-robin: row i is in file i mod R."""
     shape: tuple[int, ...]
     dtype: str
 
     def files(self) -> tuple[str, ...]:
-        """The files that hold it, one or several."""
         return (self.file,) if isinstance(self.file, str) else self.file
 
 
@@ -71,20 +70,17 @@ class Manifest(BaseModel):
     files: dict[FileName, FileEntry]
 
     parents: tuple[str, ...] = ()
-    """The checkpoint that it continues, then the one that this continued, and so on to the first. All of them, since
-    retention removes some; empty in checkpoints of earlier versions."""
+    """All ancestors, the newest first, including removed ones; empty in checkpoints of earlier versions."""
 
     orphaned: tuple[str, ...] = ()
-    """Checkpoints that are none of these, but were known when it was saved: the run went back from them."""
+    """Other checkpoints that existed when it was saved: the run had rolled back past them."""
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
         return sum(entry.bytes for entry in self.files.values())
 
     @model_validator(mode="after")
-    def _complete(self) -> Manifest:
-        """Every tensor is in a file that is listed."""
+    def _check_files_listed(self) -> Manifest:
         for name, entry in self.tensors.items():
             for file in entry.files():
                 if file not in self.files:
@@ -111,8 +107,7 @@ class Manifest(BaseModel):
 
     @staticmethod
     def parse(text: bytes, path: str) -> Manifest:
-        """The manifest in the content of a file; CheckpointError, which names `path`, if it is damaged or of another
-        format."""
+        """Parses a manifest; CheckpointError, which names `path`, if it is damaged or of another format."""
         try:
             content = json.loads(text.decode("utf-8"))
         except ValueError:
@@ -153,7 +148,6 @@ class Header:
     orphaned: tuple[str, ...] = ()
 
     def manifest(self, tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> Manifest:
-        """The whole manifest."""
         return Manifest(**{**vars(self), "tensors": tensors, "files": files})
 
 
@@ -174,7 +168,7 @@ def check_lengths(folder: Path, manifest: Manifest) -> None:
             )
 
 
-# What one rank will write of a checkpoint.
+# Snapshots: what each rank writes of a checkpoint.
 
 
 @dataclass(frozen=True)
@@ -190,18 +184,15 @@ class Snapshot:
 
     @property
     def total_bytes(self) -> int:
-        """Of all ranks together."""
+        """The bytes of all ranks."""
         return sum(self.bytes_by_rank)
 
     @staticmethod
     def take(
         tensors: Iterable[tuple[str, Tensor | RoundRobinShard]], group: Group, *, copied: bool = False
     ) -> Snapshot:
-        """Each tensor goes to the rank with the fewest bytes so far (every rank computes the same choice); of a tensor
-        that is sharded round-robin each rank writes its own rows.
-
-        `copied`: copy the tensors, so that the originals may change.
-        """
+        """Assigns each tensor to the rank with the fewest bytes so far (the same on every rank); each rank writes its
+        rows of a round-robin shard. `copied`: copy the tensors, so that the originals may change."""
         names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
         loads = [0] * group.size
         assigned: dict[str, Tensor] = {}
@@ -219,10 +210,10 @@ class Snapshot:
         return Snapshot(assigned, names[group.rank], names, entries, loads)
 
     def write(self, folder: Path) -> FileEntry:
-        """Writes this rank's file, and reads it back; CheckpointError if it differs then."""
+        """Writes this rank's file and reads it back; CheckpointError if they differ."""
         path = folder / self.file
         save_file(self.tensors, path)
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the user can read
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the user can read
         fsync(path)
         with safe_open(path, framework="pt") as file:
             wrong = [name for name, tensor in self.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
@@ -243,22 +234,21 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-# Verifies files against the checksums in their manifest, divided among ranks.
+# Verification of files against the checksums of a manifest.
 
 
-_BLOCK = 1 << 20
-"""Bytes read at a time, into one buffer."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes per read, into one buffer."""
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
-    """Reads all of `files`, at about 1 GB per second, and yields after each block; CheckpointError for the first
-    damaged file."""
+    """Reads `files`, about 1 GB per second, and yields after each block; CheckpointError for the first damaged one."""
     for name, entry in files.items():
         yield from _check(folder / name, entry.sha256)
 
 
 def _check(path: Path, sha256: str) -> Iterator[None]:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while size := file.readinto(block):
@@ -273,7 +263,7 @@ def _check(path: Path, sha256: str) -> Iterator[None]:
 
 
 def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntry]:
-    """This rank's share of `files`: the largest first, each to the rank with the fewest bytes so far."""
+    """This rank's share of `files`: the largest first, each goes to the rank with the fewest bytes so far."""
     loads = [0] * group.size
     assigned = {}
     for name, entry in sorted(files.items(), key=lambda item: item[1].bytes, reverse=True):
@@ -284,13 +274,13 @@ def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntr
     return assigned
 
 
-# Runs a function on every rank, after which either all ranks continue or all of them raise.
+# Functions that run on every rank: afterwards all ranks continue, or all raise.
 
 
 T = TypeVar("T")
 
 SYNC_SECONDS = 5.0
-"""How long ranks work before they synchronize again."""
+"""Interval of the ranks' synchronization."""
 
 
 def run_on_all_ranks(
@@ -298,9 +288,8 @@ def run_on_all_ranks(
 ) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
-    If it fails on any rank, all ranks raise a CheckpointError (a DamagedError where it was one) with the first failing
-    rank's `describe_error(error)`, or `str(error)` where that fails itself, so that none is left waiting. Costs one
-    all-gather of objects; on return every rank's action is over.
+    If it fails on any rank, all ranks raise a CheckpointError, or the same DamagedError, with the first failing rank's
+    `describe_error(error)`, or `str(error)` if that fails. Costs one all-gather of objects, which is also a barrier.
     """
     cause: Exception | None = None
     results: list[T] = []
@@ -323,24 +312,24 @@ def run_on_all_ranks(
 def run_on_first_rank(
     group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = message_of
 ) -> T:
-    """Runs `action` on rank 0, as `run_on_all_ranks` does; its (small) result on all ranks. Collective."""
+    """Runs `action` on rank 0 as in `run_on_all_ranks`; returns its (small) result on all ranks. Collective."""
     return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
 
 
 def run_long_on_all_ranks(
     group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = message_of
 ) -> list[Any]:
-    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes; what generators return,
-    in rank order. Collective.
+    """Exhausts `work` on every rank as in `run_on_all_ranks`; returns the return values of generators in rank order.
+    Collective.
 
-    All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that those with less work do not
-    time out; for that `work` must yield often.
+    All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that ranks with less work do not
+    time out; `work` must yield often.
     """
-    seconds = min(SYNC_SECONDS, group.timeout_seconds / 10)
+    interval = min(SYNC_SECONDS, group.timeout_seconds / 10)
     results: list[Any] = []
 
     def advance() -> list[Any]:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + interval
         while not results:
             try:
                 next(work)

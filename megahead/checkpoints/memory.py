@@ -1,4 +1,4 @@
-"""Replicas of a run's state in the memory of other nodes: writing, verification, hand-over, recovery."""
+"""Replicas of a run's state in the memory of other nodes: writing, verification, recovery."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ class Peers:
         return [rank for rank, other_node in enumerate(self.nodes) if other_node == node]
 
 
-# Where a run's replicas are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N-XXXXXX, with a checkpoint's files.
+# The replicas of a run on a node: ROOT/megahead-NAME-HASH/SESSION/rank-R/step-N-XXXXXX, with a checkpoint's files.
 
 
 ROOT = Path("/dev/shm")
-"""A file system in memory that all processes of a node share, and that outlives them."""
+"""A file system in memory that a node's processes share, and that outlives them."""
 
 RESERVE = 0.1
 """Share of a node's memory that replicas leave free."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_MOST_OF_NAME = 60
+_MAX_NAME_LENGTH = 60
 
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The folder of one run in the memory of this node. It need not exist."""
+    """The folder of a run in the memory of this node. It need not exist."""
 
     folder: Path
 
@@ -93,11 +93,11 @@ class NodeMemory:
         """The memory folder of a run, unique to the path of the run folder."""
         path = run.path.resolve()
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-        return NodeMemory(ROOT / f"megahead-{path.name[:_MOST_OF_NAME]}-{digest}")
+        return NodeMemory(ROOT / f"megahead-{path.name[:_MAX_NAME_LENGTH]}-{digest}")
 
     @staticmethod
-    def shared(run: RunFolder) -> NodeMemory:
-        """The same layout on the shared disk, for replicas from nodes whose ranks do not train."""
+    def on_shared_disk(run: RunFolder) -> NodeMemory:
+        """The same layout in the run's folder, for replicas from nodes of spare ranks."""
         return NodeMemory(run / "handed-over")
 
     def node(self) -> str:
@@ -109,11 +109,11 @@ class NodeMemory:
         return f"{boot} {root.st_dev} {root.st_ino}"
 
     def rank_folder(self, session_id: str, rank: int) -> Path:
-        """Where a rank of the session with that id keeps its replicas."""
+        """The folder of a rank's replicas."""
         return self._session(session_id) / f"rank-{rank:05d}"
 
     def replicas(self, session_id: str) -> list[Path]:
-        """The complete folders of all ranks of that session on this node."""
+        """The complete replicas of a session on this node."""
         rank_folders = sorted(self._session(session_id).glob("rank-*")) if self._is_owned() else []
         return [
             rank_folder / name
@@ -122,13 +122,13 @@ class NodeMemory:
         ]
 
     def create(self) -> None:
-        """Makes the folder, which only this user may read; CheckpointError if it is another's."""
+        """Creates the folder, readable by this user only; CheckpointError if another user owns it."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if not self._is_owned():
             raise CheckpointError(f"`{self.folder}` must belong to this user, but does not; remove it.")
 
     def require_free_memory(self, num_bytes: int) -> None:
-        """CheckpointError unless the node has memory for `num_bytes` more."""
+        """CheckpointError unless the node has `num_bytes` of free memory."""
         memory = psutil.virtual_memory()
         free_shared = shutil.disk_usage(ROOT).free
         available = max(0, min(free_shared, int(memory.available - RESERVE * memory.total)))
@@ -141,7 +141,7 @@ class NodeMemory:
             )
 
     def remove(self, session_id: str | None = None) -> None:
-        """All replicas of the run on this node, or those of the session with that id."""
+        """Removes the replicas of a session, or of all sessions, from this node."""
         if self._is_owned():
             shutil.rmtree(self.folder if session_id is None else self._session(session_id), ignore_errors=True)
             with suppress(OSError):  # other sessions' replicas remain
@@ -151,32 +151,30 @@ class NodeMemory:
         return self.folder / hashlib.sha256(session_id.encode()).hexdigest()[:16]
 
     def _is_owned(self) -> bool:
-        """Whether the folder exists, is no link, and belongs to this user: anyone may write to ROOT."""
+        """Whether the folder exists, is not a link, and belongs to this user; anyone can write to ROOT."""
         with suppress(OSError):
             status = self.folder.lstat()
             return status.st_uid == os.geteuid() and self.folder.is_dir() and not self.folder.is_symlink()
         return False
 
 
-# The replicas of a session on the remaining nodes, every byte verified.
+# The replicas of a session on the remaining nodes, verified.
 
 
 class ReplicaSource(Source):
-    """The replicas newer than step `than`. Each rank writes some of the files on its node. Made by all ranks at once.
-
-    Ranks of one node verify a share each of its files; what others put on disk counts as on the first rank's node.
-    """
+    """The replicas newer than step `newer_than`. Ranks of one node divide the verification of its files; those on the
+    shared disk count as files of rank 0's node. Its creation is collective."""
 
     def __init__(self, session_id: str, newer_than: int, run: RunFolder, group: Group) -> None:
         self._rank = group.rank
         self._manifests: dict[str, Manifest] = {}
         self._valid_files: dict[str, dict[str, Path]] = {}
         self.problems: list[str] = []
-        """A sentence for each damaged replica, on any node."""
-        memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
+        """A sentence for each damaged replica on any node."""
+        memory, shared_disk = NodeMemory.of(run), NodeMemory.on_shared_disk(run)
         nodes = group.all_gather_objects(memory.node())
         node_ranks = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        folders = memory.replicas(session_id) + (shared.replicas(session_id) if node_ranks[0] == 0 else [])
+        folders = memory.replicas(session_id) + (shared_disk.replicas(session_id) if node_ranks[0] == 0 else [])
         files = [file for folder in folders if step_of(folder) > newer_than for file in self._list_files(folder)]
         run_long_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
         self.problems = list(
@@ -196,7 +194,7 @@ class ReplicaSource(Source):
         self._remaining = iter(self._writers)
 
     def _list_files(self, folder: Path) -> list[Path]:
-        """The files of a replica that this node has."""
+        """The existing files of a replica on this node."""
         try:
             self._manifests[folder.name] = Manifest.read(folder)
         except CheckpointError as error:
@@ -214,38 +212,38 @@ class ReplicaSource(Source):
             else:
                 self._valid_files.setdefault(replica, {})[name] = path
 
-    def choose(self) -> Generator[None, None, tuple[str | None, int]]:
-        self._chosen = next(self._remaining, "")
-        if not self._chosen:
+    def select_next(self) -> Generator[None, None, tuple[str | None, int]]:
+        self._selected = next(self._remaining, "")
+        if not self._selected:
             return None, 0
-        manifest = self._manifests[self._chosen]
-        missing_files = [name for name in manifest.files if name not in self._writers[self._chosen]]
+        manifest = self._manifests[self._selected]
+        missing_files = [name for name in manifest.files if name not in self._writers[self._selected]]
         if missing_files:
             raise DamagedError(
                 f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} "
                 f"{missing_files[0]} is on no node that is here."
             )
-        yield  # not before: a rank that had come no further would be one replica behind the others
-        return self._chosen, manifest.total_bytes
+        yield  # only now: a rank that had not come so far would be one replica behind the others
+        return self._selected, manifest.total_bytes
 
     def write(self, partial: Path) -> Iterator[None]:
-        for name, path in self._valid_files.get(self._chosen, {}).items():
-            if self._writers[self._chosen][name] == self._rank:
+        for name, path in self._valid_files.get(self._selected, {}).items():
+            if self._writers[self._selected][name] == self._rank:
                 shutil.copyfile(path, partial / name)
                 (partial / name).chmod(partial.stat().st_mode & 0o666)
                 fsync(partial / name)
                 try:
-                    yield from check_files(partial, {name: self._manifests[self._chosen].files[name]})
+                    yield from check_files(partial, {name: self._manifests[self._selected].files[name]})
                 except CheckpointError:
                     raise CheckpointError(
                         f"`{partial / name}` must read back as it was written, but does not; check the disk."
                     ) from None
 
-    def seal(self, partial: Path, results: list[Any]) -> None:
-        self._manifests[self._chosen].write(partial)
+    def write_manifest(self, partial: Path, results: list[Any]) -> None:
+        self._manifests[self._selected].write(partial)
 
 
-# How ranks get replicas from nodes whose ranks do not train: these put them into the run's folder, which all share.
+# Spare ranks, which do not train, copy the replicas on their nodes into the run's folder, on the shared disk.
 
 
 WAIT_SECONDS = 30.0
@@ -253,16 +251,16 @@ WAIT_SECONDS = 30.0
 
 
 def share_replicas(folder: RunFolder, launch: Launch) -> None:
-    """Called by a rank beyond those that train: what is on its node of the last session's replicas, newer than
-    the checkpoints on disk, is put into the run's folder, if there is room. Others look for it there."""
+    """Copies the last session's replicas that are newer than the checkpoints on disk from a spare rank's node into the
+    run's folder, if there is room."""
     session_id = last_session_id(folder)
     if session_id is None:
         return
     newest_on_disk = find_checkpoint(folder.path)
-    shared = NodeMemory.shared(folder)
+    shared_disk = NodeMemory.on_shared_disk(folder)
     with suppress(OSError):
         for replica in NodeMemory.of(folder).replicas(session_id):
-            rank_folder = shared.rank_folder(session_id, launch.rank).with_name(
+            rank_folder = shared_disk.rank_folder(session_id, launch.rank).with_name(
                 f"rank-{launch.rank:05d}-of-{replica.parent.name}"
             )
             is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
@@ -271,7 +269,7 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
                 shutil.rmtree(partial_folder, ignore_errors=True)
                 shutil.copytree(replica, partial_folder)
                 partial_folder.rename(rank_folder / replica.name)
-        done_file = _done_file(shared, session_id, launch, launch.rank)
+        done_file = _done_file(shared_disk, session_id, launch, launch.rank)
         done_file.parent.mkdir(parents=True, exist_ok=True)
         done_file.touch()
 
@@ -280,7 +278,7 @@ def wait_for_spare_ranks(folder: RunFolder, session_id: str, launch: Launch, max
     """Waits until all spare ranks have shared their replicas, at most WAIT_SECONDS."""
     deadline = time.monotonic() + min(WAIT_SECONDS, max_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
-        done_file = _done_file(NodeMemory.shared(folder), session_id, launch, rank)
+        done_file = _done_file(NodeMemory.on_shared_disk(folder), session_id, launch, rank)
         while not done_file.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -291,13 +289,13 @@ def last_session_id(folder: RunFolder) -> str | None:
     return None if content is None else content.decode()
 
 
-def _done_file(shared: NodeMemory, session_id: str, launch: Launch, rank: int) -> Path:
+def _done_file(shared_disk: NodeMemory, session_id: str, launch: Launch, rank: int) -> Path:
     """A marker file: the rank has shared its replicas in this rendezvous."""
     rendezvous = sha256(f"{launch.address} {launch.port} {launch.attempt}".encode()).hexdigest()[:16]
-    return shared.rank_folder(session_id, rank).with_name(f"done-{rendezvous}-{rank}")
+    return shared_disk.rank_folder(session_id, rank).with_name(f"done-{rendezvous}-{rank}")
 
 
-# Keeps a replica of the run's state in memory while training goes on.
+# Writing replicas during training.
 
 
 DISCARD_SECONDS = 5.0
@@ -305,10 +303,10 @@ DISCARD_SECONDS = 5.0
 
 
 class ReplicaWriter:
-    """The replicas of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
+    """Writes the replicas of one session. All calls are collective over `world_group`, except for `close`.
 
-    There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
-    those of earlier sessions, whose state is on disk by then.
+    At most two exist: the last one is removed when the next is complete on all ranks. Its creation removes replicas of
+    earlier sessions, whose state is on disk by then.
     """
 
     def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:
@@ -321,8 +319,8 @@ class ReplicaWriter:
         self._cancelled = threading.Event()
 
     def can_start(self) -> bool:
-        """Whether the last copy is complete on all ranks, so that another can begin; CheckpointError on all if it
-        failed on one. Then older ones are removed."""
+        """Whether the last replica is complete on all ranks; if so, removes older ones. CheckpointError on all ranks if
+        it failed on one."""
         pending = self._pending
         is_done = pending is None or pending.done()
         error = pending.exception() if pending is not None and is_done else None
@@ -331,23 +329,23 @@ class ReplicaWriter:
         if has_failed:
             message = None if error is None else str(error) or type(error).__name__
             error_message = next(filter(None, self._world_group.all_gather_objects(message)))
-            raise CheckpointError(error_message.partition("\n")[0])  # without the stacks that torch appends
+            raise CheckpointError(error_message.partition("\n")[0])  # without the stack traces that torch appends
         if not is_busy and pending is not None:
-            complete = pending.result()
+            newest = pending.result()
             for name in self._disk.names():
-                if complete is not None and name != complete:
+                if newest is not None and name != newest:
                     self._disk.remove(name)
         return not is_busy
 
     def start(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
-        """Begins a replica in a thread; only after `can_start`. It has the name and the parents that it would have on
-        disk. `check` raises if it must not be kept."""
+        """Starts writing a replica in a thread, once `can_start` is true. `check` raises if the state must not be
+        kept."""
         self._cancelled = threading.Event()
         self._pending = submit(partial(self._write, header, snapshot, check, self._cancelled))
 
     def discard(self, timeout: float = DISCARD_SECONDS) -> None:
-        """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
-        waited for `timeout` seconds at most."""
+        """Removes all replicas, since the run continues from another state. Cancels a pending one, and waits for it for
+        at most `timeout` seconds."""
         self._cancelled.set()
         if self._pending is not None:
             with suppress(TimeoutError):
@@ -382,16 +380,14 @@ class ReplicaWriter:
         check()
         self._memory.create()
         shutil.rmtree(folder, ignore_errors=True)
-        error_message = not self._disk.names()
+        copies = 1 if self._disk.names() else 2  # the next one is written before this one is removed
         node_ranks = self.peers.ranks_on(self.peers.nodes[self._group.rank])
         stored_ranks = [*node_ranks, *(other_rank for rank in node_ranks for other_rank in self.peers.senders_to(rank))]
-        self._memory.require_free_memory(
-            (2 if error_message else 1) * sum(snapshot.bytes_by_rank[rank] for rank in stored_ranks)
-        )
+        self._memory.require_free_memory(copies * sum(snapshot.bytes_by_rank[rank] for rank in stored_ranks))
         folder.mkdir(parents=True)
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], cancelled: threading.Event) -> None:
-        """Sends this rank's file to its peer, and receives the files of the ranks whose peer it is."""
+        """Sends this rank's file to its peer, and receives the files of `senders_to` this rank."""
         rank, names, received = self._group.rank, list(files), dict[int, Tensor]()
         peer = self.peers.of(rank)
         if peer is None:
@@ -413,25 +409,24 @@ class ReplicaWriter:
 
 
 def _allocate(path: Path, size: int) -> Tensor:
-    """uint8 [size]: the bytes of a new file. Its room is taken at once, since a write to a place in memory that turns
-    out to be missing would end the process."""
+    """uint8 [size]: a new file, mapped into memory. Its blocks are allocated at once: a write without room would end
+    the process with SIGBUS."""
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-# What was in memory only becomes a checkpoint again: the newest replica that is whole on the nodes that are there.
+# Recovery of the newest complete replica as a checkpoint on disk.
 
 
 def recover_newer(
     newer_than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules
 ) -> RecoveryResult | None:
-    """Makes a checkpoint in `folder` of the newest whole replica, if one of the last session is newer than step `than`;
-    None if there is none. Collective; CheckpointError where the disk cannot take it.
+    """Copies the newest complete replica of the last session to disk as a checkpoint, if it is newer than step
+    `newer_than`; otherwise returns None. Collective; CheckpointError if the disk fails or is full.
 
-    Which session was the last one, the id in its folder says: once another has begun, or it has ended by
-    itself, its replicas are worthless. Every file is verified where it lies, and each rank writes some of those on its
-    node.
+    The id of the last session is in the run's folder, unless it ended normally. Every file is verified on its node;
+    each rank copies some files of its node.
     """
     start_time = time.monotonic()
     session_id = group.broadcast_object(last_session_id(folder) if group.rank == 0 else None)

@@ -1,4 +1,4 @@
-"""Reads checkpoints: state, and tensors one by one; each file's checksum is verified before its first tensor."""
+"""Reads checkpoints tensor by tensor; a file's checksum is verified before its first tensor is read."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SINGLE_RANK = Group()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that `path` means (a step folder, a checkpoints folder, a run folder).
+    """The checkpoint `path`, or the newest complete one in a run or checkpoints folder.
 
-    Checks the manifest and the length of every file; contents are verified when they are read. Raises a
-    CheckpointError that names the file at fault.
+    Checks the manifest and the length of every file; contents are verified when they are read. CheckpointError names
+    the damaged file.
     """
     folder = find_checkpoint(path)
     if folder is None:
@@ -48,13 +48,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and one
-    sentence for each newer but damaged one. Collective."""
+    """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and a
+    sentence for each newer, damaged one. Collective."""
     return first_valid(lambda: step_folders(path), group)
 
 
 def first_valid(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The first undamaged one of some step folders, which rank 0 lists; otherwise as `newest_valid`."""
+    """The first undamaged of the step folders that rank 0 lists; otherwise as `newest_valid`."""
     damage: list[str] = []
     for folder in run_on_first_rank(group, folders):
         try:
@@ -87,21 +87,20 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        """The content of its JSON."""
         self.step = manifest.step
-        """Optimizer steps of the run when it was saved."""
+        """Optimizer steps so far."""
         self.state = manifest.state
         """The trainer's counters."""
         self.config = manifest.config
-        """Settings of the run that wrote it."""
+        """Settings of the run."""
         self.files = manifest.files
-        """Length and checksum of each file of tensors."""
+        """Length and checksum of each tensor file."""
         self.tensors = manifest.tensors
-        """File, shape and dtype of each tensor, without reading any."""
+        """File, shape and dtype of each tensor."""
         self._verified: set[str] = set()
 
     def state_value(self, name: str, type_: Any, default: Any = None) -> Any:
-        """`state[name]`, or `absent` if it is missing (earlier versions wrote less); CheckpointError if it is not an
+        """`state[name]`, or `default` if it is missing, as in earlier versions; CheckpointError if it is not an
         instance of `type_`."""
         value = self.state.get(name, default)
         if not isinstance(value, type_):
@@ -109,14 +108,14 @@ class Checkpoint:
         return value
 
     def names(self) -> list[str]:
-        """Names of the tensors that can be read: first the saved ones, then those that are computed from stale rows."""
+        """Names of readable tensors: the saved ones, then those that are computed from stale rows."""
         return [*self.tensors, *derivable_names(self.tensors)]
 
     def read(self, name: str) -> Tensor:
-        """One full tensor on the CPU.
+        """A full tensor on the CPU. CheckpointError if the name is unknown or the file is damaged.
 
-        Reading the first tensor of a file also verifies the file's checksum (a full read, about one second per GB);
-        later tensors read only their own bytes. CheckpointError if the name is unknown or the file is damaged.
+        The first tensor of a file verifies the file's checksum (a full read, about one second per GB); later ones read
+        only their own bytes.
         """
         entry = self.tensors.get(name)
         if entry is None:
@@ -125,19 +124,19 @@ class Checkpoint:
         return interleave_shards([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The same in consecutive blocks of rows; memory holds one of them. Reads when it is iterated."""
+        """Reads the tensor in consecutive blocks of rows, one of them in memory at a time."""
         entry = self.tensors.get(name)
         if entry is None:
             return derive(self, name).blocks
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """What `read` would have, without reading it; CheckpointError if the name is unknown."""
+        """The full shape of a tensor; CheckpointError if the name is unknown."""
         entry = self.tensors.get(name)
         return derive(self, name).shape if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
-        """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""
+        """Consecutive rows of a saved tensor, on the CPU; verified as in `read`."""
         files = self.tensors[name].files()
         count = len(files)
         row_ranges = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
@@ -146,7 +145,7 @@ class Checkpoint:
         return interleave_shards([*parts[first_file:], *parts[:first_file]])
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
-        """The part of a tensor that `file` holds, or these `rows` of that part."""
+        """The part of a tensor in `file`, or `rows` of that part."""
         self._verify_once(file)
         try:
             with safe_open(self.folder / file, framework="pt") as opened_file:
@@ -160,9 +159,8 @@ class Checkpoint:
         return tensor
 
     def verify(self, group: Group = SINGLE_RANK) -> None:
-        """Verifies the checksum of every file, divided among `group`; afterwards no rank verifies any of them again.
-
-        Collective; the same CheckpointError on all ranks."""
+        """Verifies the checksum of every file once, divided among `group`. Collective; the same CheckpointError on all
+        ranks."""
         assigned = share_of(self.files, group)
         unread = {name: entry for name, entry in assigned.items() if name not in self._verified}
         run_long_on_all_ranks(group, check_files(self.folder, unread))
@@ -180,22 +178,22 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """The result of a search for a checkpoint newer than the disk's, in nodes' memory or the remote store."""
+    """The result of a search for a checkpoint newer than the disk's in the nodes' memory or the remote store."""
 
     source: str
     """`memory` or `mirror`, as in the log."""
 
     checkpoint: Checkpoint | None
-    """On the disk now; None: no newer one can be used, for these `problems`."""
+    """The recovered one, on disk; None if all newer ones are damaged."""
 
     problems: list[str]
-    """A sentence for each newer one that cannot be used, or file of one."""
+    """A sentence for each damaged one, or for its file."""
 
     message: str = ""
     """A description for the banner."""
 
     details: dict[str, Any] = field(default_factory=dict)
-    """The same for the log."""
+    """Fields for the log."""
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
@@ -207,14 +205,12 @@ class RecoveryResult:
         return {"problems": self.problems, **self.details}
 
 
-# Counters that earlier versions did not write, computed from what their checkpoints hold.
+# Counters that checkpoints of earlier versions lack.
 
 
 def target_samples(checkpoint: Checkpoint) -> int:
-    """Samples whose targets the checkpoint's `targets` counts: those of steps that were applied and not rolled back.
-
-    For checkpoints without this counter: their step times `batch.global_size`.
-    """
+    """Samples of the targets in the counter `targets`: those of steps that were applied and not rolled back. For
+    checkpoints without this counter: their step times `batch.global_size`."""
     batch = checkpoint.config.get("batch")
     rows = batch.get("global_size") if isinstance(batch, dict) else None
     default = checkpoint.step * rows if isinstance(rows, int) else None

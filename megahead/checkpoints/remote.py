@@ -1,4 +1,4 @@
-"""Checkpoints of a run in an object store: the storage, its owner, and the lease of the session that writes."""
+"""Checkpoints of a run in an object store: the storage, its run id, and the lease of the writing session."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ PARALLEL_TRANSFERS = 4
 
 @dataclass(frozen=True)
 class RemoteStorage(Storage):
-    """The checkpoints in a folder of a store. RemoteError where it cannot be read or written."""
+    """The checkpoints in a folder of a store. RemoteError if it cannot be read or written."""
 
     store: Store
     root: str = CHECKPOINTS
-    """The folder; empty: all of the store."""
+    """The folder; empty for the root of the store."""
 
     @staticmethod
     def of(url: str, timeout: float = TIMEOUT_SECONDS) -> RemoteStorage:
-        """Those of the run at `url`."""
+        """The checkpoints of the run at `url`."""
         return RemoteStorage(Store(url, timeout))
 
     @property
     def url(self) -> str:
-        """Of the store."""
+        """The URL of the store."""
         return self.store.url
 
     def path(self, *names: str) -> str:
-        """A file's name in the store."""
+        """The path of a file in the store."""
         return "/".join(filter(None, (self.root, *names)))
 
     def names(self) -> list[str]:
@@ -88,8 +88,7 @@ class RemoteStorage(Storage):
 
     @property
     def latest(self) -> Latest:
-        """See `Storage`. Also a whole checkpoint that continues what was put there last: its upload was killed right
-        before it would have been."""
+        """See `Storage`, or a complete checkpoint that continues it, whose upload was killed before it wrote this."""
         latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
         return latest if latest.name is None else self._find_continuation(latest, latest.name)
 
@@ -118,10 +117,10 @@ class RemoteStorage(Storage):
                 self.remove(name)
 
     def put(self, folder: Path, check_lease: Callable[[], None]) -> int:
-        """Sends the checkpoint in `folder`, as far as it is not there; returns the bytes sent. RemoteError or
-        DamagedError if the store fails or has not kept what it was sent: then the checkpoint does not count there.
+        """Uploads the missing files of the checkpoint in `folder`, the manifest last; returns the bytes sent.
+        RemoteError or DamagedError, without a remote manifest, if the store fails or loses a file.
 
-        Calls `refuse` before each file; it raises an error if this session may not write there any more.
+        `check_lease`, called before each file, raises if the session has lost its lease.
         """
         name, text = folder.name, (folder / MANIFEST).read_bytes()
         files, stored = Manifest.parse(text, str(folder / MANIFEST)).files, self._list_files().get(name, {})
@@ -131,14 +130,14 @@ class RemoteStorage(Storage):
         self._send(folder, missing, check_lease)
         stored = self._list_files().get(name, {})
         for file, entry in files.items():
-            if stored.get(file) != entry.bytes:  # somebody emptied the store meanwhile
+            if stored.get(file) != entry.bytes:  # somebody emptied the store during the upload
                 url = join_url(self.url, self.path(name, file))
                 raise DamagedError(f"`{url}` must stay while its checkpoint is sent, but is gone.")
         check_lease()
         try:
             self.store.write(self.path(name, MANIFEST), text)
         except BaseException:
-            with suppress(UserError):  # half of it would count as a damaged checkpoint
+            with suppress(UserError):  # a partial one would count as a damaged checkpoint
                 self.store.remove(self.path(name, MANIFEST))
             raise
         return sum(entry.bytes for entry in missing.values())
@@ -161,7 +160,7 @@ class RemoteStorage(Storage):
             future.result()
 
     def _list_files(self) -> dict[str, dict[str, int]]:
-        """The files and their sizes by checkpoint folder, complete or not."""
+        """File sizes by file and checkpoint folder, incomplete ones included."""
         files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
@@ -171,8 +170,8 @@ class RemoteStorage(Storage):
 
 
 def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
-    """What a URL means: the place, and which checkpoints there, best first: a run's history, that of a folder of
-    checkpoints, one of them, or those of one step in the history (.../checkpoints/step-N without digits)."""
+    """The storage and the checkpoints at a URL, the best first: the history of a run or checkpoints folder, the part of
+    it with one step (.../checkpoints/step-N without random digits), or one checkpoint."""
     store = Store(url, timeout)
     sizes = store.sizes("")
     folder, name = split_url(store.url)
@@ -187,27 +186,27 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStora
 
 
 def retry_seconds(group: Group) -> float:
-    """Seconds for one request while the other ranks of a group wait for the next few of them."""
+    """How long one request may be retried while the other ranks of `group` wait for a few of them."""
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
-    """Those of the remote's history that the run in `folder` would rather go on from than from step `than`, best first:
-    newer ones; or all that it does not have, if the remote's newest went back from what led to its own. None that it
-    went back from itself."""
+    """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, the best
+    first: newer ones, or, if the remote history has rolled back past the run's, all outside of the run's ancestry.
+    Those that the run has orphaned itself are excluded."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
 
-    def is_fresh(name: str) -> bool:
+    def is_preferred(name: str) -> bool:
         is_newer = step_of(name) > newer_than or (rolled_back and not is_ancestor(name, ancestry.parents))
         return is_newer and name not in ancestry.orphaned
 
-    return list(takewhile(is_fresh, names))
+    return list(takewhile(is_preferred, names))
 
 
 def read_ancestry(folder: RunFolder) -> Ancestry:
-    """That of the run's newest checkpoint on disk whose manifest can be read."""
+    """The ancestry of the run's newest checkpoint on disk with a readable manifest."""
     disk = DiskStorage(folder.checkpoints)
     for name in history(disk):
         manifest = manifest_if_valid(disk, name)
@@ -216,15 +215,15 @@ def read_ancestry(folder: RunFolder) -> Ancestry:
     return Ancestry()
 
 
-# Whose it is: one run's, and at any time one session's.
+# Ownership of a store: one run, and one session at a time.
 #
 # `run-id`, the same in the run's folder and in the store, keeps two runs from removing each other's checkpoints. The
-# lease, in `session`, says which of two processes that were cut off from each other may write. A session takes it over
-# from whoever had it when the session looked at the store; who finds it taken by a third one ends.
+# lease, in `session`, is the id of the session that may write. A session takes over the lease that it found when it
+# started; it ends if a third session has taken it.
 
 
 class LeaseLostError(UserError):
-    """Another session, or another run, writes the remote checkpoints now."""
+    """Another session or run has taken over the store."""
 
 
 ID, SESSION = "run-id", "session"
@@ -237,13 +236,13 @@ class RemoteState:
     run_id: bytes | None = None
     lease: bytes | None = None
     names: tuple[str, ...] = ()
-    """Of its checkpoints."""
+    """The names of its checkpoints."""
 
 
 def read_state(remote: RemoteStorage, folder: RunFolder, resume: str) -> RemoteState:
-    """What is in the store before a session begins; CheckpointError if it belongs to another run than that in `folder`,
-    which `resume` would go on with, or is that folder; RemoteError if what is written there cannot be read back."""
-    _try_writing(remote.store, folder)
+    """The content of the store when a session starts. CheckpointError if it belongs to another run than `folder` (or
+    than the one that `resume` continues) or is `folder`; RemoteError if it cannot be written and read."""
+    _check_writable(remote.store, folder)
     remote_id, local_id = _read_nonempty(remote.store, ID), read_if_exists(folder.run_id)
     names = remote.names()
     newest_name = f"{CHECKPOINTS}/{max(names, key=step_of)}" if names else ""
@@ -271,7 +270,7 @@ def _read_nonempty(store: Store, name: str) -> bytes | None:
     return store.read_if_exists(name) or None
 
 
-def _try_writing(store: Store, folder: RunFolder) -> None:
+def _check_writable(store: Store, folder: RunFolder) -> None:
     name, token = f".tried-{secrets.token_hex(8)}", secrets.token_bytes(16)
     store.write(name, token)
     is_same_folder = (folder / name).exists()
@@ -287,13 +286,13 @@ class RemoteLease:
     """A session's exclusive right to write to a store."""
 
     def __init__(self, store: Store, folder: RunFolder, session_id: str, state: RemoteState) -> None:
-        """`session_id`: that in the run's folder."""
+        """`session_id`: as in the run's folder."""
         self._store, self._folder, self._session_id, self._remote_state = store, folder, session_id.encode(), state
         self._is_taken = self._is_complete = False
 
     def acquire(self) -> bool:
-        """Takes the lease, again if somebody has emptied the store, and returns whether it did; LeaseLostError if the
-        store has become another's."""
+        """Takes the lease if this session does not have it, or if the store was emptied; returns whether it did.
+        LeaseLostError if another run or session has the store."""
         must_take = not self._is_complete or (
             _read_nonempty(self._store, SESSION) is None and _read_nonempty(self._store, ID) is None
         )
@@ -306,7 +305,7 @@ class RemoteLease:
         return must_take
 
     def check(self) -> None:
-        """LeaseLostError if another session has taken the lease since this one did, or since it looked."""
+        """LeaseLostError if another session has taken the lease since this one did, or since `state` was read."""
         remote_value = _read_nonempty(self._store, SESSION)
         if remote_value not in (None, self._session_id) and (
             self._is_taken or remote_value != self._remote_state.lease

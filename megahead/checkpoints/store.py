@@ -1,4 +1,4 @@
-"""Names, ancestry and retention of checkpoints, the same in every storage: disk, memory or remote.
+"""Names, ancestry and retention of checkpoints in every storage: disk, memory or remote.
 
 A name is never reused: `step-00001980-3f2a91` has six random digits. Each manifest names its ancestors. `latest`, which
 is written last, names the newest checkpoint. The history of a run is the newest checkpoint and its ancestors. All other
@@ -31,7 +31,7 @@ def new_checkpoint_name(step: int) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether it is the name of a checkpoint."""
+    """Whether `name` is a checkpoint's."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -162,8 +162,8 @@ def _candidates(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
 
 def orphans(storage: Storage) -> list[str]:
     """Checkpoints outside the history, the highest step first."""
-    kept = history(storage)
-    return [name for name in highest_first(storage.names()) if name not in kept]
+    ancestors = history(storage)
+    return [name for name in highest_first(storage.names()) if name not in ancestors]
 
 
 @dataclass
@@ -177,13 +177,13 @@ class Ancestry:
     """Other known checkpoints."""
 
     @staticmethod
-    def of(name: str | None, manifest: Manifest | None, *known: Iterable[str]) -> Ancestry:
-        """The ancestry of a session that resumes from the checkpoint `name`, or from none. `known`: existing names."""
+    def of(name: str | None, manifest: Manifest | None, *existing: Iterable[str]) -> Ancestry:
+        """The ancestry of a session that resumes from the checkpoint `name`, or from none. `existing`: names."""
         parents: tuple[str, ...] = ()
         orphaned: set[str] = set()
         if name is not None and manifest is not None:
             parents, orphaned = tuple(dict.fromkeys((name, *parents_of(name, manifest)))), {*manifest.orphaned}
-        orphaned |= {each for names in known for each in names}
+        orphaned |= {each for names in existing for each in names}
         return Ancestry(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
 
     @property
@@ -203,8 +203,8 @@ class Ancestry:
     def roll_back(self, name: str) -> None:
         """The run rolled back to the checkpoint `name`: later ones are orphaned."""
         index = self.parents.index(name) if name in self.parents else len(self.parents)
-        later, kept = self.parents[:index], self.parents[index:] or (name,)
-        self.parents, self.orphaned = kept, tuple(sorted({*self.orphaned, *later}))
+        self.orphaned = tuple(sorted({*self.orphaned, *self.parents[:index]}))
+        self.parents = self.parents[index:] or (name,)
 
     def supersedes(self, name: str) -> bool:
         """Whether the run has continued from that checkpoint, or rolled back past it."""
@@ -216,7 +216,7 @@ class Ancestry:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a checkpoint in a storage."""
+    """An event of a checkpoint in a storage."""
 
     fields: dict[str, Any]
     """For the log."""
@@ -248,27 +248,27 @@ class KeepRules:
     """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
     in_use: Callable[[], Collection[str]] = frozenset
-    """Names that are being read at the moment."""
+    """Names of checkpoints in use."""
 
     def keeps(self, name: str) -> bool:
-        """Whether a checkpoint is kept, whatever its loss."""
+        """Whether a checkpoint is kept regardless of its age and loss."""
         step = step_of(name)
         return step in self.steps or name in self.in_use() or (self.every is not None and step % self.every == 0)
 
 
 def retain(storage: Storage, rules: KeepRules) -> None:
-    """Removes what `rules` do not keep of the history. Orphans stay. Reads manifests only to keep the best."""
+    """Removes checkpoints of the history by `rules`; orphans stay. Reads manifests only for `rules.best`."""
     newest, *others = history(storage)
     earlier: dict[int, str] = {}
     resaved = []
     for name in others:
         if step_of(name) == step_of(newest) or step_of(name) in earlier:
-            resaved.append(name)  # saved once more since, with an evaluation
+            resaved.append(name)  # saved again since, with an evaluation
         else:
             earlier[step_of(name)] = name
-    kept = [*earlier.values()]
-    best = _best(storage, [newest, *kept], rules.best)
-    surplus = [name for name in kept[rules.newest - 1 :] if name not in best and not rules.keeps(name)]
+    unique = [*earlier.values()]
+    best = _best(storage, [newest, *unique], rules.best)
+    surplus = [name for name in unique[rules.newest - 1 :] if name not in best and not rules.keeps(name)]
     for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
         storage.remove(name)
 

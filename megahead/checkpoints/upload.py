@@ -1,4 +1,4 @@
-"""Uploads a run's checkpoints to a remote store in a thread, so that no step waits for the store."""
+"""Uploads a run's checkpoints to a remote store in a thread, asynchronously to training."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megahead.run_folder import RunFolder
 
 
 def upload_checkpoint(remote: RemoteStorage, folder: Path, check_lease: Callable[[], None], *, is_new: bool) -> int:
-    """Puts a checkpoint into the store (see `Remote.put`), as the newest one if the session has saved it (`is_new`), or
-    if it continues or orphans what is the newest there. Returns the bytes sent."""
+    """Uploads a checkpoint (see `RemoteStorage.put`) and returns the bytes sent. It becomes `latest` if the session has
+    saved it (`is_new`), or if it continues or orphans the remote's latest."""
     sent = remote.put(folder, check_lease)
     latest, manifest = remote.latest.name, Manifest.read(folder)
     ancestry = Ancestry.of(folder.name, manifest)
@@ -33,8 +33,7 @@ def upload_checkpoint(remote: RemoteStorage, folder: Path, check_lease: Callable
 
 
 def remove_superseded(remote: RemoteStorage, name: str, rules: KeepRules) -> None:
-    """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
-    keep, and what is not of its history."""
+    """Removes partial uploads and, if `name` is the latest checkpoint, orphans and older ones by `rules`."""
     remote.remove_partial(excluded=name)
     if remote.latest.name == name:
         for orphan in orphans(remote):
@@ -59,18 +58,18 @@ class Upload:
     folder: Path
 
     is_new: bool
-    """Whether the session has saved it; else it began with it, and may yet go on from what is newer there."""
+    """Whether the session has saved it, and has not only started from it."""
 
 
 class Uploader:
-    """Rank 0's uploads of its run to a store. Its methods return at once.
+    """Rank 0's uploads of its run to a store. No method blocks.
 
-    One checkpoint is on its way at a time; of those that are saved meanwhile only the newest is sent next. What goes
-    wrong is tried again, then reported; the next checkpoint is sent all the same, and the run does not depend on it.
+    Checkpoints are uploaded one at a time; of those saved during an upload only the newest follows. Failed uploads are
+    retried, then reported; they do not end the run, nor the upload of the next checkpoint.
     """
 
     def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
-        """`lease`: the session's; `rules`: which checkpoints stay in the store."""
+        """`rules`: which checkpoints are kept in the store."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
         self._change = threading.Condition()
         self._next: Upload | None = None
@@ -83,24 +82,23 @@ class Uploader:
         self._thread.start()
 
     def enqueue(self, folder: Path, *, is_new: bool = True) -> None:
-        """Sends a finished checkpoint when its turn comes, as far as it is not there; `is_new`: the session has saved
-        it, so that from then on it is the newest one there."""
+        """Queues a complete checkpoint, instead of the one that waits; see `upload_checkpoint`."""
         with self._change:
             skipped, self._next = self._next, Upload(folder, is_new)
             self._change.notify_all()
             if skipped is not None and skipped.is_new and skipped.folder.name not in self.in_use:
                 step, reason = step_of(skipped.folder), "since an older one is still on its way to"
-                sentence = f"step {step:,} is not copied to the remote store, {reason} {self._remote.url}"
-                self._events.put(Event({"step": step, "skipped": True}, sentence))
+                message = f"step {step:,} is not copied to the remote store, {reason} {self._remote.url}"
+                self._events.put(Event({"step": step, "skipped": True}, message))
 
     @property
     def in_use(self) -> set[str]:
-        """Names of checkpoints that must not be removed from the disk yet: they wait, or are being read."""
+        """Names of checkpoints that must stay on disk, since they are queued or being uploaded."""
         with self._change:
             return {upload.folder.name for upload in (self._current, self._next) if upload is not None}
 
     def enqueue_files(self) -> None:
-        """Uploads the run's small files again."""
+        """Queues the run's small files, which have changed."""
         with self._change:
             self._files_changed = True
             self._change.notify_all()
@@ -117,13 +115,12 @@ class Uploader:
             raise self._lease_error
 
     def events(self) -> list[Event]:
-        """What became of checkpoints since the last call: for the log its `step`; `seconds` and `bytes` if it arrived,
-        else why it `failed`, or that it was `skipped`."""
-        return [self._events.get() for _ in range(self._events.qsize())]  # only this thread takes some
+        """Events since the last call, with fields `step`, and `seconds` and `bytes` of an upload, why it `failed`, or
+        that it was `skipped`."""
+        return [self._events.get() for _ in range(self._events.qsize())]  # only this thread gets events
 
     def wait_until_done(self, deadline: float = math.inf) -> Iterator[None]:
-        """Ends when nothing is left to be sent, or all attempts have failed, or the monotonic clock is there; yields
-        often."""
+        """Waits until the queue is empty or the monotonic clock reaches `deadline`; yields often."""
         last_message_time = time.monotonic()
         while self._thread.is_alive() and self._has_work() and time.monotonic() < deadline:
             if time.monotonic() - last_message_time > PROGRESS_SECONDS:
@@ -144,8 +141,7 @@ class Uploader:
                 self._send_files(upload)
 
     def _wait_for_work(self) -> bool:
-        """Waits for the next checkpoint, or for files alone; the one before is no longer on its way. False once it is
-        closed and nothing is left."""
+        """Waits for the next checkpoint or for changed files; False once it is closed and the queue is empty."""
         with self._change:
             self._current, self._busy = None, False
             self._change.wait_for(lambda: self._next is not None or self._files_changed or self._closed)
@@ -154,7 +150,7 @@ class Uploader:
             return self._busy
 
     def _send(self, upload: Upload) -> bool:
-        """Uploads a checkpoint; returns whether it succeeded, and reports failures."""
+        """Uploads a checkpoint; returns whether it succeeded, or was removed from the disk."""
         start_time, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
         def action() -> None:
@@ -170,21 +166,21 @@ class Uploader:
 
         return self._attempt(action, {"step": step}, f"step {step:,} is not in the remote store, only in {folder}")
 
-    def _send_files(self, sent: Upload | None) -> None:
-        """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
+    def _send_files(self, upload: Upload | None) -> None:
+        """Uploads the run's small files, after it has removed checkpoints that `upload` supersedes."""
         with self._change:
-            self._files_changed = False  # those that change from now on are offered once more
+            self._files_changed = False  # later changes are uploaded again
 
         def action() -> None:
-            if sent is not None:
-                remove_superseded(self._remote, sent.folder.name, self._rules)
+            if upload is not None:
+                remove_superseded(self._remote, upload.folder.name, self._rules)
             self._put(self._folder.metrics, self._folder.ending)
 
         self._attempt(action, {}, "the run's log is not in the remote store")
 
     def _attempt(self, action: Callable[[], None], fields: dict[str, Any], failure: str) -> bool:
-        """Whether one of several attempts succeeded; else the `failure` is reported. A newer checkpoint ends them: it
-        takes this one's place."""
+        """Runs `action`, with retries unless a newer checkpoint is queued; returns whether it succeeded, and reports a
+        `failure`."""
         reason = ""
         for delay in RETRY_DELAYS:
             with self._change:
@@ -205,8 +201,7 @@ class Uploader:
         return False
 
     def _prepare(self) -> None:
-        """Also whenever something is sent later: another session may have begun since, or somebody emptied the
-        store."""
+        """Takes the lease and uploads the config before an attempt; again if the store was emptied since."""
         self.check()
         if self._lease.acquire():
             self._has_sent_config = False

@@ -147,7 +147,7 @@ class Session:
 
     def _remove_shared_replicas(self) -> None:
         if self.world_group.rank == 0:
-            NodeMemory.shared(self.plan.config.folder()).remove()
+            NodeMemory.on_shared_disk(self.plan.config.folder()).remove()
 
     def describe_replicas(self) -> list[tuple[str, str]]:
         """The banner's line."""
