@@ -424,10 +424,10 @@ def rank_parameters(config: RunConfig) -> int:
     per_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     per_block += 2 * model.head_size() if model.qk_norm else 0
     per_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
-    counts, last = run_parameters(config), phases_of(config)[-1].config.objective
+    counts, objective = run_parameters(config), phases_of(config)[-1].config.objective
     models = _model_configs(config)
     replicated = sum(each.num_layers for each in models) * per_block + len(models) * norm
-    replicated += model.padded_vocab_size() if last.output_bias else 0
+    replicated += model.padded_vocab_size() if objective.output_bias else 0
     replicated += _auxiliary_head(config)
     excluded = counts.embedding if shards_embedding(config) else 0
     return replicated + (counts.total - excluded - replicated) // tensor

@@ -57,7 +57,7 @@ class InUseError(UserError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an OSError says that the disk or a quota is full."""
+    """Whether `error` is an OSError for a full disk or quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -58,10 +58,9 @@ def fetch_newer(
         return RecoveryResult("mirror", None, damage) if damage else None
     run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).parents)))
     checkpoint, seconds = open_verified(disk.root / name, group), time.monotonic() - start_time
-    sentence = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
-    return RecoveryResult(
-        "mirror", checkpoint, damage, sentence, {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
-    )
+    message = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
+    details = {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
+    return RecoveryResult("mirror", checkpoint, damage, message, details)
 
 
 def read_small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
@@ -126,7 +125,7 @@ class _Fetch(Source):
             return None, 0
         self.tried.append(name)
         try:
-            self.text, self.manifest = self.remote.manifest_with_text(name)
+            self.manifest_text, self.manifest = self.remote.manifest_with_text(name)
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
         self.validate(Checkpoint(self.disk.root / name, self.manifest))
@@ -134,7 +133,7 @@ class _Fetch(Source):
         if is_complete(self.disk.root / local_name):
             with suppress(CheckpointError):
                 yield from check_files(self.disk.root / local_name, self.manifest.files)
-                _write_all(self.contents)
+                _write_files(self.contents)
                 return local_name, 0
         return local_name, self.manifest.total_bytes
 
@@ -143,14 +142,11 @@ class _Fetch(Source):
         version could reuse names)."""
         for candidate in self.disk.names():
             folder = self.disk.root / candidate
-            same_step = step_of(candidate) == self.manifest.step
-            if same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.text:
+            is_same_step = step_of(candidate) == self.manifest.step
+            if is_same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.manifest_text:
                 return candidate
-        return (
-            name
-            if is_checkpoint_name(name) and not is_complete(self.disk.root / name)
-            else new_checkpoint_name(self.manifest.step)
-        )
+        is_free = is_checkpoint_name(name) and not is_complete(self.disk.root / name)
+        return name if is_free else new_checkpoint_name(self.manifest.step)
 
     def write(self, partial: Path) -> Iterator[None]:
         if self.group.rank != 0:
@@ -160,26 +156,26 @@ class _Fetch(Source):
         return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
     def write_manifest(self, partial: Path, results: list[Any]) -> None:
-        (partial / MANIFEST).write_bytes(self.text)
+        (partial / MANIFEST).write_bytes(self.manifest_text)
         fsync(partial / MANIFEST)
-        _write_all(self.contents)
+        _write_files(self.contents)
 
 
-def _write_all(contents: Mapping[Path, bytes]) -> None:
+def _write_files(contents: Mapping[Path, bytes]) -> None:
     for path, content in contents.items():
         write_atomically(path, content)
 
 
 def _fetch_files(remote: RemoteStorage, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
     """Writes all files; yields the total bytes received so far."""
-    before = 0
+    previous_bytes = 0
     for file, entry in manifest.files.items():
         with (partial / file).open("xb") as target:
             expected = ExpectedFile(entry.bytes, entry.sha256)
             for received in download(remote.store, remote.path(name, file), expected, target.write):
-                yield before + received
+                yield previous_bytes + received
         fsync(partial / file)
-        before += entry.bytes
+        previous_bytes += entry.bytes
 
 
 # Remote checkpoints in this machine's cache, for commands.
@@ -191,7 +187,7 @@ def fetch_to_cache(url: str) -> Path:
     with _locked(run):
         folder = fetch_checkpoint(url, run)
         paths = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
-        _write_all(read_small_files(_run_url(url), SINGLE_RANK, *paths))
+        _write_files(read_small_files(_run_url(url), SINGLE_RANK, *paths))
     return folder
 
 

@@ -125,7 +125,7 @@ def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str
 
 
 def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
-    """The ancestors of the checkpoint `name`. One of an earlier version stands for its own ancestors."""
+    """The ancestors of the checkpoint `name`; for one of an earlier version the name itself (see `is_ancestor`)."""
     return (name,) if _is_legacy_name(name) else manifest.parents
 
 

@@ -71,21 +71,21 @@ class Uploader:
     def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
         """`rules`: which checkpoints are kept in the store."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
-        self._change = threading.Condition()
+        self._condition = threading.Condition()
         self._next: Upload | None = None
         self._current: Upload | None = None
         self._files_changed = True
-        self._busy = self._closed = self._has_sent_config = False
+        self._is_busy = self._is_closed = self._has_sent_config = False
         self._lease_error: LeaseLostError | None = None
         self._events = SimpleQueue[Event]()
-        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
         self._thread.start()
 
     def enqueue(self, folder: Path, *, is_new: bool = True) -> None:
         """Queues a complete checkpoint, instead of the one that waits; see `upload_checkpoint`."""
-        with self._change:
+        with self._condition:
             skipped, self._next = self._next, Upload(folder, is_new)
-            self._change.notify_all()
+            self._condition.notify_all()
             if skipped is not None and skipped.is_new and skipped.folder.name not in self.in_use:
                 step, reason = step_of(skipped.folder), "since an older one is still on its way to"
                 message = f"step {step:,} is not copied to the remote store, {reason} {self._remote.url}"
@@ -94,20 +94,20 @@ class Uploader:
     @property
     def in_use(self) -> set[str]:
         """Names of checkpoints that must stay on disk, since they are queued or being uploaded."""
-        with self._change:
+        with self._condition:
             return {upload.folder.name for upload in (self._current, self._next) if upload is not None}
 
     def enqueue_files(self) -> None:
         """Queues the run's small files, which have changed."""
-        with self._change:
+        with self._condition:
             self._files_changed = True
-            self._change.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Ends the thread when its queue is empty."""
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
 
     def check(self) -> None:
         """LeaseLostError if another session has taken the lease."""
@@ -130,10 +130,10 @@ class Uploader:
             yield
 
     def _has_work(self) -> bool:
-        with self._change:
-            return self._busy or self._next is not None or self._files_changed
+        with self._condition:
+            return self._is_busy or self._next is not None or self._files_changed
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         """The thread's loop: uploads a checkpoint, then the small files."""
         while self._wait_for_work():
             upload = self._current
@@ -142,12 +142,12 @@ class Uploader:
 
     def _wait_for_work(self) -> bool:
         """Waits for the next checkpoint or for changed files; False once it is closed and the queue is empty."""
-        with self._change:
-            self._current, self._busy = None, False
-            self._change.wait_for(lambda: self._next is not None or self._files_changed or self._closed)
+        with self._condition:
+            self._current, self._is_busy = None, False
+            self._condition.wait_for(lambda: self._next is not None or self._files_changed or self._is_closed)
             self._current, self._next = self._next, None
-            self._busy = self._current is not None or self._files_changed
-            return self._busy
+            self._is_busy = self._current is not None or self._files_changed
+            return self._is_busy
 
     def _send(self, upload: Upload) -> bool:
         """Uploads a checkpoint; returns whether it succeeded, or was removed from the disk."""
@@ -168,7 +168,7 @@ class Uploader:
 
     def _send_files(self, upload: Upload | None) -> None:
         """Uploads the run's small files, after it has removed checkpoints that `upload` supersedes."""
-        with self._change:
+        with self._condition:
             self._files_changed = False  # later changes are uploaded again
 
         def action() -> None:
@@ -183,8 +183,8 @@ class Uploader:
         `failure`."""
         reason = ""
         for delay in RETRY_DELAYS:
-            with self._change:
-                is_superseded = self._change.wait_for(lambda: self._next is not None, delay)
+            with self._condition:
+                is_superseded = self._condition.wait_for(lambda: self._next is not None, delay)
             if is_superseded and reason:
                 break
             try:
@@ -201,7 +201,7 @@ class Uploader:
         return False
 
     def _prepare(self) -> None:
-        """Takes the lease and uploads the config before an attempt; again if the store was emptied since."""
+        """Takes the lease and uploads the config, again if the store was emptied."""
         self.check()
         if self._lease.acquire():
             self._has_sent_config = False
