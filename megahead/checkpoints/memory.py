@@ -177,15 +177,13 @@ class ReplicaSource(Source):
         folders = memory.replicas(session_id) + (shared_disk.replicas(session_id) if node_ranks[0] == 0 else [])
         files = [file for folder in folders if step_of(folder) > newer_than for file in self._list_files(folder)]
         run_long_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
-        self.problems = list(
-            dict.fromkeys(problem for rank in group.all_gather_objects(self.problems) for problem in rank)
-        )
-        valid_files_by_rank = group.all_gather_objects(
-            {replica: set(files) for replica, files in self._valid_files.items()}
-        )
+        problems_by_rank = group.all_gather_objects(self.problems)
+        self.problems = list(dict.fromkeys(problem for problems in problems_by_rank for problem in problems))
+        valid_files = {replica: set(files) for replica, files in self._valid_files.items()}
+        valid_files_by_rank = group.all_gather_objects(valid_files)
         self._writers: dict[str, dict[str, int]] = {}
-        for replica in highest_first({replica for valid_files in valid_files_by_rank for replica in valid_files}):
-            holders = [rank for rank, valid_files in enumerate(valid_files_by_rank) if replica in valid_files]
+        for replica in highest_first({replica for rank_files in valid_files_by_rank for replica in rank_files}):
+            holders = [rank for rank, rank_files in enumerate(valid_files_by_rank) if replica in rank_files]
             self._writers[replica] = {
                 name: rank for rank in reversed(holders) for name in valid_files_by_rank[rank][replica]
             }
@@ -220,8 +218,8 @@ class ReplicaSource(Source):
         missing_files = [name for name in manifest.files if name not in self._writers[self._selected]]
         if missing_files:
             raise DamagedError(
-                f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} "
-                f"{missing_files[0]} is on no node that is here."
+                f"the copy of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
+                "is on none of the remaining nodes."
             )
         yield  # only now: a rank that had not come so far would be one replica behind the others
         return self._selected, manifest.total_bytes
@@ -380,7 +378,7 @@ class ReplicaWriter:
         check()
         self._memory.create()
         shutil.rmtree(folder, ignore_errors=True)
-        copies = 1 if self._disk.names() else 2  # the next one is written before this one is removed
+        copies = 1 if self._disk.names() else 2  # two exist once the next one is written
         node_ranks = self.peers.ranks_on(self.peers.nodes[self._group.rank])
         stored_ranks = [*node_ranks, *(other_rank for rank in node_ranks for other_rank in self.peers.senders_to(rank))]
         self._memory.require_free_memory(copies * sum(snapshot.bytes_by_rank[rank] for rank in stored_ranks))
@@ -402,7 +400,7 @@ class ReplicaWriter:
         run_on_all_ranks(self._group, allocate_files)
         sent = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
         if not exchange_bytes(self._group, sent, peer, received, cancelled.is_set):
-            raise CheckpointError("a copy must be complete to be kept, but was ended before.")
+            raise CheckpointError("a copy must be complete to be kept, but was cancelled.")
         for name in sender_files.values():
             if sha256_of(folder / name) != files[name].sha256:
                 raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")

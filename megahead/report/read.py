@@ -246,7 +246,7 @@ def _messages(record: Record) -> Iterator[tuple[str, bool]]:
         case {"fault": fault}:
             yield _fault_message(fault), fault["kind"] != "overflow"
         case {"rollback": rollback}:
-            yield f"went back to {rollback['checkpoint']}", False
+            yield f"rolled back to {rollback['checkpoint']}", False
         case {"slow": slow}:
             times = slow["seconds"] / slow["usual"]
             yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True

@@ -334,7 +334,7 @@ class RunLogger:
         if self._active:
             for board in self._boards:
                 board.discard_after(state.step)
-            self.log_event("rollback", {"checkpoint": checkpoint.name}, state, f"went back to {checkpoint}")
+            self.log_event("rollback", {"checkpoint": checkpoint.name}, state, f"rolled back to {checkpoint}")
 
     def log_validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Logs an evaluation with the head `pmi` (the training-free head), `tied` or `trained`."""

@@ -115,7 +115,7 @@ def cut(path: Path) -> None:
 SPOILED = {
     "flipped": (flip, "must match its checksum, but does not"),
     "cut short": (cut, "must match its checksum, but does not"),
-    "gone": (Path.unlink, "a copy in memory must be whole to be used, but of that of step 4 tensors-00001-of-00002"),
+    "gone": (Path.unlink, "the copy of step 4 in memory must be complete to be used, but tensors-00001-of-00002"),
 }
 
 
@@ -129,7 +129,7 @@ def test_a_spoiled_copy_is_passed_over_with_a_sentence(tmp_path: Path, damage: s
     ((step, newer_by, problems),) = on_ranks(1, rescue, tmp_path, "0", 1)
     assert (step, newer_by) == (2, 1)
     assert says in " ".join(problems)
-    assert "tensors-00001-of-00002.safetensors is on no node that is here" in problems[-1]
+    assert "tensors-00001-of-00002.safetensors is on none of the remaining nodes" in problems[-1]
 
 
 def test_a_spoiled_file_is_replaced_by_another_nodes(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tm
     assert norm["y"][2] is None
     told = "loss not finite (loss nan, gradient norm nan) on rank 1, rows 16 to 17: skipped"
     assert f"<td class=wrong>{told}</td>" in page
-    assert "<td class=calm>went back to step-00000001</td>" in page
+    assert "<td class=calm>rolled back to step-00000001</td>" in page
 
 
 def test_long_logs_are_thinned_to_means_and_tasks_get_panels(tmp_path: Path) -> None:

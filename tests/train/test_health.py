@@ -138,7 +138,7 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved_and_the_next_start_undoes
 
 
 @pytest.mark.parametrize(
-    ("policy", "said_to"), [("note", "finished"), ("rollback", "went back to"), ("off", "finished")]
+    ("policy", "said_to"), [("note", "finished"), ("rollback", "rolled back to"), ("off", "finished")]
 )
 def test_the_policy_says_what_a_flipped_bit_does(tmp_path: Path, policy: str, said_to: str) -> None:
     write_text(tmp_path)
