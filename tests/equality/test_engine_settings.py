@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.long import long
+from support.long import long, long_but
 from support.plain_course import ROWS, Course, as_on_gpus, assert_equal, assert_near, config_of, on_mesh
 from support.precisions import NEEDS_FP16
 from support.small_run import write_text
@@ -74,12 +74,13 @@ def test_the_settings_for_gpus_go_with_every_mesh_objective_and_table(
 
 
 OFFLOADED = [(f"zero{stage}_offload", precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+QUICKLY_OFFLOADED = [("zero1_offload", "fp32"), ("zero2_offload", "bf16"), ("zero3_offload", "fp32")]
 IN_FP16 = [(f"zero{stage}_offload", "fp16") for stage in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "tensor"),
-    [(*case, 1) for case in OFFLOADED]
+    long_but([(*case, 1) for case in QUICKLY_OFFLOADED], [(*case, 1) for case in OFFLOADED])
     + [pytest.param(*IN_FP16[1], 1, marks=NEEDS_FP16)]
     + [long(*case, 2) for case in OFFLOADED]
     + [long(*case, 2, marks=[NEEDS_FP16]) for case in IN_FP16],

@@ -44,7 +44,7 @@ MUON = {"optimizer.name": "muon", "optimizer.table": {"learning_rate_ratio": 2}}
     [long(stage, 2, 2, {}) for stage in (0, 1, 2, 3)]
     + [
         (0, 1, 1, {}),
-        (2, 2, 1, {}),
+        long(2, 2, 1, {}),
         (3, 1, 2, {}),
         (1, 1, 2, {"model.family": "llama", "model.num_key_heads": 1}),
         (2, 2, 1, {"engine.embedding": "rows"}),

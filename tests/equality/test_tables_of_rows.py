@@ -79,7 +79,7 @@ def test_a_table_of_rows_beside_offloading_equals_plain_torch(
     ("precision", "stage"),
     [
         long("bf16", 0),
-        ("bf16", 1),
+        long("bf16", 1),
         long("bf16", 2),
         ("bf16", 3),
         pytest.param("fp16", 1, marks=NEEDS_FP16),

@@ -217,13 +217,14 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
         group = rule.candidate_set(own[place], place).candidates(own[place])
         assert group.bias_U is not None
         biases[place, group.ids_U] = group.bias_U.float()
+    counts = torch.zeros(groups, 8).scatter_add(1, pairs, torch.ones(groups, size)).view(groups, 2, 4)
     scores = torch.zeros(2, 4, requires_grad=True)
     optimizer = torch.optim.LBFGS([scores], max_iter=30, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        logits = (scores[pairs // 4] + biases[:, None]).flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, own.flatten())
+        log_p = (scores + biases[:, None]).log_softmax(2)
+        loss = -(counts * log_p.masked_fill(counts == 0, 0)).sum() / counts.sum()  # of equal pairs in one
         loss.backward()
         return loss
 

@@ -133,7 +133,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
     """At the optimum of each objective, where scores are log p(v | context) less the bias of that head. The original is
     drawn no more often than p says, though it is always a candidate."""
     config = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), **WEIGHTINGS[name])
-    vocabulary, targets, groups, each = 16, 40, 1500, 10
+    vocabulary, targets, groups, each = 16, 40, 500, 32
     random = np.random.default_rng(0)
     q_V, p_V = random.dirichlet(np.full(vocabulary, 0.6)) + 0.004, random.dirichlet(np.full(vocabulary, 2.0))
     q_V /= q_V.sum()
@@ -146,13 +146,14 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
         candidates = rule.candidate_set(ids, seed=group).candidates(ids[:1])
         assert candidates.ids_U is not None
         again = replace(candidates, target_N=candidates.target_N.expand(each))
-        rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
-        outputs_ND = torch.ones(each, 1, dtype=torch.float64)
+        rows_UD, outputs_ND = optimum_V[candidates.ids_U][:, None], torch.ones(each, 1, dtype=torch.float64)
+        # stratified: what noise there is comes from the groups
+        uniform_N = torch.from_numpy((np.arange(each) + random.random(each)) / each)
         drawn_N = candidates.ids_U[Softmax(outputs_ND, rows_UD, again, Dot()).sample(uniform_N)].numpy()
         found_V += np.bincount(drawn_N, minlength=vocabulary)
         originals += int((drawn_N == own).sum())
     apart = np.abs(found_V / found_V.sum() - p_V).sum() / 2
-    assert apart < 0.04  # measured: 0.011 to 0.023
+    assert apart < 0.045  # measured over eight seeds: 0.005 to 0.021, with few candidates to 0.036
     assert np.abs(p_V - q_V).sum() / 2 > 0.3, "text's frequencies are not near"
     assert originals / groups / each == pytest.approx(np.square(p_V).sum(), abs=0.015)
 

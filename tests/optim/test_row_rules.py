@@ -14,7 +14,7 @@ from megahead.config.training import OptimizerConfig
 from megahead.sharded_embedding.optimizer import RowOptimizer, build_row_optimizer
 from support.long import long
 
-ROWS, WIDTH, STEPS, PEAK = 400, 6, 2000, 3e-3
+ROWS, WIDTH, STEPS, PEAK = 400, 6, 1000, 3e-3
 Rates = Callable[[int], float]
 
 
@@ -24,7 +24,7 @@ def cosine(step: int) -> float:
 
 def with_jumps(step: int) -> float:
     """No warm-up, and ten times as high or as low from one step to the next."""
-    return PEAK * (1.0, 0.1, 0.3, 0.03)[step // 500]
+    return PEAK * (1.0, 0.1, 0.3, 0.03)[step // 250]
 
 
 def optimizer_config(betas: tuple[float, float], decay: float, eps: float = 1e-8) -> OptimizerConfig:

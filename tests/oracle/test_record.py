@@ -10,6 +10,22 @@ import pytest
 from oracle.record import differences, recorded, write_text
 
 
+def test_what_differs_is_named_by_its_place() -> None:
+    before = {"run": {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "tensors": {"0/w": "ab"}}, "other": 1}
+    assert list(differences(before, copy.deepcopy(before))) == []
+    after = copy.deepcopy(before) | {"later": 2}
+    after["run"]["metrics"][1]["loss"] += 1e-12
+    after["run"]["tensors"] = {}
+    del after["other"]
+    assert [line.split(" ->")[0] for line in differences(before, after)] == [
+        "/later: new",
+        "/other: gone",
+        "/run/metrics/1/loss: 2.0",
+        "/run/tensors/0/w: gone",
+    ]
+
+
+@pytest.mark.long
 def test_a_recording_equals_itself_and_shows_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for name in ("first", "second"):

@@ -51,6 +51,7 @@ def encoder(folder: Path, changes: dict[str, Any]) -> RunConfig:
         "model": {**MODEL, **MODERNBERT},
         "masking": IDS | {"rate": 0.3},
         **{"optimizer.eps": 1e-4, "optimizer.gradient_clipping": 0.5},
+        "batch.global_size": 4,
         **{"training.steps": STEPS, "training.checkpoint_every": 1, "training.evaluate_every": 100},
     }
     return small_config(folder, fixed | FIRST | changes)
@@ -131,7 +132,7 @@ def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_pa
     moving = {"masking": IDS | {"rate": 0.5, "final_rate": 0.1}}
     whole = trained(tmp_path, 1, moving)
     counted = [0, *(open_checkpoint(folder_of(whole, step)).state["targets"] for step in range(SWITCH + 1, STEPS + 1))]
-    assert [b - a for a, b in pairwise(counted)] == [8 * round(22 * rate) for rate in (0.5, 0.4, 0.3, 0.2, 0.1)]
+    assert [b - a for a, b in pairwise(counted)] == [4 * round(22 * rate) for rate in (0.5, 0.4, 0.3, 0.2, 0.1)]
     often = encoder(tmp_path, moving | {"output_dir": str(tmp_path / "often"), "training.max_seconds": 1e-9})
     for _ in range(STEPS):
         assert on_ranks(1, run, often) == ["out of time"]
@@ -246,7 +247,7 @@ def test_the_switch_stays_where_it_was(tmp_path: Path) -> None:
 
 def test_a_rollback_goes_to_the_switch_and_counts_anew_there(tmp_path: Path) -> None:
     write_text(tmp_path)
-    bad = (8 * SWITCH,)
+    bad = (4 * SWITCH,)
     skipped, back = (
         encoder(tmp_path, {"faults.bad_step": policy, "output_dir": str(tmp_path / policy)})
         for policy in ("skip", "rollback")

@@ -236,6 +236,5 @@ FIRST = {
     for scenario in (
         a_node_is_killed_and_one_comes_back,
         a_node_that_is_told_to_leave_costs_no_step,
-        ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one,
     )
 }

@@ -33,6 +33,7 @@ def encoder_config(folder: Path, objective: dict[str, Any], changes: dict[str, A
         "model": {**model, "vocab_multiple": 64, "max_positions": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62},
         "objective": objective,
+        "batch.global_size": 4,
         "optimizer.eps": 1e-4,
     }
     return small_config(folder, fixed | (changes or {}))

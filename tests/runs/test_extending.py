@@ -29,6 +29,7 @@ from megahead.report.panels import build_panels
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.preflight import check_available_files
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -68,7 +69,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
 @pytest.mark.parametrize(
     ("kind", "ranks", "changes"),
     [
-        (decoder, 2, stage(1)),
+        long(decoder, 2, stage(1)),
         (decoder, 2, stage(3)),
         (decoder, 2, {"engine.embedding": "rows"}),
         (decoder, 2, {"parallel.tensor": 2}),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs.kill_and_resume import torture
 
-from support.long import long_but
+from support.long import long
 from support.small_run import offloaded, stage
 
 VARIANTS = {
@@ -23,6 +23,6 @@ VARIANTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", long_but(["in rows"], VARIANTS))
-def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, variant: str) -> None:
-    assert torture(tmp_path, kills=3, seed=1, changes=VARIANTS[variant]).kills == 3
+@pytest.mark.parametrize(("variant", "kills"), [("in rows", 1), *(long(variant, 3) for variant in VARIANTS)])
+def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, variant: str, kills: int) -> None:
+    assert torture(tmp_path, kills, seed=1, changes=VARIANTS[variant]).kills == kills

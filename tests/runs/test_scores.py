@@ -33,7 +33,9 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     return pretrain(config, Launch(), resume).ending
 
 
-@pytest.mark.parametrize(("score", "ranks"), [(score, 2) for score in SCORES] + [long(score, 4) for score in SCORES])
+@pytest.mark.parametrize(
+    ("score", "ranks"), [("cosine", 2), ("harmonic", 2), long("corrected", 2), *(long(score, 4) for score in SCORES)]
+)
 def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(
     tmp_path: Path, score: str, ranks: int
 ) -> None:

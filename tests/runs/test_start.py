@@ -51,7 +51,9 @@ def mixed(folder: Path, number: int = 6) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Few steps to measure a machine by, a text that is read twice, and no interpreter that starts anew."""
+    """A small model, few steps to measure a machine by, a text that is read twice, no interpreter that starts anew."""
+    monkeypatch.setattr(quickstart, "SHAPES", ((1, 64),))
+    monkeypatch.setattr(quickstart, "REFERENCE_SHAPE", (1, 64))
     monkeypatch.setattr(quickstart, "BENCHMARK_STEPS", 2)
     monkeypatch.setattr(quickstart, "MAX_EPOCHS", 2)
     fork_pythons(monkeypatch)
@@ -116,7 +118,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(quick: Path, monkeypatch: pytest.Mon
     assert json.loads((quick / "run/ending.json").read_text())["ending"] == "stopped"
 
 
-def test_a_dry_run_writes_nothing(quick: Path) -> None:
+def test_a_dry_run_writes_nothing(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures the reference's shape first, then its own."""
+    monkeypatch.setattr(quickstart, "SHAPES", SHAPES)
+    monkeypatch.setattr(quickstart, "REFERENCE_SHAPE", SHAPES[1])
     mixed(quick / "texts")
     told = list[str]()
     assert start(quick / "texts", dry_run=True, report=told.append) is None
@@ -127,9 +132,10 @@ def test_a_dry_run_writes_nothing(quick: Path) -> None:
 
 def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) -> None:
     (quick / "book.txt").write_text("\n".join(TEXTS[:8]))
-    made = started([], quick / "book.txt")
-    tokenizer = load_tokenizer(str(made.config.parent / "tokenizer.json"))
-    train, held_out = (IndexedDataset(made.config.parent / f"text{part}") for part in ("", "-validation"))
+    (quick / "made").mkdir()
+    _write_text(survey(quick / "book.txt"), None, 512, quick / "made", [].append)
+    tokenizer = load_tokenizer(str(quick / "made/tokenizer.json"))
+    train, held_out = (IndexedDataset(quick / f"made/text{part}") for part in ("", "-validation"))
     ends = [tokenizer.decode(dataset.document(0).tolist()) for dataset in (train, held_out)]
     assert "".join(ends).replace("<|endoftext|>", "").split() == "\n".join(TEXTS[:8]).split()
     assert 0.03 < len(ends[1]) / sum(map(len, ends)) < 0.06

@@ -50,6 +50,7 @@ def assert_same_tensors(mine: Path, theirs: Path) -> None:
 def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_path: Path) -> None:
     write_text(tmp_path)
     changes = {"training.steps": 150, "training.evaluate_every": 150, "optimizer.learning_rate": 1e-2}
+    changes |= {"batch.micro_size": 8}
     on_ranks(1, run, small_config(tmp_path, changes))
     curve = losses(tmp_path / "run")
     assert sum(curve[-10:]) / 10 < curve[0] - 1

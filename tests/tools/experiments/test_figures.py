@@ -14,6 +14,7 @@ from megahead.report.read import read_metrics
 from support.runner import results
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_decoders_along_training_and_with_a_trained_head(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -11,6 +11,7 @@ from experiments.figures import compare_latency
 from experiments.grids import compare_negatives, compare_precision, compare_shapes, compare_vocabularies
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.report.read import read_metrics
+from support.long import long
 from support.runner import TINY, results
 
 
@@ -28,13 +29,16 @@ def test_groups_in_batches_and_pairs_of_vocabularies(runner: ExperimentRunner, m
     assert 0 < headless["bits per byte"] < 20
 
 
-def test_steps_are_timed_once_for_each_batch(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batches", [[1], long([1, 2])], ids=str)
+def test_steps_are_timed_once_for_each_batch(
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, batches: list[int]
+) -> None:
     monkeypatch.setattr("experiments.figures.SHAPES", (("bert-tiny", 16),))
-    monkeypatch.setattr("experiments.figures.TOKENS", {"bert-tiny": (8, 16, 32)})
+    monkeypatch.setattr("experiments.figures.TOKENS", {"bert-tiny": (8, *(16 * batch for batch in batches))})
     compare_latency(runner, [])
     rows = results(runner, "latency")
     assert [(row["batch"], row["objective"]) for row in rows] == [
-        (batch, objective) for batch in (1, 2) for objective in ("headless", "vanilla")
+        (batch, objective) for batch in batches for objective in ("headless", "vanilla")
     ]
     assert all(row["times headless"] == row["ms"] / rows[k // 2 * 2]["ms"] for k, row in enumerate(rows))
     assert all(20 < row["peak MB"] < 2_000 for row in rows)  # 30,522 x 128 weights, gradients and moments: 62 MB

@@ -53,6 +53,7 @@ def test_large_vocabularies_are_scored_by_language(
     assert not trained & held
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
