@@ -92,9 +92,13 @@ class SelfAttention(nn.Module):
 
         Without `rotation` the input must contain positions.
         """
-        q, k, v = self._project(x_BTD, targets)
-        if rotation is not None:
-            q, k = apply_rotary(q, rotation if targets is None else rotation.select(targets)), apply_rotary(k, rotation)
+        if self.fused_qkv and rotation is not None and targets is None:
+            q, k, v = self._project_and_rotate(x_BTD, rotation)
+        else:
+            q, k, v = self._project(x_BTD, targets)
+            if rotation is not None:
+                q = apply_rotary(q, rotation if targets is None else rotation.select(targets))
+                k = apply_rotary(k, rotation)
         dropout = self.dropout if self.training else 0.0
         with per_rank_rng(self.group, x_BTD.device) if dropout else nullcontext():
             if targets is None:
@@ -104,6 +108,13 @@ class SelfAttention(nn.Module):
                 heads = targets.unpad(heads_BMHd)
         output: Tensor = self.output(heads.flatten(-2))
         return output
+
+    def _project_and_rotate(self, x_BTD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_project`, with queries and keys rotated: together, which takes half as many kernels."""
+        qkv_BTH3d = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size))
+        qk_BTH2d, v_BTH1d = qkv_BTH3d.split([2, 1], dim=-2)
+        q, k = apply_rotary(qk_BTH2d, rotation.over_pairs()).unbind(-2)
+        return q, k, v_BTH1d.squeeze(-2)
 
     def _project(self, x_BTD: Tensor, targets: TargetPositions | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, d], or [N, H, d] of the targets; keys and values [B, T, K, d]."""

@@ -125,6 +125,10 @@ class Rotation(NamedTuple):
     sin: Tensor
     """Negated in the first half, as in rotate-half."""
 
+    def over_pairs(self) -> Rotation:
+        """The same tables, which broadcast against [B, T, H, 2, r]: a query and a key of each head."""
+        return Rotation(self.cos.unsqueeze(-2), self.sin.unsqueeze(-2))
+
     def select(self, targets: TargetPositions) -> Rotation:
         """The targets' tables, which broadcast against [N, H, r]."""
         return Rotation(targets.select(self.cos), targets.select(self.sin))
