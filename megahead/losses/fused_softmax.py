@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -289,7 +291,7 @@ def sample_candidates(
         return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
     dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
     outputs_ND = outputs_ND.to(dtype)
-    with torch.autocast(outputs_ND.device.type, enabled=False):
+    with _without_autocast(outputs_ND.device):
         softmax = TorchChunkSoftmax(outputs_ND, rows_wD.to(dtype), candidates, score, group)
         parts = _chunk_slices(softmax, outputs_ND)
         samples = [softmax.sample(outputs_ND[part], candidates.target_N[part], uniform_N[part]) for part in parts]
@@ -336,14 +338,27 @@ def build_chunk_softmax(
 ) -> ChunkSoftmax:
     """The implementation for the inputs' device, with buffers for chunks of these outputs."""
     softmax_class: type[ChunkSoftmax] = Bf16ChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
-    if uses_kernel(outputs_ND, score):  # only torch for CUDA installs triton
-        softmax_class = importlib.import_module("megahead.losses.triton_kernel").TritonChunkSoftmax
+    if uses_kernel(outputs_ND, score):
+        softmax_class = _triton_chunk_softmax()
     return softmax_class(outputs_ND, rows_wD, candidates, score, group)
+
+
+@cache
+def _triton_chunk_softmax() -> type[ChunkSoftmax]:
+    """Imported when it is first used: only torch for CUDA installs triton."""
+    softmax_class: type[ChunkSoftmax] = importlib.import_module("megahead.losses.triton_kernel").TritonChunkSoftmax
+    return softmax_class
 
 
 def _chunk_slices(softmax: ChunkSoftmax, outputs_ND: Tensor) -> Iterator[slice]:
     total = outputs_ND.shape[0]
     return (slice(start, min(start + softmax.chunk_size, total)) for start in range(0, total, softmax.chunk_size))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Entering `torch.autocast` takes the host longer than asking whether it is on."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 class _FusedSoftmax(torch.autograd.Function):
@@ -359,7 +374,7 @@ class _FusedSoftmax(torch.autograd.Function):
         score: Score,
         group: Group,
     ) -> Tensor:
-        with torch.autocast(outputs_ND.device.type, enabled=False):
+        with _without_autocast(outputs_ND.device):
             softmax = build_chunk_softmax(outputs_ND, rows_wD, candidates, score, group)
             gradients = _Gradients(outputs_ND, rows_wD, softmax, needs_bias=ctx.needs_input_grad[2])
             losses = []
@@ -373,7 +388,7 @@ class _FusedSoftmax(torch.autograd.Function):
             group.all_reduce_(gradients.outputs)
         ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
         ctx.scale, ctx.dtype = score.scale, outputs_ND.dtype
-        return torch.cat(losses).sum()
+        return (torch.cat(losses) if len(losses) > 1 else losses[0]).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
