@@ -378,9 +378,8 @@ def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
         return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if element_size == 2 else 0)
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
-    if stage == 1 and separate_fp32_sum:  # gradients (unless freed as they come), their fp32 sum, a bf16 copy to send
-        freed = plan.deepspeed.get("bf16", {}).get("immediate_grad_update", False)
-        return 2 * parameters, (4 if freed else 6) * parameters, 12 * share, 2 * parameters + send_copy
+    if stage == 1 and separate_fp32_sum:  # the fp32 sum of gradients; these, or later a bf16 copy of it to send
+        return 2 * parameters, 4 * parameters, 12 * share, 2 * parameters + send_copy
     if stage == 1:  # the optimizer copies the rank's gradients; in fp32 after the others are freed
         copy = 4 * share if element_size == 2 else max(0, 8 * share - 4 * parameters)
         return element_size * parameters, 4 * parameters, 12 * share, copy + bucket_bytes

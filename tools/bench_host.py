@@ -228,7 +228,9 @@ def ways_of_a_gpu() -> Iterator[None]:
         mock.patch.object(fused_softmax, "on_gpu", lambda tensor: True),
         mock.patch.object(triton_kernel, "_softmax_kernel", kernel),
         mock.patch.object(triton_kernel, "TritonChunkSoftmax", Unlaunched),
-        mock.patch.object(layers, "layer_norm", lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)),
+        mock.patch.object(
+            layers, "layer_norm", lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
+        ),
         mock.patch.object(layers, "look_up", F.embedding),
         torch.backends.mkldnn.flags(enabled=False),
     ):

@@ -111,11 +111,8 @@ def communication_settings(zero: Mapping[str, Any], device: str, precision: str,
         section |= {"overlap_comm": True} if device == "cuda" else {}
         section |= {"contiguous_gradients": device == "cuda", "reduce_scatter": False}
     settings: dict[str, Any] = {"zero_optimization": section}
-    if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero:
-        if data_ranks == 1:  # without communication there is no reason to round sums to bf16 and back
-            settings["communication_data_type"] = "fp32"
-        if device == "cuda":  # adds each gradient to its sum and frees it during the backward pass
-            settings["bf16"] = {"immediate_grad_update": True}
+    if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero and data_ranks == 1:
+        settings["communication_data_type"] = "fp32"  # nothing is sent, so that sums need no rounding to bf16 and back
     return settings
 
 

@@ -109,6 +109,7 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else g++ builds it when ranks connect (CPU)
     _import_deepspeed_muon()
+    _use_foreach_norms()
     # gradient norms in fp32, as in torch: for fp64 each gradient would be copied at twice the size
     accelerator.is_fp64_supported = lambda: False
     # else each call runs numactl
@@ -135,6 +136,66 @@ def _import_deepspeed_muon() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         compiler.compile = original  # type: ignore[attr-defined]
+
+
+# DeepSpeed's bf16 optimizer (stage 1) loops over parameters in Python, with one or two kernels for each. For small
+# models on a GPU the host needs longer for that than the device: these do the same arithmetic in one call.
+
+
+def accumulate_together(optimizer: Any) -> None:
+    """Has DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward pass,
+    and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
+    if hasattr(optimizer, "update_hp_grads") and not optimizer.immediate_grad_update:
+        optimizer.update_hp_grads = partial(_add_gradients, optimizer)
+
+
+@torch.no_grad()
+def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
+    """Replaces `BF16_Optimizer.update_hp_grads`; gradients are freed even without `clear_lp_grads`, which DeepSpeed
+    would do before the next backward pass."""
+    sums, gradients = [], []
+    for index, parameters in enumerate(optimizer.bf16_groups):
+        has_gradient = optimizer.fp32_groups_has_gradients[index]
+        for position, (parameter, total) in enumerate(
+            zip(parameters, optimizer.fp32_groups_gradients[index], strict=True)
+        ):
+            if parameter.grad is not None:
+                sums.append(total)
+                gradients.append(parameter.grad.view(total.shape))
+                parameter._hp_grad, parameter.grad = total, None
+                has_gradient[position] = True
+    if sums:
+        torch._foreach_add_(sums, gradients)
+
+
+def _use_foreach_norms() -> None:
+    """Has DeepSpeed's bf16 optimizer compute and clip the L2 norm of many gradients in one call each."""
+    bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    utils = importlib.import_module("deepspeed.runtime.utils")
+    bf16.get_global_norm_of_tensors = partial(_global_norm, utils.get_global_norm_of_tensors)  # type: ignore[attr-defined]
+    bf16.clip_tensors_by_global_norm = _clip  # type: ignore[attr-defined]
+
+
+def _global_norm(
+    per_tensor: Any, input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """DeepSpeed's `get_global_norm_of_tensors` (`per_tensor`) for L2 norms over at most the tensor ranks; others it
+    computes itself."""
+    if norm_type != 2 or moe_ep_group is not None or not input_tensors:
+        norm: torch.Tensor = per_tensor(input_tensors, norm_type, mpu, moe_ep_group)
+        return norm
+    squared = torch.stack(torch._foreach_norm([tensor.detach() for tensor in input_tensors])).square().sum()
+    if mpu is not None:
+        dist.all_reduce(squared, group=mpu.get_model_parallel_group())
+    norm = squared.sqrt()
+    return torch.where(norm.isfinite(), norm, -1.0)  # DeepSpeed's value for a norm that is not finite
+
+
+def _clip(input_tensors: list[torch.Tensor], max_norm: float, global_norm: torch.Tensor, mpu: Any = None) -> None:
+    """DeepSpeed's `clip_tensors_by_global_norm` for a norm that is known."""
+    factor = max_norm / (global_norm + 1e-6)
+    if factor < 1:
+        torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
 
 
 def start_deepspeed(

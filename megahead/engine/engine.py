@@ -15,7 +15,13 @@ from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, RoutedTensors, TensorSource, WholeTensors
-from megahead.engine.deepspeed import allocate_, half_dtype, refuse_half_without_zero, start_deepspeed
+from megahead.engine.deepspeed import (
+    accumulate_together,
+    allocate_,
+    half_dtype,
+    refuse_half_without_zero,
+    start_deepspeed,
+)
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open_parameter_states
 from megahead.models.parallel import shard_dims
@@ -186,6 +192,7 @@ class Engine:
             allocate_(module) if is_half else fill_(module, mesh.tensor_group, weights)
         moments = {p: moment_names(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
+        accumulate_together(self._deepspeed.optimizer)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         # else DeepSpeed reduces in its backward, where it ignores the bucket size
         self._deepspeed.enable_backward_allreduce = not self._reduces_gradients

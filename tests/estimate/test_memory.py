@@ -61,11 +61,10 @@ def test_a_run_in_phases_needs_what_its_larger_phase_needs() -> None:
     assert rank_memory(vanilla).total > rank_memory(headless).total
 
 
-def test_on_gpus_gradients_at_stage_1_are_held_as_fp32_sums_alone() -> None:
+def test_gradients_at_stage_1_are_held_as_fp32_sums_alone() -> None:
     config = pythia("engine.precision=bf16")
-    there, here = (RunPlan.of(config, 256, device) for device in ("cuda", "cpu"))
-    assert rank_memory(there).gradients == 4 * rank_parameters(config)
-    assert rank_memory(here).gradients == 6 * rank_parameters(config)
+    for device in ("cuda", "cpu"):
+        assert rank_memory(RunPlan.of(config, 256, device)).gradients == 4 * rank_parameters(config)
 
 
 def test_buckets_sent_beside_the_backward_pass_are_two() -> None:

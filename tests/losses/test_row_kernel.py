@@ -186,7 +186,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
             torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
         counts.append(operations.counts)
     five, one = counts
-    assert five - one == Counter({"mm": 4 * 2, "addmm_": 4, "sub": 4})
+    assert five - one == Counter({"mm": 4 * 2, "addmm_": 4, "sub": 4, "cat": 1})  # of the chunks' losses
     assert (one - Counter({"mm": 2, "addmm_": 1, "sub": 1})).total() <= 10, one
 
 
