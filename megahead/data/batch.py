@@ -74,19 +74,21 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from which a CUDA device copies in the background."""
-        return self._map_tensors(Tensor.pin_memory)
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def total_weight(self) -> float:
         """Sum of the targets' weights."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
-    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with `function` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: tree_map_only(Tensor, function, value) for name, value in values.items()})
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = function(value)
+            elif isinstance(value, list | tuple | dict):
+                values[name] = tree_map_only(Tensor, function, value)
+        return Batch(**values)
 
 
 class RowCollator:

@@ -56,11 +56,11 @@ class Candidates:
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory are asynchronous."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Candidates:
-        """The same candidates in pinned memory."""
-        return self._map_tensors(Tensor.pin_memory)
+    def with_float32_biases(self) -> Candidates:
+        """The same candidates with biases rounded to the dtype of a GPU's scores."""
+        return self.map_tensors(lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)
 
     def pad_to_multiple(self, multiple: int) -> Candidates:
         """The same candidates, padded to a multiple so that shapes repeat. The padding repeats the first candidate with
@@ -76,7 +76,7 @@ class Candidates:
             sampling_bias_U=None if self.sampling_bias_U is None else F.pad(self.sampling_bias_U, (0, missing)),
         )
 
-    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Candidates:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Candidates:
         """The same candidates with `function` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}

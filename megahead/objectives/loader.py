@@ -172,11 +172,12 @@ class StepLoader:
         counts_RA, weights_RA, auxiliary_RA = self._group.all_gather(local_sizes).unbind(-1)
         counts_RA = counts_RA.long()
         targets = int(counts_RA.sum())
-        loss_weights = [ranks * accumulation / max(float(x_RA.sum()), 1.0) for x_RA in (weights_RA, auxiliary_RA)]
-        if sizes[0][-1] is None:
-            del loss_weights[-1]
+        loss_weight, auxiliary_weight = (
+            ranks * accumulation / max(float(x_RA.sum()), 1.0) for x_RA in (weights_RA, auxiliary_RA)
+        )
+        factors = loss_weight, None if sizes[0][-1] is None else auxiliary_weight
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        micro_batches = [MicroBatch(*pair, *loss_weights) for pair in zip(batches, candidates, strict=True)]
+        micro_batches = [MicroBatch(*pair, *factors) for pair in zip(batches, candidates, strict=True)]
         prepared = [micro.prepare_for(self._device, self._half) for micro in micro_batches]
         return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 

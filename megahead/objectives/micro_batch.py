@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from megahead.models.layers import LayerNorm
 
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
+
+_PACK_ALIGNMENT = 16
+"""Bytes; a multiple of every dtype's size."""
 
 CANDIDATE_MULTIPLE_ON_CPU = 128
 """The same in half precision on a CPU, where compiling a matrix product for a new shape costs more than its compute."""
@@ -82,28 +87,68 @@ class MicroBatch:
     auxiliary_weight: float | None = None
     """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
 
+    buffer: Tensor | None = None
+    """The bytes of all its tensors, which are views of it (see `pack`); None: they have separate memory."""
+
     def ids(self) -> Tensor:
         """int64: the ids of all embeddings that it looks up, inputs and candidates."""
         candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
         return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch on `device`."""
-        candidates = tuple(group.to(device) for group in self.candidates)
-        return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
+        """The same micro-batch on `device`; copies from pinned memory are asynchronous."""
+        if self.buffer is None:
+            return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._view(self.buffer.to(device, non_blocking=True))
+
+    def pack(self) -> MicroBatch:
+        """The same micro-batch in one buffer, which one copy moves to a device."""
+        tensors: list[Tensor] = []
+        self._map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        *starts, size = accumulate((_padded_bytes(tensor) for tensor in tensors), initial=0)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        copies = []
+        for start, tensor in zip(starts, tensors, strict=True):
+            view = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(view.copy_(tensor))
+        remaining = iter(copies)
+        return replace(self._map_tensors(lambda _: next(remaining)), buffer=buffer)
 
     def prepare_for(self, device: torch.device, half: bool = False) -> MicroBatch:
         """The micro-batch on the CPU, padded for `device`; `half`: for computation in half precision.
 
-        For CUDA also in pinned memory and with `cu_seqlens`, so that the host does not block.
+        For CUDA also in one buffer of pinned memory, with float32 biases, and with `cu_seqlens`, so that the host does
+        not block and copies once.
         """
         if device.type != "cuda":
             return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
-        candidates = tuple(group.pin_memory() for group in self._pad_candidates(CANDIDATE_MULTIPLE).candidates)
-        return replace(self, batch=with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE).pin_memory(), candidates=candidates)
+        candidates = tuple(group.with_float32_biases() for group in self._pad_candidates(CANDIDATE_MULTIPLE).candidates)
+        batch = with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE)
+        packed = replace(self, batch=batch, candidates=candidates).pack()
+        assert packed.buffer is not None
+        return packed._view(packed.buffer.pin_memory())
+
+    def _view(self, buffer: Tensor) -> MicroBatch:
+        """The same micro-batch in a copy of its buffer."""
+        by_dtype: dict[torch.dtype, Tensor] = {}
+
+        def view(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in by_dtype:
+                by_dtype[tensor.dtype] = buffer.view(tensor.dtype)
+            return by_dtype[tensor.dtype].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        return replace(self._map_tensors(view), buffer=buffer)
+
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+        candidates = tuple(group.map_tensors(function) for group in self.candidates)
+        return replace(self, batch=self.batch.map_tensors(function), candidates=candidates)
 
     def _pad_candidates(self, multiple: int) -> MicroBatch:
         return replace(self, candidates=tuple(group.pad_to_multiple(multiple) for group in self.candidates))
+
+
+def _padded_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
 
 
 @dataclass(frozen=True)

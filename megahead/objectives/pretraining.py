@@ -152,7 +152,8 @@ class Pretraining(nn.Module):
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[GroupInputs], batch: Batch) -> Tensor:
         """The loss summed over all targets."""
         softmaxes = [self._softmax(*part) for part in parts]
-        loss = torch.stack([softmax.loss() for softmax in softmaxes]).sum()
+        losses = [softmax.loss() for softmax in softmaxes]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.on_errors is not None:
             self.on_errors(batch.target_ids_N, torch.cat([softmax.top1_errors() for softmax in softmaxes]))
         share = self.objective.vanilla_weight

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megahead.data.batch import Batch, TokenSelection
 from megahead.losses.candidates import Candidates
@@ -54,6 +55,30 @@ def test_targets_are_those_of_the_batch() -> None:
     assert targets.index_N is BATCH.target_index_N
     assert (targets.rows, targets.row_length, targets.slots_per_row) == (2, 4, 2)
     assert target_positions_of(replace(BATCH, max_targets_per_row=None)).slots_per_row == 4
+
+
+def test_a_packed_batch_is_the_same_in_one_buffer_wherever_it_is() -> None:
+    """Of every dtype, shape and nesting, also without elements."""
+    auxiliary = {"a": (torch.tensor(2.5, dtype=torch.float64), [torch.zeros(0, 3), torch.tensor([True, False, True])])}
+    selection = TokenSelection(torch.tensor([0, 3]), 1, range(1), cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
+    batch = replace(BATCH, selections=(selection,), auxiliary=auxiliary, weight_N=torch.rand(3))
+    groups = tuple(Candidates(torch.arange(5 - k), torch.rand(5 - k), torch.tensor([k])) for k in range(2))
+    micro = MicroBatch(batch, groups, 0.5)
+    packed = micro.pack()
+    assert packed.buffer is not None
+    moved = packed.to(torch.device("cpu"))
+    again = replace(packed, buffer=packed.buffer.clone()).to(torch.device("cpu"))
+    for copy in (packed, moved, again):
+        assert (copy.loss_weight, copy.auxiliary_weight) == (0.5, None)
+        expected, found = (tree_leaves([vars(m.batch), *map(vars, m.candidates)]) for m in (micro, copy))
+        assert len(expected) == len(found)
+        for one, other in zip(expected, found, strict=True):
+            if not torch.is_tensor(one):
+                assert one == other
+                continue
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert torch.equal(one, other)
+            assert not other.numel() or other.untyped_storage().data_ptr() == copy.buffer.data_ptr()
 
 
 KEPT = TokenSelection(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))

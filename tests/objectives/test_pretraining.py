@@ -205,12 +205,15 @@ def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_with
     monkeypatch: pytest.MonkeyPatch, objective: dict[str, object]
 ) -> None:
     pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
     pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
     staged = micro.prepare_for(torch.device("cuda"))
-    held = [value for part in (staged.batch, *staged.candidates) for value in vars(part).values()]
-    assert {id(value) for value in held if isinstance(value, torch.Tensor)} == {id(tensor) for tensor in pinned}
+    (buffer,) = pinned
+    assert staged.buffer is buffer
+    for part in (staged.batch, *staged.candidates):
+        for value in filter(torch.is_tensor, vars(part).values()):
+            assert value.untyped_storage().data_ptr() == buffer.data_ptr()
     assert staged.batch.cu_seqlens is not None
     assert len(staged.batch.cu_seqlens) == 128
     assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8

@@ -1,13 +1,8 @@
-"""Times the host's part of a micro-batch: this project's module and engine beside a plain loop of 30 lines.
+"""The host's part of a micro-batch: the trained module and the engine against a plain loop.
 
-OMP_NUM_THREADS=1 tools/bench_host.py
-
-The model is so small that computing is negligible: what is left is the time to ask for each operation, which a fast GPU
-waits for. On a CPU the ways of a GPU are taken, but nothing is launched (results are meaningless then). All variants
-take turns in one process. ms: the fastest micro-batch, and the median; ratio: of the fastest to the plain loop's;
-operators: what torch dispatches, about one kernel each.
-
-plain: the N x N form of the loss over six blocks in bare torch; module: `Pretraining`; engine: at ZeRO 1, in bf16.
+The model is so small that computation is negligible. The host's time to dispatch operators remains: a fast GPU waits
+for it. CPU tensors take the code paths of CUDA tensors, and the Triton kernel is not launched, so results are
+meaningless. All variants alternate in one process.
 """
 
 from __future__ import annotations
@@ -26,37 +21,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.command import config_of, parser_of, report
-from benchmarks.engines import build
-from benchmarks.rows import micro_batch, rule_of, token_rows
-from benchmarks.timing import interleaved
+from benchmarks.command import build_config
+from benchmarks.engines import build_engine
+from benchmarks.rows import build_run_objective, micro_batch, token_rows
+from benchmarks.timing import run_interleaved
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.errors import run_command
 from megahead.losses import fused_softmax
 from megahead.models import layers
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import Pretraining, assemble, fill_, initial_weights
+from megahead.objectives.pretraining import Pretraining, build_parallel_model, fill_, initial_weights
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, TOKENS = 6, 16, 2, 64, 4
 CPU = torch.device("cpu")
 UNCOUNTED = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh", "promote_types")
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="counted micro-batches of each (default: 200)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with ways_of_a_gpu():
-        lines = time_host(arguments.rounds)
-    report(lines, output=arguments.output)
-
-
 def time_host(rounds: int) -> list[dict[str, object]]:
-    """A line for each variant."""
-    config = config_of(
+    """A line for each variant: its CPU time, the ratio of the fastest to the plain loop's, and its operators."""
+    torch.set_num_threads(1)
+    with gpu_code_paths():
+        return _time_variants(rounds)
+
+
+def _time_variants(rounds: int) -> list[dict[str, object]]:
+    config = build_config(
         {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": HEADS, "vocab_size": VOCABULARY},
         1,
         TOKENS,
@@ -66,7 +56,7 @@ def time_host(rounds: int) -> list[dict[str, object]]:
     variants = {"plain": plain_step(), "module": module_step(config), "engine": engine_step(config)}
     gc.collect()
     gc.disable()
-    taken = interleaved([lambda _, step=step: cpu_seconds(step) for step in variants.values()], rounds, warm_up=10)  # type: ignore[misc]
+    taken = run_interleaved([lambda _, step=step: cpu_seconds(step) for step in variants.values()], rounds, warm_up=10)  # type: ignore[misc]
     gc.enable()
     lines, fastest = [], [min(seconds) for seconds in zip(*taken, strict=True)]
     for place, (name, step) in enumerate(variants.items()):
@@ -111,7 +101,7 @@ class PlainDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             nn.ModuleDict(
                 {
                     "norm": nn.LayerNorm(HIDDEN),
@@ -126,8 +116,8 @@ class PlainDecoder(nn.Module):
         )
         self.norm = nn.LayerNorm(HIDDEN)
         angles = torch.arange(TOKENS)[:, None] * torch.ones(1, 1)
-        self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1))
-        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin()], -1))
+        self.cos = torch.cat([angles.cos()] * 2, -1).bfloat16()
+        self.sin = torch.cat([-angles.sin(), angles.sin()], -1).bfloat16()
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """[N, D]: hidden states."""
@@ -138,7 +128,8 @@ class PlainDecoder(nn.Module):
             heads = F.scaled_dot_product_attention(self._rotated(q), self._rotated(k), v, is_causal=True)
             attended = block["output"](heads.transpose(1, 2).flatten(2))
             x_BTD = x_BTD + attended + block["down"](F.gelu(block["up"](block["mlp_norm"](x_BTD))))
-        return self.norm(x_BTD).flatten(0, 1)
+        hidden_ND: Tensor = self.norm(x_BTD).flatten(0, 1)
+        return hidden_ND
 
     def _rotated(self, x_BHTd: Tensor) -> Tensor:
         turned, rest = x_BHTd[..., :2], x_BHTd[..., 2:]
@@ -160,10 +151,10 @@ def plain_step() -> Callable[[], None]:
 
 def module_step(config: RunConfig) -> Callable[[], None]:
     """The same by the module that a run trains."""
-    module = assemble(config, Group(), CPU)
+    module = build_parallel_model(config, Group(), CPU)
     fill_(module, Group(), initial_weights(config))
     module.bfloat16()
-    module.backbone.use_attention(dense_attention)
+    module.backbone.set_attention(dense_attention)
     micro = prepared(config)
 
     def step() -> None:
@@ -177,9 +168,9 @@ def engine_step(config: RunConfig) -> Callable[[], None]:
     """The same by the engine, which adds gradients up; never the last of a step's micro-batches."""
     settings = deepspeed_config(config, 1, "cuda") | {"gradient_accumulation_steps": 10**9}
     settings["train_batch_size"] = 10**9
-    engine = build(config, Mesh.build(Group.world()), CPU, settings)
+    engine = build_engine(config, Mesh.build(Group.world()), CPU, settings)
     assert isinstance(engine.module, Pretraining)
-    engine.module.backbone.use_attention(dense_attention)
+    engine.module.backbone.set_attention(dense_attention)
     micro = prepared(config)
 
     def step() -> None:
@@ -197,7 +188,7 @@ def prepared(config: RunConfig) -> MicroBatch:
     """A micro-batch as the loader gives it."""
     (row,) = token_rows(config, None, 1)
     with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
-        return micro_batch(config, rule_of(config, [row]), row).prepared_for(torch.device("cuda"))
+        return micro_batch(config, build_run_objective(config, [row]), row).prepare_for(torch.device("cuda"))
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: object, dropout: float, causal: bool) -> Tensor:
@@ -205,37 +196,38 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: object, dropout:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class _NotLaunched:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
 @contextmanager
-def ways_of_a_gpu() -> Iterator[None]:
-    """Inside, CPU tensors go the ways of CUDA's, and its kernels are not launched."""
+def gpu_code_paths() -> Iterator[None]:
+    """Inside, CPU tensors take the code paths of CUDA tensors, without launching the Triton kernel."""
     from megahead.losses import triton_kernel
 
-    kernel = mock.MagicMock()
-
-    class Unlaunched(triton_kernel.TritonChunkSoftmax):
-        def _scored(self, outputs_nD: Tensor) -> Tensor:
+    class WithoutKernel(triton_kernel.TritonChunkSoftmax):
+        def _compute_scores(self, outputs_nD: Tensor) -> Tensor:
             scores_nw = self._scores[: len(outputs_nD), : len(self._rows_wD)]
             torch.mm(outputs_nD, self._rows_wD.T)
             return scores_nw
 
-        def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
             torch.mm(left, right, out=result.to(left.dtype))
 
-        def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        def add_matmul_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
             torch.mm(left, right)
 
     with (
-        mock.patch.object(fused_softmax, "on_gpu", lambda tensor: True),
-        mock.patch.object(triton_kernel, "_softmax_kernel", kernel),
-        mock.patch.object(triton_kernel, "TritonChunkSoftmax", Unlaunched),
-        mock.patch.object(
-            layers, "layer_norm", lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
-        ),
+        mock.patch.object(fused_softmax, "supports_kernel", return_value=True),
+        mock.patch.object(triton_kernel, "_softmax_kernel", new=_NotLaunched()),
+        mock.patch.object(triton_kernel, "TritonChunkSoftmax", WithoutKernel),
+        mock.patch.object(layers, "layer_norm", new=_layer_norm),
         mock.patch.object(layers, "look_up", F.embedding),
         torch.backends.mkldnn.flags(enabled=False),
     ):
         yield
-
-
-if __name__ == "__main__":
-    run_command(main)
