@@ -154,6 +154,9 @@ def auxiliary_class(settings: AuxiliarySettings) -> type[Auxiliary]:
     if not (isinstance(loaded, type) and issubclass(loaded, Auxiliary)):
         rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
         raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))
+    if hasattr(loaded, "counted"):
+        rule, got = "define `num_loss_terms`", f"{settings.implementation()!r} with its earlier name `counted`"
+        raise ConfigError("objective.custom.objective", rule, got=got)
     return loaded
 
 

@@ -195,6 +195,15 @@ def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
         check_available_files(config)
 
 
+def test_an_earlier_name_is_not_silently_ignored(folder: Path) -> None:
+    code = (folder / "second_next.py").read_text()
+    assert "def num_loss_terms" in code
+    (folder / "earlier.py").write_text(code.replace("num_loss_terms", "counted"))
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/earlier.py:SecondNext"}}})
+    with pytest.raises(ConfigError, match=r"must define `num_loss_terms`, but is .* with its earlier name `counted`"):
+        check_available_files(config)
+
+
 def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
     config = encoder(folder, "run", {"masking": MASKS | {"strategy": f"{folder}/second_next.py:SecondNext"}})
     rule = "must name a class with build, at, starts, weights, but is .* without build"
