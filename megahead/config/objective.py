@@ -82,10 +82,11 @@ CPU_CHUNKS = ChunkSize(score_bytes=8 * 2**20, min_outputs=256, multiple=1)
 512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs are 1.7
 times as fast as 41)."""
 
-GPU_CHUNKS = ChunkSize(score_bytes=128 * 2**20, min_outputs=1024, multiple=128)
-"""float32 scores and half-precision residuals, 192 MiB together. At 512 features a chunk takes an H100 at least 0.34 ms
-(computed); launching its kernels took an H200's host 0.14 to 0.25 ms (measured). Below 1,024 outputs, accumulating the
-rows' gradient is memory-bound: n outputs move 8 bytes for 2 n operations. Products are tiled by 128 outputs."""
+GPU_CHUNKS = ChunkSize(score_bytes=512 * 2**20, min_outputs=1024, multiple=128)
+"""float32 scores and half-precision residuals, 768 MiB together: 16,384 outputs against 8,192 candidates are one chunk,
+against 50,304 ids seven. Each chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over
+the rows' gradient in float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: n outputs
+move 8 bytes for 2 n operations. Products are tiled by 128 outputs."""
 
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")

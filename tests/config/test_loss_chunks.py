@@ -10,10 +10,12 @@ from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, ChunkSize
 @pytest.mark.parametrize(
     ("total", "candidates", "outputs"),
     [
-        (16384, 4608, 5504),  # 7,168 would fit: three chunks either way, and the last is not a remnant
+        (16384, 8192, 16384),
+        (65536, 4608, 21888),  # 29,056 would fit: three chunks either way, and the last is not a remnant
         (1000, 4608, 1000),
-        (16384, 50304, 1024),  # no fewer, though they do not fit
-        (1100, 50304, 640),
+        (16384, 50304, 2432),
+        (16384, 262144, 1024),  # no fewer, though they do not fit
+        (1100, 262144, 640),
     ],
 )
 def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(

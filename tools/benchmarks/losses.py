@@ -110,13 +110,21 @@ def error_rows(contestants: Iterable[Contestant]) -> Iterator[dict[str, Any]]:
         yield {"form": name, "loss": loss_error, "gradient of outputs": output_error, "of the table": table_error}
 
 
+def torch_kernel(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's own, from 2.13 on, in chunks of outputs whose gradients are computed in the forward pass."""
+    options: Any = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+    loss: Tensor = F.linear_cross_entropy(outputs_ND, rows_UD, target_N, linear_bias=bias, options=options)  # type: ignore[attr-defined]
+    return loss
+
+
 # Returns the mean cross-entropy of `(outputs, rows, target indices)`, some also with `bias=` of the rows
 Kernel = Callable[..., Tensor]
 OTHER_KERNELS = {
+    "torch": (__name__, "torch_kernel"),
     "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
     "cut": ("cut_cross_entropy", "linear_cross_entropy"),
 }
-"""Third-party CUDA kernels, Liger's and Apple's; the latter takes a bias in its repository, but not on PyPI (25.1)."""
+"""Others' losses: torch's, Liger's and Apple's; the last takes a bias in its repository, but not on PyPI (25.1)."""
 
 # Features added to carry the bias if a kernel takes none: D stays a multiple of its vector width
 BIAS_FEATURES = 16
