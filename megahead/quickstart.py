@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory, TemporaryFile
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,10 @@ Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
 """Layers and hidden size; heads have 64 features."""
 
-REFERENCE_SHAPE: Shape = (3, 192)
 BENCHMARK_STEPS = 12
+
+TIMING_SHARE = 0.2
+"""Of the minutes: no timing of a shape begins that would end later than this. The first always runs."""
 
 MIN_TOKENS_PER_PARAMETER = 2
 """A larger shape is taken where the time is enough for so many tokens a parameter of its blocks."""
@@ -67,7 +69,13 @@ MIN_TEXT_BYTES = 10_000
 """Of text: of less, what is held out would not fill a row."""
 
 EXPORT_SECONDS = 40
-"""Seconds for the export, the report and the sample."""
+"""Seconds for the export, the report and the sample, on a machine that starts a run in half of them."""
+
+MIN_TRAINING_SECONDS = 15
+"""Training gets so many seconds where the minutes leave less."""
+
+EVALUATIONS, EVALUATION_ROWS = 8, 256
+"""During a run, besides the one at its start; a row takes about half as long as in training."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,25 @@ class Plan:
     """In the text, about."""
 
     step_seconds: float
+    startup_seconds: float = 0.0
+    """Of a run, until its first step."""
 
     def steps(self, seconds: float) -> int:
-        """As many as there is time and text for."""
-        max_steps = MAX_EPOCHS * self.tokens / _config_of_shape(self.shape, self.vocab_size).tokens_per_step()
-        return max(1, math.ceil(min(seconds / self.step_seconds, max_steps)))
+        """As many as there is text for, and time between the run's start, its evaluations and the export."""
+        config = _config_of_shape(self.shape, self.vocab_size)
+        max_steps = MAX_EPOCHS * self.tokens / config.tokens_per_step()
+        training_seconds = max(MIN_TRAINING_SECONDS, seconds - self.other_seconds())
+        return max(1, math.ceil(min(training_seconds / self.step_seconds, max_steps)))
+
+    def other_seconds(self) -> float:
+        """Of what follows the plan, all but the training steps."""
+        rows = (EVALUATIONS + 1) * EVALUATION_ROWS
+        evaluation = rows / _config_of_shape(self.shape, self.vocab_size).batch.global_size * self.step_seconds / 2
+        return self.startup_seconds + evaluation + max(EXPORT_SECONDS, 2 * self.startup_seconds)
+
+    def seconds(self, seconds: float) -> float:
+        """What all that follows the plan takes; more than `seconds` where those are too few."""
+        return self.other_seconds() + self.steps(seconds) * self.step_seconds
 
     def line(self, seconds: float) -> str:
         config, steps = _config_of_shape(self.shape, self.vocab_size), self.steps(seconds)
@@ -139,15 +161,20 @@ def start(
         idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
         report(f"{config} is there: the run goes on with it, and {idle}")
     else:
-        tokenizer_path, start_time = None if tokenizer is None else Path(tokenizer), time.monotonic()
+        tokenizer_path, deadline = None if tokenizer is None else Path(tokenizer), monotonic() + 60 * minutes
         text = _survey_text(Path(path), folder, tokenizer_path, report)
         if not dry_run:
             _require_writable(folder)
-        plan = make_plan(text, tokenizer_path, 60 * minutes - EXPORT_SECONDS, report)
+        plan = make_plan(text, tokenizer_path, 60 * minutes, report)
+        if not dry_run:
+            _write_text(text, tokenizer_path, plan.vocab_size, folder, report)
+        remaining_seconds = deadline - monotonic()
+        missing_seconds = plan.seconds(remaining_seconds) - remaining_seconds
+        if missing_seconds > plan.step_seconds:
+            excess = format_duration(missing_seconds)
+            report(f"{'time':<12}about {excess} more than --minutes {minutes:g}, which are too few for this machine")
         if dry_run:
             return None
-        _write_text(text, tokenizer_path, plan.vocab_size, folder, report)
-        remaining_seconds = max(60.0, 60 * minutes - EXPORT_SECONDS - (time.monotonic() - start_time))
         _write_config(config, plan, remaining_seconds, header)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {quote(str(config))}` runs it")
     ending = "stopped"
@@ -211,29 +238,44 @@ def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
-    """The largest shape that the time and the text are enough for, by the speed of this machine: one or two runs of a
-    few steps on drawn ids, some 15 seconds each."""
-    tokens = text.text_bytes() / BYTES_PER_TOKEN
+    """The largest shape that `seconds` and the text are enough for, by the speed of this machine: shapes are timed from
+    the smallest on, each by a run of a few steps on drawn ids, within TIMING_SHARE of `seconds`."""
+    tokens, start_time = text.text_bytes() / BYTES_PER_TOKEN, monotonic()
     vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
     report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
     report(f"{'speed':<12}measuring how fast this machine trains")
-    first = Plan(REFERENCE_SHAPE, vocab_size, tokens, _step_seconds(REFERENCE_SHAPE, vocab_size))
 
-    def of_shape(shape: Shape) -> Plan:
-        step_seconds = first.step_seconds * _step_flops(shape, vocab_size) / _step_flops(REFERENCE_SHAPE, vocab_size)
-        return Plan(shape, vocab_size, tokens, step_seconds)
+    def remaining_seconds() -> float:
+        return seconds - (monotonic() - start_time)
 
-    def is_enough(plan: Plan) -> bool:
-        config = _config_of_shape(plan.shape, vocab_size)
-        needed = MIN_TOKENS_PER_PARAMETER * run_parameters(config).body
-        return plan.steps(seconds) * config.tokens_per_step() >= needed
+    def time_shape(shape: Shape) -> Plan:
+        timing_start = monotonic()
+        step_seconds = _step_seconds(shape, vocab_size, max(1.0, TIMING_SHARE * seconds))
+        startup_seconds = max(0.0, monotonic() - timing_start - BENCHMARK_STEPS * step_seconds)
+        return Plan(shape, vocab_size, tokens, step_seconds, startup_seconds)
 
-    plans = map(of_shape, reversed(SHAPES))
-    plan = next(filter(is_enough, plans), of_shape(SHAPES[0]))
-    if plan.shape != REFERENCE_SHAPE:
-        plan = Plan(plan.shape, vocab_size, tokens, _step_seconds(plan.shape, vocab_size))
-    report(f"{'run':<12}{plan.line(seconds)}")
+    plan = time_shape(SHAPES[0])
+    for shape in SHAPES[1:]:
+        step_seconds = plan.step_seconds * _step_flops(shape, vocab_size) / _step_flops(plan.shape, vocab_size)
+        larger = Plan(shape, vocab_size, tokens, step_seconds, plan.startup_seconds)
+        timing_seconds = larger.startup_seconds + BENCHMARK_STEPS * step_seconds
+        if remaining_seconds() - timing_seconds < (1 - TIMING_SHARE) * seconds:
+            report(f"{'speed':<12}no time to measure more than {pluralize(plan.shape[0], 'layer')} of {plan.shape[1]}")
+            break
+        if not _is_enough(larger, remaining_seconds() - timing_seconds):
+            break
+        larger = time_shape(shape)
+        if not _is_enough(larger, remaining_seconds()):
+            break
+        plan = larger
+    report(f"{'run':<12}{plan.line(remaining_seconds())}")
     return plan
+
+
+def _is_enough(plan: Plan, seconds: float) -> bool:
+    """Whether there are time and text for MIN_TOKENS_PER_PARAMETER."""
+    config = _config_of_shape(plan.shape, plan.vocab_size)
+    return plan.steps(seconds) * config.tokens_per_step() >= MIN_TOKENS_PER_PARAMETER * run_parameters(config).body
 
 
 def _vocab_size(tokens: float) -> int:
@@ -262,7 +304,7 @@ def _step_flops(shape: Shape, vocab_size: int) -> float:
     return run_flops(config, candidate_rows(config)).total * config.tokens_per_step()
 
 
-def _step_seconds(shape: Shape, vocab_size: int) -> float:
+def _step_seconds(shape: Shape, vocab_size: int, max_seconds: float) -> float:
     """On ids drawn as in text, id i as often as 1 / (i + 2)."""
     with TemporaryDirectory() as name:
         dataset, weights = Path(name) / "text", 1 / np.arange(2, vocab_size + 1)
@@ -272,16 +314,17 @@ def _step_seconds(shape: Shape, vocab_size: int) -> float:
                 writer.add_document([*document, 0])
         settings = _settings(shape, vocab_size)
         settings["data"]["train"] = str(dataset)
-        return step_seconds(settings)
+        return step_seconds(settings, max_seconds=max_seconds)
 
 
-def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1) -> float:
-    """The median over a few steps of a run with these settings, which is thrown away."""
+def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:
+    """The median over a few steps, of `max_seconds` at most, of a run with these settings, which is thrown away."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         trial = {"data": {**settings["data"], "validation": None}, "output_dir": str(folder / "run")}
         trial["schedule"] = {**settings["schedule"], "warmup_steps": 0}
-        trial["training"] = {"steps": BENCHMARK_STEPS, "log_seconds": 0, "checkpoint_every": BENCHMARK_STEPS}
+        limits = {"steps": BENCHMARK_STEPS, "max_seconds": max_seconds}
+        trial["training"] = {**limits, "log_seconds": 0, "checkpoint_every": BENCHMARK_STEPS}
         (folder / "run.yaml").write_text(yaml.safe_dump({**settings, **trial}))
         pretrain(folder / "run.yaml", ranks=ranks, quiet=True)
         seconds = [float(record["step_seconds"]) for record in read_metrics(folder / "run").training]
@@ -341,8 +384,8 @@ def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
     settings["output_dir"] = str(folder / "run")
     settings["data"] |= {"train": str(folder / "text"), "validation": str(folder / "text-validation")}
     settings["schedule"]["warmup_steps"] = round(min(0.1, 50 / steps), 4)
-    every = max(1, steps // 8)
-    settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": 256}
+    every = max(1, steps // EVALUATIONS)
+    settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": EVALUATION_ROWS}
     settings["training"]["checkpoint_every"] = 2 * every
     content = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
     write_atomically(path, f"{header}\n{content}")

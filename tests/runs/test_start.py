@@ -53,7 +53,6 @@ def mixed(folder: Path, number: int = 6) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A small model, few steps to measure a machine by, a text that is read twice, no interpreter that starts anew."""
     monkeypatch.setattr(quickstart, "SHAPES", ((1, 64),))
-    monkeypatch.setattr(quickstart, "REFERENCE_SHAPE", (1, 64))
     monkeypatch.setattr(quickstart, "BENCHMARK_STEPS", 2)
     monkeypatch.setattr(quickstart, "MAX_EPOCHS", 2)
     fork_pythons(monkeypatch)
@@ -119,9 +118,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(quick: Path, monkeypatch: pytest.Mon
 
 
 def test_a_dry_run_writes_nothing(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It measures the reference's shape first, then its own."""
+    """It measures the smallest shape first."""
     monkeypatch.setattr(quickstart, "SHAPES", SHAPES)
-    monkeypatch.setattr(quickstart, "REFERENCE_SHAPE", SHAPES[1])
     mixed(quick / "texts")
     told = list[str]()
     assert start(quick / "texts", dry_run=True, report=told.append) is None
@@ -173,8 +171,38 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
 
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
     much = Plan(SHAPES[1], 8192, 1e9, 0.5)
-    assert (much.steps(100), much.steps(0.1)) == (200, 1)
+    assert much.steps(much.other_seconds() + 100) == 200
+    assert much.steps(0.1) == quickstart.MIN_TRAINING_SECONDS / 0.5
     assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.MAX_EPOCHS * 10
+
+
+@pytest.mark.parametrize("slowness", [1, 4, 40, 400])
+def test_the_minutes_are_kept_or_a_line_says_by_how_much_they_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: int
+) -> None:
+    """By a clock on which the smallest shape starts in 2 s times `slowness`, and trains a step in 10 ms times that."""
+    clock, timed, told = [0.0], list[int](), list[str]()
+
+    def timed_step(shape: tuple[int, int], vocab_size: int, max_seconds: float) -> float:
+        step_seconds = 0.01 * slowness * shape[0] * shape[1] / 256
+        timed.append(shape[0])
+        clock[0] += 2 * slowness + min(max_seconds, quickstart.BENCHMARK_STEPS * step_seconds)
+        return step_seconds
+
+    monkeypatch.setattr(quickstart, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(quickstart, "_step_seconds", timed_step)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 10)
+    seconds = 120.0
+    plan = quickstart.make_plan(survey(tmp_path), None, seconds, told.append)
+    assert timed[0] == SHAPES[0][0]
+    if len(timed) > 1:  # the first is not bounded by the share
+        assert clock[0] <= quickstart.TIMING_SHARE * seconds
+    kept = clock[0] + plan.seconds(seconds - clock[0]) <= seconds + plan.step_seconds
+    assert kept == (slowness < 10)
+    monkeypatch.chdir(tmp_path)
+    clock[0] = 0.0
+    start(tmp_path / "a.txt", minutes=seconds / 60, dry_run=True, report=told.append)
+    assert ("more than --minutes 2, which are too few" in told[-1]) == (not kept)
 
 
 @pytest.mark.parametrize(
