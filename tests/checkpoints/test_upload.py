@@ -144,6 +144,7 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
             for step in (1, 2, 3, 4):
                 sending.enqueue(folder := save(run, step))
                 names.append(folder.name)
+                until(lambda: Faulty.times == 0)  # the first is on its way
             assert {names[0], names[3]} <= sending.in_use
             assert not {names[1], names[2]} & sending.in_use
             Faulty.gate.set()
