@@ -241,7 +241,7 @@ def training_flops(
         matrices -= subset.layers_saved() * (attention + mlp)
         for layer in subset.layers:
             contexts[layer] = subset.share * (local if config.is_local(layer) else subset.share * context)
-        if subset.first_layer_sees_all:  # it also computes keys and values of the other tokens
+        if subset.first_layer_attends_to_all:  # it also computes keys and values of the other tokens
             first = subset.layers.start
             matrices += (1 - subset.share) * attention / 2
             contexts[first] = subset.share * (local if config.is_local(first) else context)

@@ -92,7 +92,7 @@ def _as_user_errors(repository: str) -> Iterator[None]:
     """Turns errors of the Hub into UserErrors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the HTTP client of the installed huggingface_hub
+    connection_error: Any = HfHubHTTPError.__mro__[1]  # the base of all errors of its HTTP client
     try:
         yield
     except HFValidationError as error:
@@ -100,7 +100,7 @@ def _as_user_errors(repository: str) -> Iterator[None]:
     except (LocalTokenNotFoundError, HfHubHTTPError) as error:
         reason, rule = " ".join(str(error).split()), "name a repository that your login may write"
         raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="`hf auth login` logs in") from None
-    except (OfflineModeIsEnabled, unreachable) as error:
+    except (OfflineModeIsEnabled, connection_error) as error:
         reason, rule = " ".join(str(error).split()), "go where the Hub can be reached"
         raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="export without it for now") from None
     except ValueError as error:  # the Hub rejects the card's metadata

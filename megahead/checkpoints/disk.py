@@ -32,8 +32,8 @@ from megahead.checkpoints.format import (
     run_on_first_rank,
 )
 from megahead.checkpoints.store import (
-    KeepRules,
     Latest,
+    RetentionRules,
     Storage,
     history,
     is_checkpoint_name,
@@ -81,11 +81,11 @@ class DiskStorage(Storage):
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint; renames it first, so that its name never means a partial folder."""
-        partial = self.partial(name)
-        (self.root / name).rename(partial)
-        shutil.rmtree(partial)
+        partial_folder = self.partial_folder(name)
+        (self.root / name).rename(partial_folder)
+        shutil.rmtree(partial_folder)
 
-    def partial(self, name: str) -> Path:
+    def partial_folder(self, name: str) -> Path:
         """The folder of an incomplete checkpoint."""
         return self.root / f".{name}.partial"
 
@@ -95,12 +95,12 @@ class DiskStorage(Storage):
         self.remove_partial()
         if shutil.disk_usage(self.root).free < num_bytes:
             raise OSError(errno.ENOSPC, "no room", str(self.root))
-        self.partial(name).mkdir()
-        return self.partial(name)
+        self.partial_folder(name).mkdir()
+        return self.partial_folder(name)
 
     def publish(self, name: str) -> Path:
         """Renames a complete folder to `name`, replacing a damaged one."""
-        publish_folder(self.partial(name), self.root / name)
+        publish_folder(self.partial_folder(name), self.root / name)
         return self.root / name
 
     def remove_partial(self) -> None:
@@ -164,23 +164,23 @@ def is_complete(folder: Path) -> bool:
 def save_untrained(root: Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
     """Saves full named tensors as a checkpoint of step 0, the first in `root`, from one process."""
     header = Header(new_checkpoint_name(0), 0, {"step": 0, "tokens": 0}, config)
-    return write_snapshot(root, header, Snapshot.take(tensors, Group()), Group(), KeepRules())
+    return write_snapshot(root, header, Snapshot.take(tensors, Group()), Group(), RetentionRules())
 
 
-def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group, rules: KeepRules) -> Path:
+def write_snapshot(root: Path, header: Header, snapshot: Snapshot, group: Group, rules: RetentionRules) -> Path:
     """Saves a snapshot as `root`/step-NNNNNNNN-XXXXXX, then removes older checkpoints by `rules`. Collective.
 
     It may run in another thread, with its own `group`. `header`: the same on all ranks. If a rank fails, all raise the
     same CheckpointError; older checkpoints stay intact and no partial one is left.
     """
 
-    def write(partial: Path) -> Generator[None, None, dict[str, FileEntry]]:
+    def write(partial_folder: Path) -> Generator[None, None, dict[str, FileEntry]]:
         yield
-        return {snapshot.file: snapshot.write(partial)}
+        return {snapshot.file: snapshot.write(partial_folder)}
 
-    def write_manifest(partial: Path, results: list[dict[str, FileEntry]]) -> None:
+    def write_manifest(partial_folder: Path, results: list[dict[str, FileEntry]]) -> None:
         files = {name: entry for part in results for name, entry in part.items()}
-        header.manifest(snapshot.entries, files).write(partial)
+        header.manifest(snapshot.entries, files).write(partial_folder)
 
     return write_collectively(DiskStorage(root), header.name, snapshot.total_bytes, write, write_manifest, group, rules)
 
@@ -192,20 +192,20 @@ def write_collectively(
     write: Callable[[Path], Iterator[None]],
     write_manifest: Callable[[Path, list[Any]], None],
     group: Group,
-    rules: KeepRules | None = None,
+    rules: RetentionRules | None = None,
 ) -> Path:
     """Writes the checkpoint `name` of `num_bytes` bytes: every rank its files, then rank 0 the manifest, from the
     results of `write` by rank. With `rules` it becomes `latest`, and older ones are removed by them. Collective; errors
     as in `write_snapshot`."""
-    partial = disk.partial(name)
+    partial_folder = disk.partial_folder(name)
 
     def describe_error(error: Exception) -> str:
-        return describe_write_error(error, partial, num_bytes)
+        return describe_write_error(error, partial_folder, num_bytes)
 
     def finish() -> None:
-        write_manifest(partial, results)
-        manifest = Manifest.read(partial)
-        check_lengths(partial, manifest)  # also checks that this rank sees the files of the others
+        write_manifest(partial_folder, results)
+        manifest = Manifest.read(partial_folder)
+        check_lengths(partial_folder, manifest)  # also checks that this rank sees the files of the others
         disk.publish(name)
         if rules is not None:
             disk.write_latest(Latest(name, manifest.parents))
@@ -213,11 +213,11 @@ def write_collectively(
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
-        results = run_long_on_all_ranks(group, write(partial), describe_error)
+        results = run_long_on_all_ranks(group, write(partial_folder), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     return disk.root / name
 
@@ -229,15 +229,15 @@ class Source(Protocol):
         """A generator that returns, on rank 0, the name on disk of the next best checkpoint, or None, and its bytes, 0
         if it is on disk already. DamagedError if it is damaged."""
 
-    def write(self, partial: Path) -> Iterator[None]:
+    def write(self, partial_folder: Path) -> Iterator[None]:
         """Writes this rank's files of the selected checkpoint; yields often."""
 
-    def write_manifest(self, partial: Path, results: list[Any]) -> None:
+    def write_manifest(self, partial_folder: Path, results: list[Any]) -> None:
         """Writes the manifest of the selected checkpoint."""
 
 
 def copy_newest_valid(
-    source: Source, disk: DiskStorage, group: Group, rules: KeepRules | None = None
+    source: Source, disk: DiskStorage, group: Group, rules: RetentionRules | None = None
 ) -> tuple[str | None, list[str]]:
     """Copies the first valid checkpoint of a source to disk; returns its name there, or None, and a sentence for each
     damaged one before it. Collective; CheckpointError if the disk fails or is full."""
@@ -252,13 +252,13 @@ def copy_newest_valid(
             problems.append(str(error))
 
 
-def describe_write_error(error: Exception, partial: Path, num_bytes: int) -> str:
+def describe_write_error(error: Exception, partial_folder: Path, num_bytes: int) -> str:
     """The message of an error in writing a checkpoint of `num_bytes` bytes."""
-    root = partial.parent
+    root = partial_folder.parent
     if not _is_full(error):  # the message of a WriteError lacks the bytes
         message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
         return str(error) if isinstance(error, UserError) else message
-    available = shutil.disk_usage(root).free + sum(map(_file_size, partial.glob("*")))
+    available = shutil.disk_usage(root).free + sum(map(_file_size, partial_folder.glob("*")))
     reason = f"{num_bytes - available} bytes are missing" if num_bytes > available else "its disk or quota is full"
     return (
         f"`{root}` must have room for a checkpoint of {num_bytes} bytes, but {reason}; free some or lower "

@@ -148,16 +148,16 @@ class _Fetch(Source):
         is_free = is_checkpoint_name(name) and not is_complete(self.disk.root / name)
         return name if is_free else new_checkpoint_name(self.manifest.step)
 
-    def write(self, partial: Path) -> Iterator[None]:
+    def write(self, partial_folder: Path) -> Iterator[None]:
         if self.group.rank != 0:
             return iter(())
         name = self.tried[-1]
-        received = _fetch_files(self.remote, name, partial, self.manifest)
+        received = _fetch_files(self.remote, name, partial_folder, self.manifest)
         return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
-    def write_manifest(self, partial: Path, results: list[Any]) -> None:
-        (partial / MANIFEST).write_bytes(self.manifest_text)
-        fsync(partial / MANIFEST)
+    def write_manifest(self, partial_folder: Path, results: list[Any]) -> None:
+        (partial_folder / MANIFEST).write_bytes(self.manifest_text)
+        fsync(partial_folder / MANIFEST)
         _write_files(self.contents)
 
 
@@ -166,15 +166,15 @@ def _write_files(contents: Mapping[Path, bytes]) -> None:
         write_atomically(path, content)
 
 
-def _fetch_files(remote: RemoteStorage, name: str, partial: Path, manifest: Manifest) -> Iterator[int]:
+def _fetch_files(remote: RemoteStorage, name: str, partial_folder: Path, manifest: Manifest) -> Iterator[int]:
     """Writes all files; yields the total bytes received so far."""
     previous_bytes = 0
     for file, entry in manifest.files.items():
-        with (partial / file).open("xb") as target:
+        with (partial_folder / file).open("xb") as target:
             expected = ExpectedFile(entry.bytes, entry.sha256)
             for received in download(remote.store, remote.path(name, file), expected, target.write):
                 yield previous_bytes + received
-        fsync(partial / file)
+        fsync(partial_folder / file)
         previous_bytes += entry.bytes
 
 

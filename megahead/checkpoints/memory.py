@@ -33,7 +33,7 @@ from megahead.checkpoints.format import (
     run_on_all_ranks,
 )
 from megahead.checkpoints.reading import RecoveryResult, open_verified
-from megahead.checkpoints.store import KeepRules, highest_first, step_of
+from megahead.checkpoints.store import RetentionRules, highest_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
@@ -134,7 +134,7 @@ class NodeMemory:
         available = max(0, min(free_shared, int(memory.available - RESERVE * memory.total)))
         if num_bytes > available:
             raise CheckpointError(
-                f"{ROOT} on {socket.gethostname()} must have room for {format_gib(num_bytes, 3)} of copies, but has "
+                f"{ROOT} on {socket.gethostname()} must have room for {format_gib(num_bytes, 3)} of replicas, but has "
                 f"{format_gib(available, 3)} ({format_gib(free_shared, 3)} free there, "
                 f"{format_gib(memory.available, 3)} of memory available); make it larger, or leave "
                 "training.replicate_every out."
@@ -218,27 +218,27 @@ class ReplicaSource(Source):
         missing_files = [name for name in manifest.files if name not in self._writers[self._selected]]
         if missing_files:
             raise DamagedError(
-                f"the copy of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
+                f"the replica of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
                 "is on none of the remaining nodes."
             )
-        yield  # only now: a rank that had not come so far would be one replica behind the others
+        yield  # not earlier: a rank that is stopped here must have advanced to the same replica as the others
         return self._selected, manifest.total_bytes
 
-    def write(self, partial: Path) -> Iterator[None]:
+    def write(self, partial_folder: Path) -> Iterator[None]:
         for name, path in self._valid_files.get(self._selected, {}).items():
             if self._writers[self._selected][name] == self._rank:
-                shutil.copyfile(path, partial / name)
-                (partial / name).chmod(partial.stat().st_mode & 0o666)
-                fsync(partial / name)
+                shutil.copyfile(path, partial_folder / name)
+                (partial_folder / name).chmod(partial_folder.stat().st_mode & 0o666)
+                fsync(partial_folder / name)
                 try:
-                    yield from check_files(partial, {name: self._manifests[self._selected].files[name]})
+                    yield from check_files(partial_folder, {name: self._manifests[self._selected].files[name]})
                 except CheckpointError:
                     raise CheckpointError(
-                        f"`{partial / name}` must read back as it was written, but does not; check the disk."
+                        f"`{partial_folder / name}` must read back as it was written, but does not; check the disk."
                     ) from None
 
-    def write_manifest(self, partial: Path, results: list[Any]) -> None:
-        self._manifests[self._selected].write(partial)
+    def write_manifest(self, partial_folder: Path, results: list[Any]) -> None:
+        self._manifests[self._selected].write(partial_folder)
 
 
 # Spare ranks, which do not train, copy the replicas on their nodes into the run's folder, on the shared disk.
@@ -263,7 +263,7 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
             )
             is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
             if is_newer and not (rank_folder / replica.name).exists():
-                partial_folder = DiskStorage(rank_folder).partial(replica.name)
+                partial_folder = DiskStorage(rank_folder).partial_folder(replica.name)
                 shutil.rmtree(partial_folder, ignore_errors=True)
                 shutil.copytree(replica, partial_folder)
                 partial_folder.rename(rank_folder / replica.name)
@@ -359,7 +359,7 @@ class ReplicaWriter:
         self, header: Header, snapshot: Snapshot, check: Callable[[], None], cancelled: threading.Event
     ) -> str | None:
         """Writes a replica; returns its name, or None if it was cancelled."""
-        group, folder = self._group, self._disk.partial(header.name)
+        group, folder = self._group, self._disk.partial_folder(header.name)
         try:
             run_on_all_ranks(group, lambda: self._prepare(folder, snapshot, check))
             entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
@@ -400,7 +400,7 @@ class ReplicaWriter:
         run_on_all_ranks(self._group, allocate_files)
         sent = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
         if not exchange_bytes(self._group, sent, peer, received, cancelled.is_set):
-            raise CheckpointError("a copy must be complete to be kept, but was cancelled.")
+            raise CheckpointError("a replica must be complete to be kept, but was cancelled.")
         for name in sender_files.values():
             if sha256_of(folder / name) != files[name].sha256:
                 raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")
@@ -417,8 +417,8 @@ def _allocate(path: Path, size: int) -> Tensor:
 # Recovery of the newest complete replica as a checkpoint on disk.
 
 
-def recover_newer(
-    newer_than: int, folder: RunFolder, launch: Launch, group: Group, rules: KeepRules
+def recover_replica(
+    newer_than: int, folder: RunFolder, launch: Launch, group: Group, rules: RetentionRules
 ) -> RecoveryResult | None:
     """Copies the newest complete replica of the last session to disk as a checkpoint, if it is newer than step
     `newer_than`; otherwise returns None. Collective; CheckpointError if the disk fails or is full.

@@ -25,7 +25,7 @@ from megahead.checkpoints.format import (
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.saved import derivable_names, derive
+from megahead.sharded_embedding.conversion import derivable_names, derive
 
 SINGLE_RANK = Group()
 

@@ -228,11 +228,11 @@ class Event:
     """The key in the log: `mirror`, or `copy` for memory."""
 
 
-# Retention: the last few checkpoints of the history, and those that `KeepRules` name.
+# Retention: the last few checkpoints of the history, and those that `RetentionRules` name.
 
 
 @dataclass(frozen=True)
-class KeepRules:
+class RetentionRules:
     """Which checkpoints of a history are kept."""
 
     newest: int = 1
@@ -256,7 +256,7 @@ class KeepRules:
         return step in self.steps or name in self.in_use() or (self.every is not None and step % self.every == 0)
 
 
-def retain(storage: Storage, rules: KeepRules) -> None:
+def retain(storage: Storage, rules: RetentionRules) -> None:
     """Removes checkpoints of the history by `rules`; orphans stay. Reads manifests only for `rules.best`."""
     newest, *others = history(storage)
     earlier: dict[int, str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage
-from megahead.checkpoints.store import Ancestry, Event, KeepRules, Latest, orphans, retain, step_of
+from megahead.checkpoints.store import Ancestry, Event, Latest, RetentionRules, orphans, retain, step_of
 from megahead.errors import UserError
 from megahead.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ def upload_checkpoint(remote: RemoteStorage, folder: Path, check_lease: Callable
     return sent
 
 
-def remove_superseded(remote: RemoteStorage, name: str, rules: KeepRules) -> None:
+def remove_superseded(remote: RemoteStorage, name: str, rules: RetentionRules) -> None:
     """Removes partial uploads and, if `name` is the latest checkpoint, orphans and older ones by `rules`."""
     remote.remove_partial(excluded=name)
     if remote.latest.name == name:
@@ -68,7 +68,7 @@ class Uploader:
     retried, then reported; they do not end the run, nor the upload of the next checkpoint.
     """
 
-    def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: KeepRules) -> None:
+    def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: RetentionRules) -> None:
         """`rules`: which checkpoints are kept in the store."""
         self._remote, self._folder, self._lease, self._rules = remote, folder, lease, rules
         self._condition = threading.Condition()

@@ -67,8 +67,8 @@ def main() -> None:
         from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
         points = [
-            TaskPoint(name, run.tokens, task.task, *astuple(score))
-            for name, run, result in zip(run_names(origins, folders), origins.values(), results, strict=True)
+            TaskPoint(name, origin.tokens, task.task, *astuple(score))
+            for name, origin, result in zip(run_names(origins, folders), origins.values(), results, strict=True)
             for task in result.tasks
             for score in task.scores
         ]
@@ -110,7 +110,9 @@ def run_names(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> l
     run_folders = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
     runs = {(origins[model].run, run_folder) for model, run_folder in run_folders.items()}
     count = Counter(name for name, _ in runs)
-    return [run_folders.get(model, run.run) if count[run.run] > 1 else run.run for model, run in origins.items()]
+    return [
+        run_folders.get(model, origin.run) if count[origin.run] > 1 else origin.run for model, origin in origins.items()
+    ]
 
 
 def table(results: Sequence[HarnessResult]) -> Table:

@@ -41,14 +41,14 @@ def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
     """Why a run's embedding cannot be sharded; None if it can."""
     (b1, b2), table = config.optimizer.betas, config.optimizer.table
     if config.objective.has_vocabulary_softmax():
-        rule = "be `dense` where all ids compete, and each row is updated at each step"
-        return ShardingConflict("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
+        rule = "be `dense` with a softmax over the vocabulary, which updates each row at each step"
+        return ShardingConflict("the softmax covers all ids", ConfigError("engine.embedding", rule, got="`rows`"))
     auxiliary = config.objective.auxiliary()
     if auxiliary is not None and auxiliary.dense_embedding_reason is not None:
         reason, rule = auxiliary.dense_embedding_reason
         return ShardingConflict(reason, ConfigError("engine.embedding", rule, got="`rows`"))
     if (decay := _decay_error(config.optimizer)) is not None:
-        return ShardingConflict("weight decay leaves nothing", decay)
+        return ShardingConflict("weight decay exceeds the weights", decay)
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
         rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
         hint = "or set optimizer.table.rule=adagrad"
@@ -76,7 +76,7 @@ def check_embedding(config: RunConfig) -> None:
     if table.rule != "adamw" and not shards_embedding(config):
         raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
     if table.rule != "adamw" and config.objective.ends_with_vanilla():
-        rule = "be adamw with objective.schedule.vanilla_share, by which all rows end"
+        rule = "be adamw with objective.schedule.vanilla_share, whose last phase updates all rows"
         raise ConfigError("optimizer.table.rule", rule, got=table.rule)
 
 

@@ -90,11 +90,11 @@ class SubsetLayers(NamedTuple):
     share: float
     """Share of a row's tokens that they compute."""
 
-    first_layer_sees_all: bool = False
+    first_layer_attends_to_all: bool = False
     """Whether the first of them computes keys and values of all tokens."""
 
     def layers_saved(self) -> float:
-        """The saved cost in layers, by products of tokens with weights (ignoring `first_layer_sees_all`)."""
+        """The saved cost in layers, by products of tokens with weights (ignoring `first_layer_attends_to_all`)."""
         return len(self.layers) * (1 - self.share)
 
 
@@ -109,7 +109,7 @@ def subset_layers(config: RunConfig) -> list[SubsetLayers]:
         subsets.append(SubsetLayers(range(first_masked), 1 - masked_share))
     if masking.dropping:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
-        subsets.append(SubsetLayers(layers, share, first_layer_sees_all=True))
+        subsets.append(SubsetLayers(layers, share, first_layer_attends_to_all=True))
     return subsets
 
 

@@ -27,17 +27,19 @@ class TokenSelection(NamedTuple):
     layers: range
     """Which layers."""
 
-    first_layer_sees_all: bool = False
+    first_layer_attends_to_all: bool = False
     """Whether they attend to all tokens in the first of these layers."""
 
     cu_seqlens: Tensor | None = None
     """As `Batch.cu_seqlens`, for the shorter rows."""
 
     @staticmethod
-    def from_mask(mask_BT: Array, layers: range, first_layer_sees_all: bool = False) -> TokenSelection:
+    def from_mask(mask_BT: Array, layers: range, first_layer_attends_to_all: bool = False) -> TokenSelection:
         """Selects the tokens where `mask_BT` is true."""
         max_per_row = int(mask_BT.sum(1).max(initial=1))
-        return TokenSelection(torch.from_numpy(np.flatnonzero(mask_BT)), max_per_row, layers, first_layer_sees_all)
+        return TokenSelection(
+            torch.from_numpy(np.flatnonzero(mask_BT)), max_per_row, layers, first_layer_attends_to_all
+        )
 
 
 @dataclass(frozen=True)

@@ -112,14 +112,14 @@ def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | N
     return PackTable(np.frombuffer(starts, np.int64), first_token_P[order], lengths_P[order].astype(np.int32))
 
 
-def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
+def cut_documents(first_tokens: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
     """(index of the first token, length) of the pieces of all documents, in order; empty documents have none."""
-    firsts, sizes = firsts[sizes > 0], sizes[sizes > 0]
+    first_tokens, sizes = first_tokens[sizes > 0], sizes[sizes > 0]
     step = capacity - 1
     pieces = np.maximum(-(-(sizes - 1) // step), 1)
     piece_number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offsets = piece_number * step
-    return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
+    return np.repeat(first_tokens, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
 
 
 def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[list[int]]:

@@ -47,7 +47,7 @@ class ChunkTokenizer:
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """The ids of the chunk's documents. DataError for a broken record, unless `on_error` is "skip"."""
         parsed = chunk.parse()
-        texts = parsed.strict_texts() if self.on_error == "fail" else parsed.texts
+        texts = parsed.require_texts() if self.on_error == "fail" else parsed.texts
         tokenizer, held_out = cached_tokenizer(self.path, self.engine), None
         if self.holdout_tail is not None:
             parts = [part for text in texts for part in _split_tail(text, self.holdout_tail)]
@@ -352,8 +352,8 @@ def end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int:
     FieldError if the tokenizer has no such token.
     """
     defaults = [name for name in dict.fromkeys((END_TOKEN, *ROLES["end"])) if tokenizer.find(name) is not None]
-    if end_token is None and END_TOKEN not in defaults and "end" in tokenizer.roles:
-        return tokenizer.roles["end"]
+    if end_token is None and END_TOKEN not in defaults and "end" in tokenizer.special_ids:
+        return tokenizer.special_ids["end"]
     token = next(iter(defaults), END_TOKEN) if end_token is None else end_token
     id_ = tokenizer.find(token)
     if id_ is None:

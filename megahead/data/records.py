@@ -124,7 +124,7 @@ class ParsedChunk:
     num_filtered: int = 0
     """Records that the selection filters out."""
 
-    def strict_texts(self) -> list[str]:
+    def require_texts(self) -> list[str]:
         """The texts; DataError if a record could not be read."""
         if self.errors:
             raise DataError(self.errors[0])

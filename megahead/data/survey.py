@@ -134,7 +134,7 @@ def _characters_by_key(item: Input) -> Counter[str]:
         if not number:
             parsed = chunk.parse()
             if isinstance(chunk, TextFile):
-                selection.characters[NO_KEY] += sum(map(len, parsed.strict_texts()))
+                selection.characters[NO_KEY] += sum(map(len, parsed.require_texts()))
         if item.path.suffix == ".jsonl":
             break
     return +selection.characters

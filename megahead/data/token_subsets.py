@@ -41,7 +41,7 @@ class TokenDropping:
         order_BT = np.lexsort((draw_BT, sort_key_BT, self._token_kinds(input_ids_BT, text)))
         mask_BT = np.zeros(input_ids_BT.shape, bool)
         np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return TokenSelection.from_mask(mask_BT, self.layers, first_layer_sees_all=True)
+        return TokenSelection.from_mask(mask_BT, self.layers, first_layer_attends_to_all=True)
 
     def _token_kinds(self, input_ids_BT: Array, text: Array) -> Array:
         """int64 [B, T]: _MASK, _SPECIAL, _TEXT or _EMPTY."""

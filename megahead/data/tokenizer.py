@@ -82,8 +82,8 @@ class Tokenizer:
             self._fast.no_padding()
         self.vocab_size = self._reference.vocab_size
         """One above the largest id, added tokens included."""
-        self.roles = self._reference.roles
-        """The ids that a `.model` has for `begin`, `end`, `padding` and `unknown`; empty for a tokenizer.json."""
+        self.special_ids = self._reference.special_ids
+        """Those that a `.model` has for `begin`, `end`, `padding` and `unknown`; empty for a tokenizer.json."""
         self.added_tokens = self._reference.added_tokens
         """The spellings of a tokenizer.json's added tokens, which engines may encode differently."""
         self.dropout = self._reference.dropout
@@ -191,11 +191,11 @@ def copy_tokenizer(source: Path, run: RunFolder) -> None:
 
 def cached_tokenizer(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` with this engine; cached until the file changes."""
-    return _opened(Path(path), engine, _file_version(Path(path)))
+    return _load_tokenizer(Path(path), engine, _file_version(Path(path)))
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, engine: Engine, version: FileVersion) -> Tokenizer:
+def _load_tokenizer(path: Path, engine: Engine, version: FileVersion) -> Tokenizer:
     return Tokenizer(path, engine)
 
 
@@ -210,7 +210,7 @@ class _TokenizerJson:
         self.dropout = float(getattr(self._tokenizer.model, "dropout", None) or 0)
         if self.dropout:
             self._tokenizer.model.dropout = None
-        self.roles: dict[str, int] = {}
+        self.special_ids: dict[str, int] = {}
         self.added_tokens = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
@@ -242,7 +242,7 @@ class _SentencePieceModel:
         self.vocab_size = int(self._model.get_piece_size())
         ids = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
         ids |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
-        self.roles = {role: int(id_) for role, id_ in ids.items() if id_ >= 0}
+        self.special_ids = {role: int(id_) for role, id_ in ids.items() if id_ >= 0}
 
     def content(self) -> str:
         return str(tokenizer_json(self._path).to_str(pretty=True))

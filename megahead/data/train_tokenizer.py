@@ -169,7 +169,7 @@ def sample_texts(
         for chunk in item.chunks(selection or Selection()):
             previous_bytes = text_bytes
             parsed = chunk.parse()
-            for text in parsed.texts if skip_broken else parsed.strict_texts():
+            for text in parsed.texts if skip_broken else parsed.require_texts():
                 if budget is not None and text_bytes and text_bytes >= budget:
                     break
                 yield text

@@ -86,8 +86,8 @@ class ByteVocabulary:
 
     def id_of_role(self, role: str) -> int | None:
         """The id of the special token with this role (a key of ROLES); None if there is none."""
-        if role in self.tokenizer.roles:
-            return self.tokenizer.roles[role]
+        if role in self.tokenizer.special_ids:
+            return self.tokenizer.special_ids[role]
         return next((self.special_ids[name] for name in ROLES[role] if name in self.special_ids), None)
 
     def role_of(self, id_: int) -> str | None:

@@ -31,8 +31,8 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeTensors:
-    """A source whose tensors are one block each."""
+class FullTensors:
+    """The tensors that a function reads, each as one block."""
 
     read_tensor: Callable[[str], Tensor]
 
@@ -44,18 +44,18 @@ class WholeTensors:
 
 
 @dataclass(frozen=True)
-class RoutedTensors:
-    """Tensors of several sources."""
+class MappedTensors:
+    """Tensors of several sources under other names."""
 
-    route: Callable[[str], tuple[TensorSource, str]]
+    find_source: Callable[[str], tuple[TensorSource, str]]
     """Maps a name to a source, and to the tensor's name in that source."""
 
     def read(self, name: str, /) -> Tensor:
-        source, source_name = self.route(name)
+        source, source_name = self.find_source(name)
         return source.read(source_name)
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        source, source_name = self.route(name)
+        source, source_name = self.find_source(name)
         return source.blocks(source_name)
 
 

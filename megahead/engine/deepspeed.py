@@ -72,7 +72,7 @@ def half_dtype(config: dict[str, Any]) -> torch.dtype | None:
     return enabled[0] if enabled else None
 
 
-def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
+def check_half_precision(config: dict[str, Any], stage: int) -> None:
     """ConfigError for half precision at stage 0, where DeepSpeed's wrappers train incorrectly."""
     for key in _HALF_DTYPES:
         if stage == 0 and config.get(key, {}).get("enabled"):
@@ -142,7 +142,7 @@ def _import_deepspeed_muon() -> None:
 # models on a GPU the host needs longer for that than the device: these do the same arithmetic in one call.
 
 
-def accumulate_together(optimizer: Any) -> None:
+def fuse_gradient_accumulation(optimizer: Any) -> None:
     """Has DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward pass,
     and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
     if hasattr(optimizer, "update_hp_grads") and not optimizer.immediate_grad_update:

@@ -1,4 +1,7 @@
-"""The engine: backward pass, reduction, clipping and the optimizer step by DeepSpeed at ZeRO 0 to 3."""
+"""The engine: backward pass, reduction, clipping and the optimizer step by DeepSpeed at ZeRO 0 to 3.
+
+Shape suffixes: U rows that this rank fetches, O rows of this rank that any rank fetches.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RoundRobinShard, RoutedTensors, TensorSource, WholeTensors
+from megahead.distributed.tensors import FullTensors, MappedTensors, RoundRobinShard, TensorSource
 from megahead.engine.deepspeed import (
-    accumulate_together,
     allocate_,
+    check_half_precision,
+    fuse_gradient_accumulation,
     half_dtype,
-    refuse_half_without_zero,
     start_deepspeed,
 )
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open_parameter_states
 from megahead.models.parallel import shard_dims
-from megahead.objectives.pretraining import fill_
+from megahead.objectives.pretraining import load_weights_
 from megahead.optim import Muon, set_learning_rate
 from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowPlan, RowTable
 
@@ -183,16 +186,16 @@ class Engine:
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
-        refuse_half_without_zero(config, self._stage)
+        check_half_precision(config, self._stage)
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # `_step_replicated` clips
         self._mesh = mesh
         is_half = half_dtype(config) is not None  # weights are set below, after DeepSpeed has rounded the parameters
         if self._stage < 3:
-            allocate_(module) if is_half else fill_(module, mesh.tensor_group, weights)
+            allocate_(module) if is_half else load_weights_(module, mesh.tensor_group, weights)
         moments = {p: moment_names(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
-        accumulate_together(self._deepspeed.optimizer)
+        fuse_gradient_accumulation(self._deepspeed.optimizer)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         # else DeepSpeed reduces in its backward, where it ignores the bucket size
         self._deepspeed.enable_backward_allreduce = not self._reduces_gradients
@@ -332,10 +335,10 @@ class RowEngine(Engine):
         self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
         self._table = cast(RowTable, table)
 
-        def read_body(name: str) -> Tensor:
+        def read_weight(name: str) -> Tensor:
             return torch.zeros(NORM_PROXY_SIZE) if name == f"{self._name}.norm_proxy" else weights.read(name)
 
-        super().__init__(module, weights=WholeTensors(read_body), **arguments)
+        super().__init__(module, weights=FullTensors(read_weight), **arguments)
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
@@ -370,7 +373,7 @@ class RowEngine(Engine):
     def load(self, tensors: TensorSource, optimizer_steps: int) -> None:
         """As in `Engine`; each rank reads all blocks of the table and stores its own rows."""
         super().load(tensors, optimizer_steps)
-        self._table.restore(RoutedTensors(lambda key: (tensors, f"late/{key}/{self._name}.weight")))
+        self._table.restore(MappedTensors(lambda key: (tensors, f"late/{key}/{self._name}.weight")))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters except the norm proxy (see `RowTable`), which is not part of a checkpoint."""

@@ -50,7 +50,7 @@ def jsonl_reader(*fields: str, convert: Converter = dict) -> Reader:
 
 
 def read_passages(file: Path) -> list[Row]:
-    """Reads texts of which the last word is predicted; DataError for one without a word, which lm-eval cannot score."""
+    """Reads texts whose last word is predicted; DataError for one without a word, which lm-eval cannot score."""
     rows = jsonl_reader("text")(file)
     for number, row in enumerate(rows, 1):
         if not str(row["text"]).strip():
@@ -65,9 +65,7 @@ def convert_rows(file: Path, rows: Iterable[Row], convert: Converter) -> list[Ro
         try:
             converted.append(convert(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = (
-                f"lacks or does not know {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
-            )
+            problem = f"lacks {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
             raise DataError(f"`{file}` must hold examples as published, but example {number} {problem}.") from None
     return converted
 
@@ -151,7 +149,7 @@ def _read_object(file: Path) -> Mapping[str, Any]:
 
 def read_documents(file: Path, limit: int | None) -> list[str]:
     """Reads the first `limit` documents of a file in any format that `megahead preprocess` reads."""
-    texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict_texts())
+    texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().require_texts())
     return list(islice(texts, limit))
 
 

@@ -101,8 +101,8 @@ class HFSettings:
         if tokenizer is not None and not self._has_same_ids(tokenizer):
             return "the run has another tokenizer"
         if config.masking is not None and not config.model.is_causal:
-            roles = self.special_ids(tokenizer).items()
-            is_same = all(id_ in (None, getattr(config.masking, role)) for role, id_ in roles)
+            special_ids = self.special_ids(tokenizer).items()
+            is_same = all(id_ in (None, getattr(config.masking, role)) for role, id_ in special_ids)
             return None if is_same else "the run has other special tokens"
         end_tokens = self.end_tokens()
         is_same = not end_tokens or config.data.end_token in end_tokens
@@ -233,9 +233,12 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     the tokenizer's, or the end token again. Raises DataError for a tokenizer that cannot be this model's.
     """
     tokenizer, end_id = _load_tokenizer(source, config.model.vocab_size), config.data.end_token
-    end_token, roles = _token_text(tokenizer, source, "data.end_token", end_id), load_tokenizer(source).roles
-    padding_id = roles.get("padding", tokenizer.token_to_id(PADDING_TOKEN))
-    ids = {"pad_token": end_id if padding_id is None else padding_id, "unk_token": roles.get("unknown", end_id)}
+    end_token, special_ids = (
+        _token_text(tokenizer, source, "data.end_token", end_id),
+        load_tokenizer(source).special_ids,
+    )
+    padding_id = special_ids.get("padding", tokenizer.token_to_id(PADDING_TOKEN))
+    ids = {"pad_token": end_id if padding_id is None else padding_id, "unk_token": special_ids.get("unknown", end_id)}
     special_tokens = {"bos_token": end_token, "eos_token": end_token}
     special_tokens |= {name: str(tokenizer.id_to_token(id_)) for name, id_ in ids.items()}
     _copy_tokenizer(source, tokenizer, folder)
@@ -251,7 +254,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
     special_tokens = {name: _token_text(tokenizer, source, f"masking.{name}", id_) for name, id_ in ids.items()}
     cls, sep = special_tokens["cls_token"], special_tokens["sep_token"]
-    padding_id = load_tokenizer(source).roles.get("padding")
+    padding_id = load_tokenizer(source).special_ids.get("padding")
     padding_tokens = [] if padding_id is None else [str(tokenizer.id_to_token(padding_id))]
     padding_tokens += [*PADDING_TOKENS, sep]
     pad_token = next(token for token in padding_tokens if tokenizer.token_to_id(token) is not None)

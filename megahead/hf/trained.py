@@ -20,10 +20,10 @@ from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import FiniteTensors, RoutedTensors
+from megahead.distributed.tensors import FiniteTensors, MappedTensors
 from megahead.errors import CheckpointError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
-from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, fill_
+from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, load_weights_
 from megahead.run_folder import RunFolder
 from megahead.version import __version__
 
@@ -89,7 +89,7 @@ class TrainedModel:
         return (block.float() for block in self._weights().blocks(name))
 
     def _weights(self) -> FiniteTensors:
-        return FiniteTensors(RoutedTensors(lambda name: (self.checkpoint, f"weight/{name}")), self.checkpoint.folder)
+        return FiniteTensors(MappedTensors(lambda name: (self.checkpoint, f"weight/{name}")), self.checkpoint.folder)
 
     def head_bias(self, head: HeadName) -> Tensor | None:
         """[V] fp32: the bias that a head of this name adds to `E h / T`, or None. CheckpointError for the training-free
@@ -146,7 +146,7 @@ class TrainedModel:
         shape differs from the config's."""
         pretraining = build_parallel_model(self.config, Group(), torch.device("cpu"))
         self.require_parameters(pretraining.named_parameters())
-        fill_(pretraining, Group(), self._weights())
+        load_weights_(pretraining, Group(), self._weights())
         return pretraining.eval()
 
     def tokenizer_path(self) -> Path | None:

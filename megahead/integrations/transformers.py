@@ -117,7 +117,7 @@ def _verify_logits(model: PreTrainedModel, bias_V: Tensor) -> None:
         )
 
 
-# B rows, T tokens, D features, N targets, U candidates, V rows of the table.
+# B rows, T tokens, D features, N targets, U candidates, V rows of the table (b: of a block), R ranks.
 
 _IGNORE_INDEX = -100  # the label of positions without a target
 _BLOCK_ROWS = 16_384

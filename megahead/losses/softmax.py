@@ -16,7 +16,7 @@ from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import SoftmaxStats, fused_softmax_loss, sample_candidates, softmax_stats
 from megahead.losses.scores import Dot, Score
 
-# N outputs, D features, U candidates; w: the candidates of one rank.
+# N outputs, D features (E: after the score transforms them), U candidates; w: the candidates of one rank.
 
 
 DOT = Dot()
@@ -106,7 +106,7 @@ class CandidateShard:
             return None
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=pad_value)
 
-    def local(self, rows_wD: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
+    def select_local(self, rows_wD: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
         """This rank's rows and biases, [w], padded with 0 and -inf, and targets as indices into these rows, out of
         range where another rank has the target."""
         bias_U = candidates.bias_U
@@ -189,7 +189,7 @@ class Softmax:
         """The arguments of `fused_softmax_loss`: transformed outputs and local rows, local candidates, score, group."""
         rows_wD, candidates, group = self.rows_UD, self.candidates, Group()
         if self.shard is not None:
-            (rows_wD, candidates), group = self.shard.local(rows_wD, candidates), self.shard.group
+            (rows_wD, candidates), group = self.shard.select_local(rows_wD, candidates), self.shard.group
         return (
             self.score.transform_outputs(self.outputs_ND),
             self.score.transform_rows(rows_wD),
@@ -199,7 +199,7 @@ class Softmax:
         )
 
 
-# b rows of a block, V vocabulary (the candidates, U pad_value).
+# b rows of a block, V vocabulary (the candidates).
 
 
 @torch.no_grad()
@@ -214,7 +214,7 @@ def streamed_sums(
         first = 0
         for rows_bD in blocks:  # reads all blocks, since other ranks may take part in reading them
             shard = CandidateShard(first, len(rows_bD), len(rows_bD), Group())
-            rows_bE, candidates = score.transform_rows(rows_bD), shard.local(rows_bD, vocabulary)[1]
+            rows_bE, candidates = score.transform_rows(rows_bD), shard.select_local(rows_bD, vocabulary)[1]
             yield softmax_stats(outputs_NE, rows_bE, candidates, score, Group())
             first += len(rows_bD)
 

@@ -125,7 +125,7 @@ class Backbone(nn.Module, ABC):
     def _run_subset(self, subset: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, K, D]: the subset's tokens after its layers."""
         first, stop = subset.layers.start, subset.layers.stop
-        if subset.first_layer_sees_all:
+        if subset.first_layer_attends_to_all:
             arguments = self.block_arguments(documents)[first]
             x_ND = self.run_block(self.blocks[first], x_BTD, *arguments, subset.positions, static_shapes=False)
             x_BKD, first = subset.positions.pad(x_ND), first + 1

@@ -213,7 +213,7 @@ class TokenSubset:
     layers: range
     """At least one of consecutive layers, not the last layer of the encoder."""
 
-    first_layer_sees_all: bool
+    first_layer_attends_to_all: bool
     """Whether the subset still attends to all tokens in the first of the layers."""
 
     cu_seqlens: Tensor | None = None

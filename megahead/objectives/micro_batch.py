@@ -19,15 +19,15 @@ from megahead.models.layers import LayerNorm
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
-_PACK_ALIGNMENT = 16
-"""Bytes; a multiple of every dtype's size."""
-
 CANDIDATE_MULTIPLE_ON_CPU = 128
-"""The same in half precision on a CPU, where compiling a matrix product for a new shape costs more than its compute."""
+"""In half precision on a CPU, where compiling a matrix product for a new shape costs more than its compute."""
 
 DOCUMENT_MULTIPLE = 128
 """On CUDA `cu_seqlens` is padded to a multiple of this, so that blocks are compiled for one or two shapes. Empty
 documents cost the kernels almost nothing."""
+
+_PACK_ALIGNMENT = 16
+"""Bytes; a multiple of every dtype's size."""
 
 
 def documents_of(batch: Batch) -> Documents:
@@ -53,9 +53,11 @@ def all_positions_of(batch: Batch) -> TargetPositions:
 def token_subsets_of(batch: Batch) -> list[TokenSubset]:
     """The token subsets to which some layers are restricted, in the order of these layers."""
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
-    for part in batch.selections:
-        positions = TargetPositions(part.index_N, rows, row_length, part.max_per_row)
-        subsets.append(TokenSubset(positions, part.layers, part.first_layer_sees_all, part.cu_seqlens))
+    for selection in batch.selections:
+        positions = TargetPositions(selection.index_N, rows, row_length, selection.max_per_row)
+        subsets.append(
+            TokenSubset(positions, selection.layers, selection.first_layer_attends_to_all, selection.cu_seqlens)
+        )
     return subsets
 
 
@@ -63,8 +65,8 @@ def with_cu_seqlens(batch: Batch, multiple: int) -> Batch:
     """The batch with `cu_seqlens` padded to a multiple, which saves a synchronization with the GPU."""
     documents = documents_of(batch)
     selections = tuple(
-        part._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
-        for part, subset in zip(batch.selections, token_subsets_of(batch), strict=True)
+        selection._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
+        for selection, subset in zip(batch.selections, token_subsets_of(batch), strict=True)
     )
     is_packed = batch.positions_BT is not None  # else each row is one document
     cu_seqlens = documents.padded_cu_seqlens(multiple) if is_packed else None

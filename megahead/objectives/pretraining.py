@@ -335,8 +335,8 @@ class ParallelOutputEmbedding(OutputEmbedding):
 def build_parallel_model(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
     """The model of `config`, split over `group`, with unallocated parameters: a shape on `device`, no memory.
 
-    `fill_` allocates and sets them; so does an engine, which may partition them further. No rank allocates the full
-    model. With one rank the layers are the plain ones. No communication.
+    `load_weights_` allocates and sets them; so does an engine, which may partition them further. No rank allocates the
+    full model. With one rank the layers are the plain ones. No communication.
     """
     with torch.device("meta"):
         module = build_pretraining(config)
@@ -351,7 +351,7 @@ def build_parallel_model(config: RunConfig, group: Group, device: torch.device) 
     return module
 
 
-def fill_(module: nn.Module, group: Group, weights: TensorSource) -> None:
+def load_weights_(module: nn.Module, group: Group, weights: TensorSource) -> None:
     """Allocates every parameter, and sets it to this rank's slice of the full tensor of its name.
 
     Additional memory: a block of one parameter, or all of one whose columns are split.

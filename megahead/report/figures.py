@@ -19,13 +19,13 @@ from megahead.files import atomic_path
 from megahead.report.panels import HELD_OUT, TRAINING, Panel, column
 from megahead.report.read import RunMetrics
 
-INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
+INK, MUTED, GRID = "#22272e", "#6b7280", "#e7e9ec"  # text, secondary text, grid
 PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # distinct to colour-blind readers too
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
-    "axes.labelcolor": QUIET,
+    "axes.labelcolor": MUTED,
     "axes.edgecolor": "#c6cad0",
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -35,8 +35,8 @@ STYLE: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
@@ -224,7 +224,7 @@ def draw_similarities(models: Mapping[str, Similarities]) -> Figure:
 
 
 def _draw_histograms(axes: Axes, name: str, similarities: Similarities, color: str) -> None:
-    pairs = ((similarities.random_P, QUIET, "random"), (similarities.synonyms_P, color, "synonyms"))
+    pairs = ((similarities.random_P, MUTED, "random"), (similarities.synonyms_P, color, "synonyms"))
     for cosines_P, bar_color, label in pairs:
         share_P = np.full(len(cosines_P), 1 / len(cosines_P))
         mean = float(cosines_P.mean())

@@ -277,7 +277,7 @@ class RowOptimizer(ABC):
         self.history = RateHistory(self._config.weight_decay, rates)
 
     @abstractmethod
-    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+    def apply_pending_updates_(self, rows: Rows, last_step_n: Tensor) -> None:
         """Applies the missed updates to rows last updated at the steps `last_step_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
@@ -301,7 +301,7 @@ class LazyAdamW(RowOptimizer):
         super().resume(rates)
         self._lazy = LazyUpdates(self._config.betas, self._config.eps, self.history)
 
-    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+    def apply_pending_updates_(self, rows: Rows, last_step_n: Tensor) -> None:
         steps_S, inverse_n = np.unique(last_step_n.numpy().astype(np.int64), return_inverse=True)
         is_exact_S = self._lazy.needs_exact_updates(steps_S)
         methods = (~is_exact_S, self._lazy.quadrature_updates), (is_exact_S, self._lazy.exact_updates)
@@ -344,7 +344,7 @@ class RowwiseAdaGrad(RowOptimizer):
 
     moments: ClassVar[Moments] = {"square_sum": "row"}
 
-    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+    def apply_pending_updates_(self, rows: Rows, last_step_n: Tensor) -> None:
         decay_n = torch.from_numpy(self.history.decay_factor(last_step_n.numpy(), self.history.steps))
         rows[WEIGHT].mul_(decay_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
 

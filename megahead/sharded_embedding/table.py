@@ -22,8 +22,8 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, TensorSource, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
+from megahead.sharded_embedding.conversion import LAST_STEP, RATES
 from megahead.sharded_embedding.optimizer import WEIGHT, RowOptimizer, Rows, build_row_optimizer
-from megahead.sharded_embedding.saved import LAST_STEP, RATES
 
 # The exchange of a step's rows, planned before the step.
 #
@@ -148,7 +148,7 @@ class OwnedRows:
         """Copies of these rows, updated to the current step."""
         index_O = owned_O.to(self.rows[WEIGHT].device)
         rows = {name: values.index_select(0, index_O) for name, values in self.rows.items()}
-        self.row_optimizer.catch_up_(rows, self.last_step_n[owned_O])
+        self.row_optimizer.apply_pending_updates_(rows, self.last_step_n[owned_O])
         return rows
 
     def scatter(self, owned_O: Tensor, rows: Rows) -> None:

@@ -208,7 +208,7 @@ def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch 
 # Faults that do not affect the loss: slow ranks, and replicas of weights that differ.
 
 
-class Health:
+class HealthMonitor:
     """Monitors the ranks of `world_group` (CPU tensors), with `data_ranks` replicas. Creating it is collective."""
 
     def __init__(self, rules: FaultsConfig, engine: Engine, world_group: Group, data_ranks: int) -> None:

@@ -12,7 +12,7 @@ from megahead.errors import UserError
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.optim import learning_rate_ratio
 from megahead.train.evaluation import Evaluation, TaskEvaluation
-from megahead.train.faults import Ending, FaultPolicy, Health, StopRequest
+from megahead.train.faults import Ending, FaultPolicy, HealthMonitor, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
@@ -28,7 +28,7 @@ class Training:
     loader: StepLoader
     step_metrics: StepMetrics
     fault_policy: FaultPolicy
-    health: Health
+    health: HealthMonitor
     logger: RunLogger
     stop: StopRequest
     evaluation: Evaluation | None

@@ -41,7 +41,7 @@ from megahead.train.boards import require_trackers
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, require_same_run
 from megahead.train.describe import describe_launches, describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
-from megahead.train.faults import Ending, FaultPolicy, Health, signal_handlers_restored
+from megahead.train.faults import Ending, FaultPolicy, HealthMonitor, signal_handlers_restored
 from megahead.train.loop import Training, train
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
@@ -342,12 +342,12 @@ def _build_training(
         loader=loader,
         step_metrics=_build_step_metrics(session, progress),
         fault_policy=FaultPolicy(config.faults),
-        health=Health(config.faults, progress.engine, ranks, plan.data_ranks),
+        health=HealthMonitor(config.faults, progress.engine, ranks, plan.data_ranks),
         logger=session.logger,
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, session.data_group, session.device),
         tasks=None if tasks is None else TaskEvaluation(tasks, ranks, is_encoder=is_encoder),
-        checkpointer=Checkpointer(progress, session.keep_rules, session.lease, uploads, session.replicas),
+        checkpointer=Checkpointer(progress, session.retention_rules, session.lease, uploads, session.replicas),
         device=session.device,
         evaluate_first=start.starts_phase(config) or (start.checkpoint is None and config.init is not None),
     )

@@ -18,7 +18,7 @@ from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import ReplicaWriter
 from megahead.checkpoints.reading import Checkpoint
 from megahead.checkpoints.remote import RemoteState, RemoteStorage, read_state, retry_seconds
-from megahead.checkpoints.store import Event, KeepRules
+from megahead.checkpoints.store import Event, RetentionRules
 from megahead.checkpoints.upload import Uploader
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -80,7 +80,7 @@ class Checkpointer:
     def __init__(
         self,
         progress: Progress,
-        rules: KeepRules,
+        rules: RetentionRules,
         lease: Lease | None,
         uploads: Uploader | None,
         replicas: ReplicaWriter | None,

@@ -18,10 +18,10 @@ import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_newer, share_replicas
+from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica, share_replicas
 from megahead.checkpoints.reading import RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
-from megahead.checkpoints.store import Event, KeepRules
+from megahead.checkpoints.store import Event, RetentionRules
 from megahead.checkpoints.upload import Uploader
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
@@ -96,7 +96,7 @@ class Session:
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
-        return recover_newer(newer_than, folder, self.launch, self.world_group, self.keep_rules)
+        return recover_replica(newer_than, folder, self.launch, self.world_group, self.retention_rules)
 
     def _fetch(self, newer_than: int) -> RecoveryResult | None:
         """Fetches the remote store's newest checkpoint, if it is newer than step `newer_than`."""
@@ -118,11 +118,11 @@ class Session:
         return RunLogger(self.plan.config, lease=self.lease, mesh=mesh)
 
     @property
-    def keep_rules(self) -> KeepRules:
+    def retention_rules(self) -> RetentionRules:
         """Which checkpoints are kept, including the last one of each phase."""
         training, (_, *later_phases) = self.plan.config.training, phases_of(self.plan.config)
         phase_ends = [phase.steps.start for phase in later_phases]
-        return KeepRules(training.keep_checkpoints, training.keep_every, phase_ends, training.keep_best)
+        return RetentionRules(training.keep_checkpoints, training.keep_every, phase_ends, training.keep_best)
 
     @cached_property
     def lease(self) -> Lease | None:
@@ -168,7 +168,7 @@ class Session:
         if self.uploads is None and url is not None and self.lease is not None:
             remote, folder = RemoteStorage.of(url), self.plan.config.folder()
             remote_lease = RemoteLease(remote.store, folder, self.lease.session_id, self._remote_state)
-            self.uploads = Uploader(remote, folder, remote_lease, self.keep_rules)
+            self.uploads = Uploader(remote, folder, remote_lease, self.retention_rules)
             self._error_callbacks.callback(self.uploads.close)
             is_local = checkpoint is not None and history.contains(checkpoint) and not start.is_from("mirror")
             if checkpoint is not None and is_local and not history.orphaned_by_next_save():

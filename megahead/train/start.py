@@ -20,7 +20,7 @@ from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import FiniteTensors, RoutedTensors, TensorSource
+from megahead.distributed.tensors import FiniteTensors, MappedTensors, TensorSource
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import PublishedModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
@@ -104,8 +104,8 @@ def find_resume_point(
         return ResumePoint(None if path is None else open_verified(path, world_group), [])
     checkpoint, damage = newest_valid(folder.path, world_group)
     recovered: list[RecoveryResult] = []
-    for recover_newer in sources:
-        result = recover_newer(-1 if checkpoint is None else checkpoint.step)
+    for recover in sources:
+        result = recover(-1 if checkpoint is None else checkpoint.step)
         recovered += [] if result is None else [result]
         checkpoint = (result and result.checkpoint) or checkpoint
     if checkpoint is None:
@@ -212,7 +212,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
         if init.from_checkpoint is None
         else _init_weights(_open_init(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
-    return RoutedTensors(lambda name: (source, copies.get(name, name)))
+    return MappedTensors(lambda name: (source, copies.get(name, name)))
 
 
 def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
@@ -221,7 +221,7 @@ def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str
         return _checkpoint_weights(checkpoint, shapes)
     weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name != TEMPERATURE})
     new_weights = initial_weights(config)
-    return RoutedTensors(lambda name: (new_weights if name == TEMPERATURE else weights, name))
+    return MappedTensors(lambda name: (new_weights if name == TEMPERATURE else weights, name))
 
 
 def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
@@ -257,7 +257,7 @@ def _checkpoint_weights(
                 "instead; give `model` the sizes of that run."
             )
     source = CheckpointWithHead(checkpoint)
-    return RoutedTensors(lambda name: (source, f"{prefix}/{name}"))
+    return MappedTensors(lambda name: (source, f"{prefix}/{name}"))
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import MANIFEST, Header, Snapshot
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage, read_state
-from megahead.checkpoints.store import Ancestry, KeepRules, history, new_checkpoint_name, orphans, step_of
+from megahead.checkpoints.store import Ancestry, RetentionRules, history, new_checkpoint_name, orphans, step_of
 from megahead.checkpoints.upload import remove_superseded, upload_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 
-RULES = KeepRules(2, every=5)
+RULES = RetentionRules(2, every=5)
 
 
 class Killed(BaseException):

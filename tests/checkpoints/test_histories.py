@@ -14,7 +14,7 @@ import torch
 from megahead.checkpoints.disk import DiskStorage, find_checkpoint, orphaned_folders, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
-from megahead.checkpoints.store import KeepRules, Latest, ancestors_among, step_of
+from megahead.checkpoints.store import Latest, RetentionRules, ancestors_among, step_of
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 from megahead.train.progress import RunHistory
@@ -28,7 +28,7 @@ def save(
     step: int,
     keep: int = 2,
     parent_step: int | None = None,
-    rules: KeepRules = KeepRules(),  # noqa: B008 - frozen
+    rules: RetentionRules = RetentionRules(),  # noqa: B008 - frozen
     loss: float = 1.0,
 ) -> Path:
     state = {"validation": {"step": step, "loss": loss}}
@@ -101,7 +101,7 @@ def test_a_step_orphaned_twice_is_kept_twice_and_can_be_opened_by_its_name(tmp_p
 
 
 def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path) -> None:
-    rules = KeepRules(every=4, best=1)
+    rules = RetentionRules(every=4, best=1)
     for step, loss in ((2, 5.0), (4, 4.0), (6, 0.5), (8, 0.6)):
         save(tmp_path, step, keep=1, rules=rules, loss=loss)
     assert steps_of_history(tmp_path) == [4, 6, 8]

@@ -13,7 +13,7 @@ import torch
 from megahead.checkpoints import format as integrity
 from megahead.checkpoints.format import FileEntry, share_of
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
-from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.store import RetentionRules
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.named import folder_of, without_digits
@@ -23,7 +23,7 @@ from support.saved import save_checkpoint
 
 def save(group: Group, root: str, step: int = 1) -> None:
     tensors = {f"weight/{k}": torch.full((64,), float(k)) for k in range(8)}
-    save_checkpoint(Path(root), step, tensors.items(), state={}, config={}, group=group, rules=KeepRules(9))
+    save_checkpoint(Path(root), step, tensors.items(), state={}, config={}, group=group, rules=RetentionRules(9))
 
 
 def impatient(group: Group, seconds: float) -> Group:

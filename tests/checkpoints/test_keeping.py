@@ -48,7 +48,7 @@ def test_without_room_on_one_node_all_are_told_and_nothing_is_left(tmp_path: Pat
     assert first == second
     (sentence,) = first
     assert re.search(
-        r"^\S+ on \S+ must have room for 0.000 GiB of copies, but has 0.000 GiB .*; make it larger", sentence
+        r"^\S+ on \S+ must have room for 0.000 GiB of replicas, but has 0.000 GiB .*; make it larger", sentence
     )
     assert all(len(files) == 3 for files in on_ranks(2, keep_with_room, tmp_path, NEEDED))
 

@@ -115,7 +115,7 @@ def cut(path: Path) -> None:
 SPOILED = {
     "flipped": (flip, "must match its checksum, but does not"),
     "cut short": (cut, "must match its checksum, but does not"),
-    "gone": (Path.unlink, "the copy of step 4 in memory must be complete to be used, but tensors-00001-of-00002"),
+    "gone": (Path.unlink, "the replica of step 4 in memory must be complete to be used, but tensors-00001-of-00002"),
 }
 
 

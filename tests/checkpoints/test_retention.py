@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.store import RetentionRules
 from megahead.distributed.group import Group
 from support.named import steps_of_history
 from support.saved import save_checkpoint
 
 
-def save(root: Path, step: int, validation: Any, rules: KeepRules, keep: int = 1) -> Path:
+def save(root: Path, step: int, validation: Any, rules: RetentionRules, keep: int = 1) -> Path:
     state = {} if validation is None else {"validation": validation}
     tensors = [("a", torch.ones(2))]
     return save_checkpoint(
@@ -34,19 +34,19 @@ def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path
         7: {"step": 7, "loss": 9.0},
     }
     for step, validation in losses.items():
-        save(tmp_path, step, validation, KeepRules(best=2))
+        save(tmp_path, step, validation, RetentionRules(best=2))
     assert steps_of_history(tmp_path) == [1, 6, 7]
 
 
 def test_nothing_is_best_or_a_milestone_unless_asked_for(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, step, {"step": step, "loss": float(step)}, KeepRules())
+        save(tmp_path, step, {"step": step, "loss": float(step)}, RetentionRules())
     assert steps_of_history(tmp_path) == [3]
 
 
 def test_a_damaged_one_does_not_stand_in_the_way_of_looking_for_the_best(tmp_path: Path) -> None:
-    first = save(tmp_path, 1, {"step": 1, "loss": 3.0}, KeepRules(best=1), keep=3)
-    save(tmp_path, 2, {"step": 2, "loss": 4.0}, KeepRules(best=1), keep=3)
+    first = save(tmp_path, 1, {"step": 1, "loss": 3.0}, RetentionRules(best=1), keep=3)
+    save(tmp_path, 2, {"step": 2, "loss": 4.0}, RetentionRules(best=1), keep=3)
     (first / "checkpoint.json").write_text("{")
-    save(tmp_path, 3, {"step": 3, "loss": 5.0}, KeepRules(best=1), keep=1)
+    save(tmp_path, 3, {"step": 3, "loss": 5.0}, RetentionRules(best=1), keep=1)
     assert steps_of_history(tmp_path) == [2, 3]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import DiskStorage, find_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import KeepRules, highest_first
+from megahead.checkpoints.store import RetentionRules, highest_first
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
@@ -39,7 +39,13 @@ DTYPES = [
 def save(root: Path, step: int, tensors: dict[str, Tensor], keep: int = 9, group: Group | None = None) -> Path:
     state = {"step": step, "tokens": 10 * step, "loss": 0.1}
     return save_checkpoint(
-        root, step, tensors.items(), state=state, config={"name": "test"}, group=group or Group(), rules=KeepRules(keep)
+        root,
+        step,
+        tensors.items(),
+        state=state,
+        config={"name": "test"},
+        group=group or Group(),
+        rules=RetentionRules(keep),
     )
 
 

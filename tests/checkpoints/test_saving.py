@@ -16,7 +16,7 @@ from megahead.checkpoints import format as snapshots
 from megahead.checkpoints.disk import write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import KeepRules, new_checkpoint_name
+from megahead.checkpoints.store import RetentionRules, new_checkpoint_name
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
@@ -122,7 +122,7 @@ def test_what_is_copied_does_not_follow_what_goes_on_changing(tmp_path: Path) ->
     assert not any(tensor.requires_grad for tensor in snapshot.tensors.values())
     with torch.no_grad():
         weight.zero_()
-    write_snapshot(tmp_path, Header(new_checkpoint_name(1), 1, {}, {}), snapshot, Group(), KeepRules())
+    write_snapshot(tmp_path, Header(new_checkpoint_name(1), 1, {}, {}), snapshot, Group(), RetentionRules())
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.read("weight").tolist() == checkpoint.read("turned").T.tolist() == [[0, 1, 2], [3, 4, 5]]
 

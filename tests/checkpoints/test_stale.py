@@ -37,7 +37,7 @@ def course() -> tuple[dict[str, Tensor], Tensor, Any]:
     for step in range(30):
         ids = torch.tensor([0, 1 + step % 7, 10 + step % 13])
         taken = {name: values[ids] for name, values in rows.items()}
-        row_optimizer.catch_up_(taken, touched[ids])
+        row_optimizer.apply_pending_updates_(taken, touched[ids])
         row_optimizer.step_(taken, torch.randn(3, WIDTH), 0.05)
         for name, values in rows.items():
             values[ids] = taken[name]
@@ -65,7 +65,7 @@ def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(read) == sorted(f"{kind}/{NAME}" for kind in rows)
     for kind, values in rows.items():
         assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
-    row_optimizer.catch_up_(rows, touched)
+    row_optimizer.apply_pending_updates_(rows, touched)
     for kind, values in rows.items():
         torch.testing.assert_close(checkpoint.read(f"{kind}/{NAME}"), values, rtol=0, atol=1e-7)
 

@@ -15,7 +15,7 @@ import pytest
 from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
-from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.store import RetentionRules
 from megahead.checkpoints.upload import Uploader
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
@@ -48,7 +48,7 @@ def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Pla
 
 def test_it_keeps_what_the_rules_keep(places: Places) -> None:
     run, url = places
-    with mirror(url, run, keep=2, rules=KeepRules(every=4)) as sending:
+    with mirror(url, run, keep=2, rules=RetentionRules(every=4)) as sending:
         for step in (2, 4, 5, 6, 7):
             sending.enqueue(save(run, step, keep=2))
             finish(sending)
@@ -332,7 +332,7 @@ def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run.mkdir()
     remote, folder = RemoteStorage.of(url), RunFolder(run)
     lease = RemoteLease(remote.store, folder, "this session\n", RemoteState())
-    sending = Uploader(remote, folder, lease, KeepRules())
+    sending = Uploader(remote, folder, lease, RetentionRules())
     with faults("waits", "session"):
         assert list(sending.wait_until_done(time.monotonic() - 1)) == []
     sending.close()

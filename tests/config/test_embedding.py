@@ -30,10 +30,10 @@ MANY = {"model.vocab_size": 65536}
             "64 rows, 32 a rank, updated by adagrad at 1 times the learning rate",
         ),
         ({"objective.name": "vanilla"}, False, None),
-        (MANY | {"objective.name": "vanilla"}, False, "dense, because all ids compete"),
-        (MANY | {"objective.vanilla_weight": 0.5}, False, "dense, because all ids compete"),
+        (MANY | {"objective.name": "vanilla"}, False, "dense, because the softmax covers all ids"),
+        (MANY | {"objective.vanilla_weight": 0.5}, False, "dense, because the softmax covers all ids"),
         (MANY | {"optimizer.betas": [0.9, 0.8]}, False, "dense, because optimizer.betas are too near"),
-        (MANY | {"optimizer.learning_rate": 20.0}, False, "dense, because weight decay leaves nothing"),
+        (MANY | {"optimizer.learning_rate": 20.0}, False, "dense, because weight decay exceeds the weights"),
     ],
     ids=str,
 )

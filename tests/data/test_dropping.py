@@ -47,7 +47,7 @@ def kept(batch: Batch) -> np.ndarray:
     """bool [B, T]."""
     (part,) = batch.selections
     assert part.layers == range(1, 3)
-    assert part.first_layer_sees_all
+    assert part.first_layer_attends_to_all
     kept_BT = np.zeros(batch.input_ids_BT.shape, bool)
     kept_BT.reshape(-1)[part.index_N.numpy()] = True
     assert kept_BT.sum(1).max() == part.max_per_row

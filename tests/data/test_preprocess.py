@@ -145,7 +145,7 @@ def test_inputs_are_checked_before_anything_is_written(tokenizer_path: Path, jso
 @pytest.mark.parametrize("name", ["en_wikipedia", "multilingual_19lang"])
 def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: Path, name: str) -> None:
     source = find_inputs([shared_data / "text" / f"{name}.jsonl.zst"])
-    texts = next(read_chunks(source, Selection())).parse().strict_texts()[:60]
+    texts = next(read_chunks(source, Selection())).parse().require_texts()[:60]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(orjson.dumps({"text": text}) for text in texts))
     vocabulary = shared_data / "tokenizers" / "20B_tokenizer.json"

@@ -22,7 +22,7 @@ TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]
 
 def read(path: Path, text_key: str | tuple[str, ...] = "text") -> list[str]:
     chunks = read_chunks(find_inputs([path]), Selection(text_key))
-    return [text for chunk in chunks for text in chunk.parse().strict_texts()]
+    return [text for chunk in chunks for text in chunk.parse().require_texts()]
 
 
 def pack(path: Path, ending: str) -> Path:
@@ -118,7 +118,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = find_inputs(["-"])
     assert total_bytes(inputs) is None
     chunks = list(read_chunks(inputs, Selection()))
-    assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == ["a", "b"]
+    assert [text for chunk in chunks for text in chunk.parse().require_texts()] == ["a", "b"]
     assert sum(chunk.disk_bytes for chunk in chunks) == 27
 
 
@@ -155,7 +155,7 @@ def test_tables_and_arrays_give_every_record(
     path = pack(path, packed)
     assert read(path, ("text", "body")) == [text for text, _ in ROWS]
     chunks = read_chunks(find_inputs([path]), Selection("body", keep=(("id", "b"),)))
-    assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == [ROWS[1][0]]
+    assert [text for chunk in chunks for text in chunk.parse().require_texts()] == [ROWS[1][0]]
     assert sum(chunk.disk_bytes for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
 
 

@@ -37,10 +37,10 @@ def test_reads_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: 
     monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
     inputs = find_inputs([write(tmp_path, kind)])
     chunks = list(read_chunks(inputs, Selection()))
-    assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == TEXTS
+    assert [text for chunk in chunks for text in chunk.parse().require_texts()] == TEXTS
     assert sum(chunk.disk_bytes for chunk in chunks) == pytest.approx(total_bytes(inputs), rel=0.02)
     odd = read_chunks(inputs, Selection("text", keep=(("meta.set", "odd"),)))
-    assert [text for chunk in odd for text in chunk.parse().strict_texts()] == TEXTS[1::2]
+    assert [text for chunk in odd for text in chunk.parse().require_texts()] == TEXTS[1::2]
 
 
 def test_reads_what_the_library_saves(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_reads_what_the_library_saves(tmp_path: Path) -> None:
     saved = datasets.Dataset.from_list(RECORDS).select(range(10, 60))
     datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "saved")
     chunks = read_chunks(find_inputs([tmp_path / "saved" / "train"]), Selection())
-    assert [text for chunk in chunks for text in chunk.parse().strict_texts()] == TEXTS[10:60]
+    assert [text for chunk in chunks for text in chunk.parse().require_texts()] == TEXTS[10:60]
     with pytest.raises(DataError, match="must be one split of a saved dataset, but holds train"):
         find_inputs([tmp_path / "saved"])
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import (
-    RoutedTensors,
-    WholeTensors,
+    FullTensors,
+    MappedTensors,
     block_ranges,
     copy_rows_,
     fill_shard_,
@@ -67,6 +67,6 @@ def test_blocks_cover_all_rows(monkeypatch: pytest.MonkeyPatch, rows: int, ends:
 
 
 def test_other_names_are_of_the_same_tensors() -> None:
-    named = RoutedTensors(lambda name: (WholeTensors({"there": WHOLE}.__getitem__), {"here": "there"}[name]))
+    named = MappedTensors(lambda name: (FullTensors({"there": WHOLE}.__getitem__), {"here": "there"}[name]))
     assert named.read("here") is WHOLE
     assert list(named.blocks("here")) == [WHOLE]

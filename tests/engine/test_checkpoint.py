@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megahead.checkpoints.format import Snapshot
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.errors import CheckpointError
 from support.forked import forked
@@ -66,7 +66,7 @@ def load_of_another_size(group: Group, stage: int) -> str:
     engine = small_engine(group, stage)
     wrong = {name: torch.zeros(*tensor.shape, 2) for name, tensor in whole(engine).items()}
     with pytest.raises(CheckpointError) as error:
-        engine.load(WholeTensors(wrong.__getitem__), 1)
+        engine.load(FullTensors(wrong.__getitem__), 1)
     return str(error.value)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
@@ -28,7 +28,7 @@ def test_half_precision_without_zero_is_refused_with_a_way_out(key: str) -> None
             config=config,
             mesh=Mesh(),
             device=torch.device("cpu"),
-            weights=WholeTensors(module.state_dict().__getitem__),
+            weights=FullTensors(module.state_dict().__getitem__),
         )
 
 

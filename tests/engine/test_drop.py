@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from support.long import long_but
 from support.on_ranks import on_ranks
@@ -101,7 +101,7 @@ def scale_goes_on(group: Group) -> tuple[dict[str, float], float, list[float], l
 
     scales(first, 5)
     state = first.loss_scale.state()
-    second.load(WholeTensors(whole(first).__getitem__), first.optimizer_steps)
+    second.load(FullTensors(whole(first).__getitem__), first.optimizer_steps)
     second.loss_scale.restore(state)
     return state, first.loss_scale.value, scales(first, 4), scales(second, 4)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.objectives.pretraining import build_parallel_model, initial_weights
 from megahead.optim import build_optimizer
@@ -32,7 +32,7 @@ def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
 
     module = build_parallel_model(config, mesh.tensor_group, CPU)
     optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
-    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=WholeTensors(weights))
+    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=FullTensors(weights))
     held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}
     return all(torch.equal(value, first.read(name)) for name, value in held.items()), set(asked.values())
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, whole
@@ -48,7 +48,7 @@ def resumed(group: Group, stage: int, precision: str, chosen: dict[str, Any]) ->
     saved, steps = whole(first), first.optimizer_steps
     log = train(first, group, range(3, 6))
     second = small_engine(group, stage, precision, **chosen)
-    second.load(WholeTensors(saved.__getitem__), steps)
+    second.load(FullTensors(saved.__getitem__), steps)
     loaded = differing(saved, whole(second))
     same_log = train(second, group, range(3, 6)) == log
     steps = [steps, first.optimizer_steps, second.optimizer_steps]
@@ -84,7 +84,7 @@ def hand_on(group: Group, stage: int, given: dict[str, Tensor] | None, steps: in
     """Loads what another mesh left, trains two steps; the tensors right after loading, and at the end."""
     engine = small_engine(group, stage)
     if given is not None:
-        engine.load(WholeTensors(given.__getitem__), steps)
+        engine.load(FullTensors(given.__getitem__), steps)
     loaded = whole(engine)
     train(engine, group, range(steps, steps + 2))
     return loaded, whole(engine)
@@ -120,7 +120,7 @@ def probed(group: Group, stage: int, precision: str) -> dict[str, Any]:
         for parameter in fresh.parameters():
             parameter.zero_()
     second = small_engine(group, stage, precision, module=fresh)
-    second.load(WholeTensors(saved.__getitem__), engine.optimizer_steps)
+    second.load(FullTensors(saved.__getitem__), engine.optimizer_steps)
     loaded = differing(saved, whole(second))
     same_log = train(engine, group, range(2, 4)) == train(second, group, range(2, 4))
     begun = differing(given, {name: start[name] for name in given})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RoundRobinShard, WholeTensors, interleave_shards
+from megahead.distributed.tensors import FullTensors, RoundRobinShard, interleave_shards
 from megahead.objectives.pretraining import initial_weights
 from support.long import long, long_but
 from support.on_ranks import on_ranks
@@ -79,7 +79,7 @@ def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]
     saved, steps = kept_whole(first), first.engine.optimizer_steps
     second = RowCourse(group, stage, changes)
     second.step(50)
-    second.engine.load(WholeTensors(saved.__getitem__), steps)
+    second.engine.load(FullTensors(saved.__getitem__), steps)
     second.engine.loss_scale.restore(first.engine.loss_scale.state())
     loaded = first.differs(second)
     logs = [[(each.gather(n), each.engine.step(1e-3).grad_norm) for n in range(7, 10)] for each in (first, second)]
@@ -105,7 +105,7 @@ def test_a_resumed_course_is_the_uninterrupted_one_bit_for_bit(ranks: int, stage
 def course_of(group: Group, given: dict[str, Tensor] | None, begun: int, until: int) -> tuple[dict[str, Tensor], ...]:
     course = RowCourse(group, begun % 4)
     if given is not None:
-        course.engine.load(WholeTensors(given.__getitem__), begun)
+        course.engine.load(FullTensors(given.__getitem__), begun)
     loaded = kept_whole(course)
     for number in range(begun, until):
         course.step(number)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, small_optimizer, whole
@@ -100,7 +100,7 @@ def split(world: Group, stage: int, steps: int, given: dict[str, Tensor] | None)
         world, stage, module=split_model(mesh.tensor_group), tensor_size=2, clipping=CLIPPING, accumulation=accumulation
     )
     if given is not None:
-        engine.load(WholeTensors(given.__getitem__), 1)
+        engine.load(FullTensors(given.__getitem__), 1)
     start, norms = whole(engine), []
     for step in range(steps):
         for batch in small_batches([7, 2], data * accumulation / 9, seed=step)[mesh.data_group.rank :: data]:

@@ -217,7 +217,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.schedule": {"vanilla_share": 0.2}, "engine.embedding": "rows", "optimizer.table.rule": "adagrad"},
-        "`optimizer.table.rule` must be adamw with objective.schedule.vanilla_share, by which all rows end, but is adagrad instead.",
+        "`optimizer.table.rule` must be adamw with objective.schedule.vanilla_share, whose last phase updates all rows, but is adagrad instead.",
     ),
     (
         {"objective.output_bias": True},
@@ -225,7 +225,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.name": "vanilla", "engine.embedding": "rows"},
-        "`engine.embedding` must be `dense` where all ids compete, and each row is updated at each step, but is `rows` instead.",
+        "`engine.embedding` must be `dense` with a softmax over the vocabulary, which updates each row at each step, but is `rows` instead.",
     ),
     (
         {"objective.name": "vanilla", "optimizer.table.rule": "adagrad"},
@@ -233,7 +233,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.vanilla_weight": 0.5, "engine.embedding": "rows"},
-        "`engine.embedding` must be `dense` where all ids compete, and each row is updated at each step, but is `rows` instead.",
+        "`engine.embedding` must be `dense` with a softmax over the vocabulary, which updates each row at each step, but is `rows` instead.",
     ),
     (
         {"optimizer.betas": [0.95, 0.9], "engine.embedding": "rows"},

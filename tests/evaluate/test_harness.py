@@ -137,7 +137,7 @@ GOOD = {
     ("reader", "wrong", "sentence"),
     [
         ("boolq", {"label": "yes"}, "its label must be true or false, but is 'yes'"),
-        ("arc", {"question": {"stem": "a"}}, "lacks or does not know 'choices'"),
+        ("arc", {"question": {"stem": "a"}}, "lacks 'choices'"),
         ("race", {"answers": []}, "is of another form"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.models.documents import Documents
 from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import (
@@ -17,7 +17,7 @@ from megahead.models.parallel import (
     parallelize_,
     shard_dims,
 )
-from megahead.objectives.pretraining import fill_
+from megahead.objectives.pretraining import load_weights_
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -99,7 +99,7 @@ def test_a_backbone_in_parts_gives_the_hidden_states_of_the_whole(size: int) -> 
     def in_parts(group: Group) -> Tensor:
         backbone = build_backbone(config.model).double()
         parallelize_(backbone, SHARDING["gpt_neox"], group)
-        fill_(backbone, group, WholeTensors(whole.get_parameter))
+        load_weights_(backbone, group, FullTensors(whole.get_parameter))
         hidden: Tensor = backbone(ids, documents)
         return hidden.detach()
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.errors import ConfigErrors
 from megahead.estimate import rank_parameters
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
 from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.objectives.pretraining import build_parallel_model, fill_
+from megahead.objectives.pretraining import build_parallel_model, load_weights_
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
@@ -45,7 +45,7 @@ def in_parts(group: Group, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["llama"], group, sequence=config.parallel.sequence)
-    fill_(backbone, group, WholeTensors(whole.get_parameter))
+    load_weights_(backbone, group, FullTensors(whole.get_parameter))
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()
     dims = shard_dims(backbone)

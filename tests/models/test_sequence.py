@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models.backbone import Backbone
@@ -19,7 +19,7 @@ from megahead.models.blocks import Recompute
 from megahead.models.documents import Documents
 from megahead.models.families import SHARDING, build_backbone
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.objectives.pretraining import fill_
+from megahead.objectives.pretraining import load_weights_
 from support.initialized import initialized
 from support.long import long
 from support.on_ranks import on_ranks
@@ -44,7 +44,7 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
-    fill_(backbone, group, WholeTensors(whole.get_parameter))
+    load_weights_(backbone, group, FullTensors(whole.get_parameter))
     backbone.recompute_blocks = recompute
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()

@@ -43,7 +43,7 @@ class LateTable:
 
     def step(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
         used = {name: values[ids] for name, values in self.rows.items()}
-        self.row_optimizer.catch_up_(used, self.last_step[ids])
+        self.row_optimizer.apply_pending_updates_(used, self.last_step[ids])
         self.row_optimizer.step_(used, gradients, rate)
         for name, values in self.rows.items():
             values[ids] = used[name]
@@ -57,7 +57,7 @@ class LateTable:
 
     def now(self) -> dict[str, Tensor]:
         copies = {name: values.clone() for name, values in self.rows.items()}
-        self.row_optimizer.catch_up_(copies, self.last_step)
+        self.row_optimizer.apply_pending_updates_(copies, self.last_step)
         return copies
 
 

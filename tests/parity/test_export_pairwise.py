@@ -17,7 +17,7 @@ from torch import Tensor
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.hf.export import export
 from megahead.hf.published import load_backbone, load_causal, load_masked
@@ -107,7 +107,7 @@ def save(group: Group, config: RunConfig, run: str) -> None:
         config=settings,
         mesh=mesh,
         device=CPU,
-        weights=WholeTensors(lambda name: weights[name].detach()),
+        weights=FullTensors(lambda name: weights[name].detach()),
     )
     tensors = [*engine.tensors(), ("state/target_counts", COUNTS)]
     state, plain = {"step": 1, "tokens": 9}, config.model_dump(mode="json")

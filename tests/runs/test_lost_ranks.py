@@ -107,7 +107,7 @@ PLACES = {
     "before it connects": (dist, "init_process_group"),
     "before its first group": (Group, "new_gloo_group"),
     "before its third group": (Group, "new_gloo_group", 3),
-    "before its first weight": (engine, "fill_"),
+    "before its first weight": (engine, "load_weights_"),
     "before DeepSpeed's groups": (groups, "_clone_world_group"),
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
     "before it looks for checkpoints": (session, "find_resume_point"),

@@ -13,7 +13,7 @@ from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
-from megahead.objectives.pretraining import build_parallel_model, fill_
+from megahead.objectives.pretraining import build_parallel_model, load_weights_
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from megahead.train.start import starting_weights
@@ -109,7 +109,7 @@ def started(world: Group, config: RunConfig) -> dict[str, bool]:
     mesh = Mesh.build(world, config.parallel.tensor)
     assert config.init is not None
     module = build_parallel_model(config, mesh.tensor_group, CPU)
-    fill_(module, mesh.tensor_group, starting_weights(config, world))
+    load_weights_(module, mesh.tensor_group, starting_weights(config, world))
     checkpoint: Checkpoint = open_checkpoint(Path(config.init.from_checkpoint))
     source = {"head.weight": "backbone.embedding.weight"}
     outcome = {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
@@ -129,7 +129,7 @@ def test_rows_of_another_rule_are_refused() -> None:
     )
     shards = {name: getattr(shard, "part", shard) for name, shard in saved.state().items()}
     with pytest.raises(CheckpointError, match=r"must be \[1\] for each row, but is \[4\]; .*optimizer\.table\.rule"):
-        other.restore(WholeTensors(shards.__getitem__))
+        other.restore(FullTensors(shards.__getitem__))
 
 
 def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_newer
+from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import KeepRules, new_checkpoint_name
+from megahead.checkpoints.store import RetentionRules, new_checkpoint_name
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.distributed.tensors import RoundRobinShard
@@ -65,7 +65,7 @@ def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int 
     """On nodes that are left."""
     give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    came = recover_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, KeepRules(2))
+    came = recover_replica(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, RetentionRules(2))
     if came is None:
         return None
     return None if came.checkpoint is None else came.checkpoint.step, came.details.get("newer_by", 0), came.problems

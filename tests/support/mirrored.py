@@ -14,7 +14,7 @@ from megahead.checkpoints import upload
 from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.reading import RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
-from megahead.checkpoints.store import KeepRules, step_of
+from megahead.checkpoints.store import RetentionRules, step_of
 from megahead.checkpoints.upload import Uploader
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
@@ -34,7 +34,7 @@ def save(run: Path, step: int, value: float | None = None, parent_step: int | No
         state={"step": step},
         config={},
         group=Group(),
-        rules=KeepRules(keep),
+        rules=RetentionRules(keep),
         parent_step=parent_step,
     )
 
@@ -46,7 +46,7 @@ def steps_in_mirror(url: str) -> list[int]:
 
 @contextmanager
 def mirror(
-    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None
+    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: RetentionRules | None = None
 ) -> Iterator[Uploader]:
     """A session's, without pauses between attempts; left when all is sent."""
     pauses, upload.RETRY_DELAYS = upload.RETRY_DELAYS, (0.0, 0.0, 0.0)
@@ -56,7 +56,10 @@ def mirror(
         plain = RemoteStorage.of(url.replace("faulty:", "file:")).store
         seen = RemoteState(plain.read_if_exists("run-id") or None, plain.read_if_exists("session") or None)
         sending = Uploader(
-            remote, folder, RemoteLease(remote.store, folder, mark, seen), replace(rules or KeepRules(), newest=keep)
+            remote,
+            folder,
+            RemoteLease(remote.store, folder, mark, seen),
+            replace(rules or RetentionRules(), newest=keep),
         )
         yield sending
         finish(sending)

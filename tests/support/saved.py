@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import DiskStorage, write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.store import Ancestry, KeepRules, history, new_checkpoint_name, step_of
+from megahead.checkpoints.store import Ancestry, RetentionRules, history, new_checkpoint_name, step_of
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 
@@ -23,7 +23,7 @@ def save_checkpoint(
     state: dict[str, Any],
     config: dict[str, Any],
     group: Group,
-    rules: KeepRules = KeepRules(),  # noqa: B008 - frozen
+    rules: RetentionRules = RetentionRules(),  # noqa: B008 - frozen
     parent_step: int | None = None,
 ) -> Path:
     """As `write_snapshot`. `parent_step`: the step of the checkpoint in `root` that this one continues, -1 for none,

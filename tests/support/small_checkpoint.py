@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.store import RetentionRules
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -63,7 +63,7 @@ def save_small(
         state={"step": step, "tokens": 384, **state},
         config=config.model_dump(mode="json"),
         group=Group(),
-        rules=KeepRules(2),
+        rules=RetentionRules(2),
     )
 
 

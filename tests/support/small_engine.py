@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.models.parallel import shard_dims
 from support.small_run import shipped
@@ -119,7 +119,7 @@ def small_engine(
         config=config,
         mesh=mesh,
         device=CPU,
-        weights=WholeTensors(weights.__getitem__),
+        weights=FullTensors(weights.__getitem__),
     )
 
 

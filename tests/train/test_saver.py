@@ -12,7 +12,7 @@ from megahead.checkpoints.reading import newest_valid
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.distributed.tensors import WholeTensors
+from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine, StepResult
 from megahead.errors import CheckpointError
 from megahead.evaluate.perplexity import ValidationResult
@@ -44,7 +44,7 @@ def run_and_spoil(group: Group, config: RunConfig, name: str, value: float) -> s
         if engine.optimizer_steps == 4:
             tensors = {name: tensor.clone() for name, tensor in engine.tensors()}
             tensors[name].view(-1)[-1] = value
-            engine.load(WholeTensors(tensors.__getitem__), 4)
+            engine.load(FullTensors(tensors.__getitem__), 4)
         return result
 
     Engine.step = step  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import build_parallel_model, fill_, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows
 from megahead.wording import pluralize, to_milliseconds
@@ -142,7 +142,7 @@ def build_torch_step(config: RunConfig) -> StepFunction:
     """A step of plain torch: forward (bf16 by autocast), backward, clipping, AdamW."""
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
     module, micro = build_parallel_model(config, Group(), device), zipf_micro_batch(config, 0)
-    fill_(module, Group(), initial_weights(config))
+    load_weights_(module, Group(), initial_weights(config))
     optimizer = build_optimizer(module, config.optimizer)
 
     def step() -> None:

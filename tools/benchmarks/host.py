@@ -31,7 +31,7 @@ from megahead.distributed.group import Group, Mesh
 from megahead.losses import fused_softmax
 from megahead.models import layers
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import Pretraining, build_parallel_model, fill_, initial_weights
+from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, TOKENS = 6, 16, 2, 64, 4
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def plain_step() -> Callable[[], None]:
 def module_step(config: RunConfig) -> Callable[[], None]:
     """The same by the module that a run trains."""
     module = build_parallel_model(config, Group(), CPU)
-    fill_(module, Group(), initial_weights(config))
+    load_weights_(module, Group(), initial_weights(config))
     module.bfloat16()
     module.backbone.set_attention(dense_attention)
     micro = prepared(config)

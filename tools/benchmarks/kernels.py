@@ -26,7 +26,7 @@ from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.estimate import count_parameters
-from megahead.objectives.pretraining import build_parallel_model, fill_, initial_weights
+from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 
 KERNEL_ARGUMENTS = {
     "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
@@ -176,7 +176,7 @@ def count_model_operations() -> OperationCounter:
     """Counts forward and backward of a model in bf16."""
     config = _config(0)
     module = build_parallel_model(config, Group(), CPU)
-    fill_(module, Group(), initial_weights(config))
+    load_weights_(module, Group(), initial_weights(config))
     module.bfloat16()
     counter = OperationCounter()
     with counter:

@@ -30,7 +30,7 @@ from megahead.errors import FieldError
 from megahead.estimate import peak_flops, run_flops
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import Pretraining, build_parallel_model, fill_, initial_weights
+from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
 from megahead.terminal import terminal
 from megahead.train.run import accelerate_
@@ -123,7 +123,7 @@ class Variant:
         self.precision = self.config.engine.precision
         self.accumulation = self.config.batch.accumulation_steps(1)
         self.model: Pretraining = build_parallel_model(self.config, Group(), self.device)
-        fill_(self.model, Group(), initial_weights(self.config))
+        load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
         self.engine_choices, *_ = [accelerate_(encoder, self.config, self.device) for encoder in self.model.encoders()]

@@ -85,7 +85,7 @@ def _split_languages(runner: ExperimentRunner) -> Path:
     for language in LANGUAGES:
         held_out = bytearray()
         chunks = read_chunks(find_inputs([runner.require_text()]), Selection(keep=(("lang", language),)))
-        for number, text in enumerate((one for chunk in chunks for one in chunk.parse().strict_texts()), start=1):
+        for number, text in enumerate((one for chunk in chunks for one in chunk.parse().require_texts()), start=1):
             part = held_out if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES else train
             part += json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
         if held_out:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
 
-from megahead.report.figures import INK, PALETTE, QUIET, save_figure
+from megahead.report.figures import INK, MUTED, PALETTE, save_figure
 
 SIZE = (9.0, 4.4)
 """Inches."""
@@ -68,7 +68,7 @@ def _draw_label(axes: Axes, y: float, text: str, colour: str) -> None:
 
 def _draw_token(axes: Axes, y: float, word: str, is_target: bool = False) -> None:
     weight, size = ("bold", 12) if is_target else ("normal", 9.5)
-    axes.text(81, y, word, color=INK if is_target else QUIET, fontsize=size, fontweight=weight, va="center")
+    axes.text(81, y, word, color=INK if is_target else MUTED, fontsize=size, fontweight=weight, va="center")
 
 
 def _draw_model(axes: Axes) -> None:
@@ -78,10 +78,10 @@ def _draw_model(axes: Axes) -> None:
     body.set(facecolor="#eef1f5", edgecolor="#c6cad0")
     axes.add_patch(body)
     axes.text(17, 46, "backbone", color=INK, fontsize=11, ha="center", va="center")
-    _draw_arrow(axes, (17, 24), (17, 35), QUIET)
-    _draw_arrow(axes, (28.5, 46), (35.5, 46), QUIET)
+    _draw_arrow(axes, (17, 24), (17, 35), MUTED)
+    _draw_arrow(axes, (28.5, 46), (35.5, 46), MUTED)
     axes.add_patch(Rectangle((36.5, 38), 3.4, 16, color=INK, linewidth=0))
-    axes.text(38.2, 35.5, "hidden\nstate", color=QUIET, fontsize=9, ha="center", va="top", linespacing=1.1)
+    axes.text(38.2, 35.5, "hidden\nstate", color=MUTED, fontsize=9, ha="center", va="top", linespacing=1.1)
 
 
 def _draw_fan(axes: Axes, bottom: float, top: float, colour: str) -> None:
@@ -98,4 +98,4 @@ def _draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]
 
 def _draw_caption(axes: Axes, cost: str, meaning: str) -> None:
     axes.text(6, 10.5, cost, color=INK, fontsize=11, fontweight="bold", va="center")
-    axes.text(6, 5, meaning, color=QUIET, fontsize=9, va="center")
+    axes.text(6, 5, meaning, color=MUTED, fontsize=9, va="center")
