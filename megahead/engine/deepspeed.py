@@ -152,18 +152,16 @@ def fuse_gradient_accumulation(optimizer: Any) -> None:
 @torch.no_grad()
 def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
     """Replaces `BF16_Optimizer.update_hp_grads`; gradients are freed even without `clear_lp_grads`, which DeepSpeed
-    would do before the next backward pass."""
+    would do before the next backward pass. All parameters count as having one: the norm of a parameter whose gradient
+    comes from another rank would otherwise differ between ranks."""
     sums, gradients = [], []
     for index, parameters in enumerate(optimizer.bf16_groups):
-        has_gradient = optimizer.fp32_groups_has_gradients[index]
-        for position, (parameter, total) in enumerate(
-            zip(parameters, optimizer.fp32_groups_gradients[index], strict=True)
-        ):
+        optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
+        for parameter, total in zip(parameters, optimizer.fp32_groups_gradients[index], strict=True):
             if parameter.grad is not None:
                 sums.append(total)
                 gradients.append(parameter.grad.view(total.shape))
                 parameter._hp_grad, parameter.grad = total, None
-                has_gradient[position] = True
     if sums:
         torch._foreach_add_(sums, gradients)
 

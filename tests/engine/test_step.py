@@ -148,6 +148,20 @@ def test_an_overflow_in_fp16_is_told_and_changes_nothing(stage: int) -> None:
     assert on_ranks(1, overflowing, stage) == [(False, True, True)]
 
 
+def gradient_of_one_rank(group: Group) -> float:
+    """The norm of a step in which the last rank alone has a gradient for one parameter."""
+    engine = small_engine(group, 1, "bf16", module=SmallModel(tied=False))
+    if group.rank != group.size - 1:
+        engine.module.head.weight.requires_grad_(False)
+    engine.micro_step(*small_batches([7], 1 / 7, seed=group.rank))
+    return engine.step(0.01).grad_norm
+
+
+def test_ranks_agree_on_the_norm_where_one_alone_has_a_gradient() -> None:
+    first, second = on_ranks(2, gradient_of_one_rank)
+    assert first == second
+
+
 def evaluated(group: Group, stage: int, tied: bool) -> tuple[float, bool, bool]:
     """Loss of an evaluation after two training steps, next to the same weights in a plain module."""
     engine = small_engine(group, stage, module=SmallModel(tied))
