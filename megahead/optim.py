@@ -29,8 +29,8 @@ class GroupOptions(NamedTuple):
     learning_rate_ratio: float = 1.0
     """Its learning rate over the optimizer's."""
 
-    use_muon: bool = False
-    """Whether Muon updates it, not AdamW."""
+    is_muon: bool = False
+    """Whether Muon updates it, not AdamW. Not `use_muon`: DeepSpeed reads that key for its own Muon."""
 
     qkv_head_size: int | None = None
     """For Muon: the head size of a fused QKV projection."""
@@ -67,7 +67,7 @@ def _group_options(module: nn.Module, name: str, parameter: Tensor, config: Opti
         attention: Any = module.get_submodule(name.removesuffix(QKV_SUFFIX)) if name.endswith(QKV_SUFFIX) else None
         head_size = None if attention is None else int(attention.head_size)
         ratio = config.muon.learning_rate_ratio
-        return GroupOptions(config.weight_decay, ratio, use_muon=True, qkv_head_size=head_size)
+        return GroupOptions(config.weight_decay, ratio, is_muon=True, qkv_head_size=head_size)
     return GroupOptions(config.weight_decay)
 
 
@@ -135,7 +135,7 @@ _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for parameter groups with `use_muon`, AdamW for the others."""
+    """Muon for parameter groups with `is_muon`, AdamW for the others."""
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
@@ -146,13 +146,13 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         groups = self.param_groups
-        self.param_groups = [group for group in groups if not group["use_muon"]]
+        self.param_groups = [group for group in groups if not group["is_muon"]]
         try:
             super().step()
         finally:
             self.param_groups = groups
         for group in groups:
-            for parameter in group["params"] if group["use_muon"] else ():
+            for parameter in group["params"] if group["is_muon"] else ():
                 if parameter.grad is not None:
                     self._update_(parameter, group)
 

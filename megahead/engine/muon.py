@@ -90,7 +90,7 @@ PartitionedMatrices = Iterator[tuple[Tensor, Sequence[PartitionedMatrix]]]
 def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 0: every data rank has every parameter."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group["use_muon"] else ():
+        for parameter in group["params"] if group["is_muon"] else ():
             full = slice(0, parameter.numel())
             yield parameter, [PartitionedMatrix(parameter.shape, dims.get(parameter), [Fragment(full, full)])]
 
@@ -98,7 +98,7 @@ def _unpartitioned(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]
 def _partitioned_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stages 1 and 2: a group's parameters are concatenated in a flat tensor, which is split equally over the ranks."""
     for index, group in enumerate(optimizer.param_groups):
-        if group["use_muon"]:
+        if group["is_muon"]:
             (flat,) = group["params"]
             matrices = []
             for parameter, offset in _offsets(optimizer, index):
@@ -130,7 +130,7 @@ def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int
 def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 3: each parameter is split equally over the ranks, and the last fragment is padded."""
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["use_muon"]:
+        if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["is_muon"]:
             matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
                 length = parameter.ds_tensor.numel()

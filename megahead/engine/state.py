@@ -72,7 +72,7 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
 
 def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the optimizer's moments for a parameter group."""
-    return (MOMENTUM,) if group.get("use_muon") else MOMENTS
+    return (MOMENTUM,) if group.get("is_muon") else MOMENTS
 
 
 GroupedParameter = tuple[Mapping[str, Any], Tensor]

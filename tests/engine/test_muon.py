@@ -35,7 +35,7 @@ def by_kind(module: nn.Module) -> tuple[list[nn.Parameter], ...]:
 
 
 def muon(module: nn.Module) -> torch.optim.Optimizer:
-    options = [GroupOptions(0.1, use_muon=True), GroupOptions(0.1), GroupOptions(0.0)]
+    options = [GroupOptions(0.1, is_muon=True), GroupOptions(0.1), GroupOptions(0.0)]
     groups = [{"params": found, **move._asdict()} for found, move in zip(by_kind(module), options, strict=True)]
     return Muon(groups, CONFIG, fused=True)
 

@@ -74,7 +74,7 @@ def test_embedding_and_head_have_a_rate_of_their_own():
 def test_muon_moves_the_matrices_of_blocks_alone():
     config = ADAMW.model_copy(update={"name": "muon", "muon": MuonConfig(learning_rate_ratio=2)})
     groups = parameter_groups(with_head(), config)
-    joint, own = (group for group in groups if group["use_muon"])
+    joint, own = (group for group in groups if group["is_muon"])
     assert joint["names"] + own["names"] == [f"backbone.{name}" for name in MATRICES[1:]]
     assert (own["weight_decay"], own["learning_rate_ratio"], own["qkv_head_size"]) == (0.1, 2, None)
     assert (joint["weight_decay"], joint["learning_rate_ratio"], joint["qkv_head_size"]) == (0.1, 2, 8)
