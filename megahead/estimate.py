@@ -440,7 +440,7 @@ def _loss_bytes(config: RunConfig, element_size: int) -> float:
     targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
     is_half = element_size == 2
-    chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs(targets, math.ceil(rows), score_size=4)
+    chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs_per_chunk(targets, math.ceil(rows), score_size=4)
     matrices = 2 * element_size * (targets + rows) + (4 * rows if is_half else 0)
     derivatives = 4 if config.objective.score == "harmonic" else 0
     return matrices * config.model.hidden_size + ((4 + element_size if is_half else 4) + derivatives) * chunk * rows

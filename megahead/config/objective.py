@@ -69,7 +69,7 @@ class ChunkSize:
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
 
-    def outputs(self, total: int, candidates: int, score_size: int) -> int:
+    def outputs_per_chunk(self, total: int, candidates: int, score_size: int) -> int:
         """Outputs per chunk for `total` outputs and scores of `score_size` bytes; chunks are equal and as few as
         possible."""
         fitting = self.score_bytes // (candidates * score_size) // self.multiple * self.multiple

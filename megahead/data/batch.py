@@ -15,8 +15,8 @@ from megahead.config.data import DataConfig
 from megahead.data.indexed import Array, DatasetInfo
 
 
-class TokenSelection(NamedTuple):
-    """The only tokens that some layers of an encoder compute; all others skip these layers."""
+class SubsetIndex(NamedTuple):
+    """A token subset: the only tokens that some layers of an encoder compute; all others skip these layers."""
 
     index_N: Tensor
     """int64, increasing: which of the B * T tokens, rows concatenated."""
@@ -34,12 +34,10 @@ class TokenSelection(NamedTuple):
     """As `Batch.cu_seqlens`, for the shorter rows."""
 
     @staticmethod
-    def from_mask(mask_BT: Array, layers: range, first_layer_attends_to_all: bool = False) -> TokenSelection:
+    def from_mask(mask_BT: Array, layers: range, first_layer_attends_to_all: bool = False) -> SubsetIndex:
         """Selects the tokens where `mask_BT` is true."""
         max_per_row = int(mask_BT.sum(1).max(initial=1))
-        return TokenSelection(
-            torch.from_numpy(np.flatnonzero(mask_BT)), max_per_row, layers, first_layer_attends_to_all
-        )
+        return SubsetIndex(torch.from_numpy(np.flatnonzero(mask_BT)), max_per_row, layers, first_layer_attends_to_all)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Batch:
     """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
     functions take it); None: not computed."""
 
-    selections: tuple[TokenSelection, ...] = ()
+    token_subsets: tuple[SubsetIndex, ...] = ()
     """In the order of their layers; all other layers compute all tokens."""
 
     auxiliary: Any = ()

@@ -66,8 +66,8 @@ class MaskingCollator(RowCollator):
         is_target_BT = self._select_targets(strategy, rows.tokens_BT, rows.maskable_BT, budget, rng)
         input_ids_BT = self._corrupt(rows.tokens_BT, is_target_BT, rows.maskable_BT & ~is_target_BT, rng)
         subsets = self.subsets
-        selections = () if subsets is None else subsets.select(is_target_BT, input_ids_BT, text, step, rng)
-        return replace(rows.to_batch(is_target_BT, input_ids_BT), selections=selections)
+        token_subsets = () if subsets is None else subsets.select(is_target_BT, input_ids_BT, text, step, rng)
+        return replace(rows.to_batch(is_target_BT, input_ids_BT), token_subsets=token_subsets)
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""

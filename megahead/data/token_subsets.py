@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megahead.config.model import ModelConfig
-from megahead.data.batch import TokenSelection
+from megahead.data.batch import SubsetIndex
 from megahead.data.framing import Framing
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
@@ -32,7 +32,7 @@ class TokenDropping:
     share: float
     importance: Strategy
 
-    def select(self, input_ids_BT: Array, text: Array, step: int, rng: CounterRng) -> TokenSelection:
+    def select(self, input_ids_BT: Array, text: Array, step: int, rng: CounterRng) -> SubsetIndex:
         """The tokens that are kept; `text`, int64 [B, T - 2], is negative where a row is empty."""
         length = input_ids_BT.shape[1]
         draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
@@ -41,7 +41,7 @@ class TokenDropping:
         order_BT = np.lexsort((draw_BT, sort_key_BT, self._token_kinds(input_ids_BT, text)))
         mask_BT = np.zeros(input_ids_BT.shape, bool)
         np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return TokenSelection.from_mask(mask_BT, self.layers, first_layer_attends_to_all=True)
+        return SubsetIndex.from_mask(mask_BT, self.layers, first_layer_attends_to_all=True)
 
     def _token_kinds(self, input_ids_BT: Array, text: Array) -> Array:
         """int64 [B, T]: _MASK, _SPECIAL, _TEXT or _EMPTY."""
@@ -75,10 +75,10 @@ class TokenSubsets:
 
     def select(
         self, is_target_BT: Array, input_ids_BT: Array, text: Array, step: int, rng: CounterRng
-    ) -> tuple[TokenSelection, ...]:
-        """The selections of a batch, in the order of their layers."""
-        selections = () if self.dropping is None else (self.dropping.select(input_ids_BT, text, step, rng),)
+    ) -> tuple[SubsetIndex, ...]:
+        """The token subsets of a batch, in the order of their layers."""
+        token_subsets = () if self.dropping is None else (self.dropping.select(input_ids_BT, text, step, rng),)
         if self.first_masked_layer:
             is_mask_BT = is_target_BT & (input_ids_BT == self.mask_token)
-            selections = (TokenSelection.from_mask(~is_mask_BT, range(self.first_masked_layer)), *selections)
-        return selections
+            token_subsets = (SubsetIndex.from_mask(~is_mask_BT, range(self.first_masked_layer)), *token_subsets)
+        return token_subsets

@@ -30,7 +30,7 @@ from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open
 from megahead.models.parallel import shard_dims
 from megahead.objectives.pretraining import load_weights_
 from megahead.optim import Muon, set_learning_rate
-from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowPlan, RowTable
+from megahead.sharded_embedding.table import GRAD_NORM_PROXY_SIZE, RowPlan, ShardedEmbedding
 
 
 class ForwardTimer:
@@ -219,8 +219,8 @@ class Engine:
         return module
 
     def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
-        """Must be called before the micro-steps of a step. A `RowEngine` fetches the embedding rows that the step needs
-        (`rows`) and returns their metrics by name; this engine does nothing."""
+        """Must be called before the micro-steps of a step. A `ShardedEmbeddingEngine` fetches the embedding rows that
+        the step needs (`rows`) and returns their metrics by name; this engine does nothing."""
         return {}
 
     def micro_step(self, batch: Any) -> Tensor:
@@ -296,8 +296,8 @@ class Engine:
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
         only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor is on the
-        engine's device, and may share its memory: copy it if it is needed after the next step. A `RowEngine` yields
-        only this rank's rows of its embedding, as a `RoundRobinShard`.
+        engine's device, and may share its memory: copy it if it is needed after the next step. A
+        `ShardedEmbeddingEngine` yields only this rank's rows of its embedding, as a `RoundRobinShard`.
         """
         return self._full_state.tensors()
 
@@ -326,27 +326,27 @@ class Engine:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
 
 
-class RowEngine(Engine):
-    """An `Engine` for a `module` with a `RowTable`: `prepare_step` fetches the rows of a step, and `step` updates them.
-    A step is applied to rows and to the other weights, or to neither. The rows are named `NAME.weight` in `weights` and
-    `tensors`, like an embedding's."""
+class ShardedEmbeddingEngine(Engine):
+    """An `Engine` for a `module` with a `ShardedEmbedding`: `prepare_step` fetches the rows of a step, and `step`
+    updates them. A step is applied to rows and to the other weights, or to neither. The rows are named `NAME.weight` in
+    `weights` and `tensors`, like an embedding's."""
 
     def __init__(self, module: nn.Module, *, weights: TensorSource, **arguments: Any) -> None:
-        self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
-        self._table = cast(RowTable, table)
+        self._name, layer = next(pair for pair in module.named_modules() if isinstance(pair[1], ShardedEmbedding))
+        self._embedding = cast(ShardedEmbedding, layer)
 
         def read_weight(name: str) -> Tensor:
-            return torch.zeros(NORM_PROXY_SIZE) if name == f"{self._name}.norm_proxy" else weights.read(name)
+            return torch.zeros(GRAD_NORM_PROXY_SIZE) if name == f"{self._name}.grad_norm_proxy" else weights.read(name)
 
         super().__init__(module, weights=FullTensors(read_weight), **arguments)
-        self._table.fill_(weights.blocks(f"{self._name}.weight"))
+        self._embedding.load_rows_(weights.blocks(f"{self._name}.weight"))
 
     def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
         """Fetches the rows that the next micro-steps look up. Collective. Returns how many rows it fetched, and how
         many of this rank's own rows that any rank looks up are stale (the previous step did not update them)."""
         assert rows is not None
-        stale = self._table.owned.count_stale(rows.owned_O)
-        self._table.fetch(rows)
+        stale = self._embedding.owned.count_stale(rows.owned_O)
+        self._embedding.fetch(rows)
         return {"rows_fetched": len(rows.ids_U), "rows_late": stale}
 
     def step(self, learning_rate: float) -> StepResult:
@@ -354,34 +354,36 @@ class RowEngine(Engine):
         result = super().step(learning_rate)
         if result.applied:
             clip_factor = min(1.0, self._clipping / (result.grad_norm + 1e-6)) if self._clipping else 1.0
-            self._table.step(learning_rate, clip_factor / loss_scale)
+            self._embedding.step(learning_rate, clip_factor / loss_scale)
         else:
-            self._table.discard()
+            self._embedding.discard()
         return result
 
     def skip_step(self) -> StepResult:
-        self._table.discard()
+        self._embedding.discard()
         return super().skip_step()
 
     def tensors(self) -> Iterator[tuple[str, Tensor | RoundRobinShard]]:
-        """Yields the other tensors as in `Engine`, then the table's as `late/KEY/NAME`. Keys: `weight` and the moments
-        as last updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
+        """Yields the other tensors as in `Engine`, then the embedding's as `late/KEY/NAME`. Keys: `weight` and the
+        moments as last updated, `touched` (the step of each row's last update), `rates` (the learning rate of every
+        step)."""
         yield from super().tensors()
-        for key, shard in self._table.state().items():
+        for key, shard in self._embedding.state().items():
             yield f"late/{key}/{self._name}.weight", shard
 
     def load(self, tensors: TensorSource, optimizer_steps: int) -> None:
-        """As in `Engine`; each rank reads all blocks of the table and stores its own rows."""
+        """As in `Engine`; each rank reads all blocks of the embedding and stores its own rows."""
         super().load(tensors, optimizer_steps)
-        self._table.restore(MappedTensors(lambda key: (tensors, f"late/{key}/{self._name}.weight")))
+        self._embedding.restore(MappedTensors(lambda key: (tensors, f"late/{key}/{self._name}.weight")))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters except the norm proxy (see `RowTable`), which is not part of a checkpoint."""
-        parameters = super()._saved_parameters()
-        return {name: parameter for name, parameter in parameters.items() if parameter is not self._table.norm_proxy}
+        """All parameters except `grad_norm_proxy` (see `ShardedEmbedding`), which is not part of a checkpoint."""
+        proxy, parameters = self._embedding.grad_norm_proxy, super()._saved_parameters()
+        return {name: parameter for name, parameter in parameters.items() if parameter is not proxy}
 
 
 def start_engine(module: nn.Module, **arguments: Any) -> Engine:
-    """An `Engine` for `module`, or a `RowEngine` if its embedding is sharded, with their `arguments`. Collective."""
-    is_sharded = any(isinstance(layer, RowTable) for layer in module.modules())
-    return (RowEngine if is_sharded else Engine)(module, **arguments)
+    """An `Engine` for `module`, or a `ShardedEmbeddingEngine` if its embedding is sharded, with their `arguments`.
+    Collective."""
+    is_sharded = any(isinstance(layer, ShardedEmbedding) for layer in module.modules())
+    return (ShardedEmbeddingEngine if is_sharded else Engine)(module, **arguments)

@@ -78,7 +78,7 @@ class GatheredUpdates:
 def gather_for_muon(deepspeed: Any, muon: Muon, stage: int, mesh: Mesh, dims: Mapping[Tensor, int]) -> None:
     """Sets the `compute_update` of `muon`, the optimizer of an initialized `DeepSpeedEngine`. `dims`: along which dims
     tensor ranks shard parameters."""
-    list_matrices = {0: _unpartitioned, 1: _partitioned_flat, 2: _partitioned_flat, 3: _partitioned_each}[stage]
+    list_matrices = (_unpartitioned, _partitioned_flat, _partitioned_flat, _partitioned_per_parameter)[stage]
     matrices = dict(list_matrices(deepspeed.optimizer, mesh.data_group, dims))
     data_group = mesh.data_group if stage else Group()
     muon.compute_update = GatheredUpdates(matrices, data_group, mesh.tensor_group, deepspeed.device)
@@ -127,7 +127,7 @@ def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int
     return Fragment(slice(start - partition_offset, stop - partition_offset), slice(start - offset, stop - offset))
 
 
-def _partitioned_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
+def _partitioned_per_parameter(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
     """Stage 3: each parameter is split equally over the ranks, and the last fragment is padded."""
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
         if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["is_muon"]:

@@ -50,9 +50,9 @@ class Candidates:
         """[N]: each output's value times its weight."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
-    def target_logit(self, target_n: Tensor, biased_n: Tensor) -> Tensor:
+    def target_logit(self, logit_n: Tensor, biased_logit_n: Tensor) -> Tensor:
         """[n]: the target logits in the numerator of the loss, with or without bias."""
-        return biased_n if self.subtracts_target_bias else target_n
+        return biased_logit_n if self.subtracts_target_bias else logit_n
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory are asynchronous."""

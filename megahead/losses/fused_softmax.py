@@ -109,7 +109,7 @@ class TorchChunkSoftmax(ChunkSoftmax):
         bias_w, target_bias_w = candidates.bias_U, candidates.target_bias_U
         self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
         self._target_bias_w = None if target_bias_w is None else target_bias_w.to(dtype)
-        self.chunk_size = CPU_CHUNKS.outputs(outputs_ND.shape[0], width, dtype.itemsize)
+        self.chunk_size = CPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], width, dtype.itemsize)
         self._buffer, self.gradient_dtype = rows_wD.new_empty(self.chunk_size, width, dtype=dtype), dtype
 
     def stats(self, outputs_nD: Tensor, target_n: Tensor) -> SoftmaxStats:

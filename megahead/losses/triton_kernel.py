@@ -40,7 +40,7 @@ class TritonChunkSoftmax(ChunkSoftmax):
         biases = candidates.bias_U, candidates.target_bias_U
         bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
         self._biases = None if bias_w is None else _pad_bias(bias_w), target_bias_w
-        self.chunk_size = GPU_CHUNKS.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
+        self.chunk_size = GPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
         shape = self.chunk_size, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
         self._residuals, self.gradient_dtype = rows_wD.new_empty(shape), rows_wD.dtype

@@ -23,8 +23,8 @@ from megahead.models.documents import Documents
 # tokens a row it is five bf16 products, in chunks of rows whose scores fit the cache (under a mask also for rows of
 # several documents); of longer rows it is torch's bf16 kernel, which skips masked scores of causal rows.
 #
-# B rows, H heads, M queries and T tokens of a row (equal, except for the targets of an encoder's last block), d
-# dimensions of a head; C heads of a chunk.
+# B rows, H heads (K of keys and values), M queries and T tokens of a row (equal, except for the targets of an encoder's
+# last block), d dimensions of a head; C heads of a chunk.
 
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -93,8 +93,8 @@ class _Fp32BackwardAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *rows, logsumexp = ctx.saved_tensors
-        fp32_inputs = [x.float() for x in (gradient, *rows)]
+        *tensors, logsumexp = ctx.saved_tensors
+        fp32_inputs = [x.float() for x in (gradient, *tensors)]
         gradients = _flash_backward(*fp32_inputs, logsumexp, 0.0, ctx.causal)
         return *(x.to(gradient.dtype) for x in gradients), None
 
@@ -148,10 +148,10 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fill_gradients(weights_CMT: Tensor, grad_scores_CMT: Tensor, *rows: Tensor) -> None:
-    """Writes the gradients of q, k and v, the last three of `rows`. `weights_CMT`: the bias, overwritten by attention
-    weights; `grad_scores_CMT`: a buffer."""
-    grad_output_CMd, q_CMd, k_CTd, v_CTd, grad_q_CMd, grad_k_CTd, grad_v_CTd = rows
+def _fill_gradients(weights_CMT: Tensor, grad_scores_CMT: Tensor, *tensors: Tensor) -> None:
+    """Writes the gradients of q, k and v, the last three of `tensors`. `weights_CMT`: the bias, overwritten by
+    attention weights; `grad_scores_CMT`: a buffer."""
+    grad_output_CMd, q_CMd, k_CTd, v_CTd, grad_q_CMd, grad_k_CTd, grad_v_CTd = tensors
     scale = q_CMd.shape[-1] ** -0.5
     torch.softmax(weights_CMT.baddbmm_(q_CMd, k_CTd.mT, alpha=scale), -1, out=weights_CMT)
     torch.bmm(weights_CMT.mT, grad_output_CMd, out=grad_v_CTd)

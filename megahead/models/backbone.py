@@ -1,6 +1,6 @@
 """The backbone, from token embeddings to hidden states after the final norm: the common part of all families.
 
-B rows, T tokens per row, t of them on this rank, D hidden size, N targets.
+B rows, T tokens per row, t of them on this rank, K slots per row of a token subset, D hidden size, N targets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Backbone(nn.Module, ABC):
         return output
 
     @abstractmethod
-    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the input of the first block."""
 
     @abstractmethod
@@ -85,13 +85,14 @@ class Backbone(nn.Module, ABC):
         """The last block's output after the final norm, if there is one."""
         return x
 
-    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def encode(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; a token attends only to its own document."""
-        x_BtD = self._run_blocks(self.blocks, self.block_arguments(documents), self.initial_hidden(rows_BTD, documents))
+        hidden_BtD = self.initial_hidden(inputs_BTD, documents)
+        x_BtD = self._run_blocks(self.blocks, self.block_arguments(documents), hidden_BtD)
         return gather_from_group(self.apply_final_norm(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
-        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
+        self, inputs_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
     ) -> Tensor:
         """[N, D]: the hidden states of `targets`; where these are sparse, an encoder's last block computes only them.
 
@@ -100,8 +101,8 @@ class Backbone(nn.Module, ABC):
         """
         targets_only = self.has_target_only_last_block and targets.are_sparse and self.sequence_group.size == 1
         if not subsets and not targets_only:
-            return targets.select(self.encode(rows_BTD, documents))
-        x_BTD, arguments = self.initial_hidden(rows_BTD, documents), self.block_arguments(documents)
+            return targets.select(self.encode(inputs_BTD, documents))
+        x_BTD, arguments = self.initial_hidden(inputs_BTD, documents), self.block_arguments(documents)
         start, last = 0, len(self.blocks) - 1
         for subset in subsets:
             full_layers = slice(start, subset.layers.start)
@@ -162,9 +163,9 @@ class Decoder(Backbone):
         self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
         self.final_norm = norm()
 
-    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the token embeddings."""
-        return scatter_to_group(rows_BTD, self.sequence_group, dim=1)
+        return scatter_to_group(inputs_BTD, self.sequence_group, dim=1)
 
     def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
         """The same arguments for each block."""

@@ -96,11 +96,11 @@ class Bert(Backbone):
         self.embedding_norm = LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_post_norm_block(config) for _ in range(config.num_layers))
 
-    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: the normed sum of embeddings."""
-        x_BTD = rows_BTD + self.positions(documents.positions_BT)
+        x_BTD = inputs_BTD + self.positions(documents.positions_BT)
         if self.token_types is not None:
-            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=rows_BTD.device))
+            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=inputs_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
 
     def block_arguments(self, documents: Documents) -> Sequence[tuple[Documents]]:
@@ -136,9 +136,9 @@ class ModernBert(Backbone):
         self.blocks = nn.ModuleList(_block(config, norm, has_normed_input=layer == 0) for layer in layers)
         self.final_norm = norm()
 
-    def initial_hidden(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the normed token embeddings, without positions."""
-        x_BtD = self.embedding_norm(scatter_to_group(rows_BTD, self.sequence_group, dim=1))
+        x_BtD = self.embedding_norm(scatter_to_group(inputs_BTD, self.sequence_group, dim=1))
         return dropout(x_BtD, self.dropout, self.sequence_group, self.training)
 
     def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:

@@ -72,7 +72,7 @@ class Auxiliary(nn.Module):
     """Whether it needs `ForwardContext.hidden_MD`; by default only targets' outputs are computed. Built-in objectives
     define it in their settings, for estimates."""
 
-    evaluated = False
+    is_evaluated = False
     """Whether it is also evaluated on held-out text."""
 
     generator: Backbone | None
@@ -154,10 +154,16 @@ def auxiliary_class(settings: AuxiliarySettings) -> type[Auxiliary]:
     if not (isinstance(loaded, type) and issubclass(loaded, Auxiliary)):
         rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
         raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))
-    if hasattr(loaded, "counted"):
-        rule, got = "define `num_loss_terms`", f"{settings.implementation()!r} with its earlier name `counted`"
-        raise ConfigError("objective.custom.objective", rule, got=got)
+    _refuse_earlier_names(loaded, settings, counted="num_loss_terms", evaluated="is_evaluated")
     return loaded
+
+
+def _refuse_earlier_names(custom: object, settings: AuxiliarySettings, **current_names: str) -> None:
+    """ConfigError if `custom` has an attribute under an earlier name, which would be ignored."""
+    for earlier, current in current_names.items():
+        if hasattr(custom, earlier):
+            got = f"{settings.implementation()!r} with its earlier name `{earlier}`"
+            raise ConfigError("objective.custom.objective", f"define `{current}`", got=got)
 
 
 def build_auxiliary(config: RunConfig) -> Auxiliary | None:
@@ -181,9 +187,11 @@ def build_auxiliary(config: RunConfig) -> Auxiliary | None:
 def add_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_out: bool = False) -> RowCollator:
     """A collator that adds what the run's auxiliary objective prepares; for `held_out` rows only if it is evaluated."""
     settings = config.objective.auxiliary()
-    if settings is None or (held_out and not auxiliary_class(settings).evaluated):
+    if settings is None or (held_out and not auxiliary_class(settings).is_evaluated):
         return collator
-    return auxiliary_class(settings).collator(collator, config, seed)
+    extended = auxiliary_class(settings).collator(collator, config, seed)
+    _refuse_earlier_names(extended, settings, predicted="num_predicted_tokens")
+    return extended
 
 
 def training_row_collator(

@@ -53,24 +53,22 @@ def all_positions_of(batch: Batch) -> TargetPositions:
 def token_subsets_of(batch: Batch) -> list[TokenSubset]:
     """The token subsets to which some layers are restricted, in the order of these layers."""
     (rows, row_length), subsets = batch.input_ids_BT.shape, []
-    for selection in batch.selections:
-        positions = TargetPositions(selection.index_N, rows, row_length, selection.max_per_row)
-        subsets.append(
-            TokenSubset(positions, selection.layers, selection.first_layer_attends_to_all, selection.cu_seqlens)
-        )
+    for index in batch.token_subsets:
+        positions = TargetPositions(index.index_N, rows, row_length, index.max_per_row)
+        subsets.append(TokenSubset(positions, index.layers, index.first_layer_attends_to_all, index.cu_seqlens))
     return subsets
 
 
 def with_cu_seqlens(batch: Batch, multiple: int) -> Batch:
     """The batch with `cu_seqlens` padded to a multiple, which saves a synchronization with the GPU."""
     documents = documents_of(batch)
-    selections = tuple(
-        selection._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
-        for selection, subset in zip(batch.selections, token_subsets_of(batch), strict=True)
+    token_subsets = tuple(
+        index._replace(cu_seqlens=subset.select_documents(documents).padded_cu_seqlens(multiple))
+        for index, subset in zip(batch.token_subsets, token_subsets_of(batch), strict=True)
     )
     is_packed = batch.positions_BT is not None  # else each row is one document
     cu_seqlens = documents.padded_cu_seqlens(multiple) if is_packed else None
-    return replace(batch, cu_seqlens=cu_seqlens, selections=selections)
+    return replace(batch, cu_seqlens=cu_seqlens, token_subsets=token_subsets)
 
 
 @dataclass(frozen=True)

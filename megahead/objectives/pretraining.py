@@ -40,7 +40,8 @@ from megahead.objectives.micro_batch import (
 # In a headless run (contrastive weight tying) the candidates are the input embeddings of the targets of a candidate
 # group: consecutive samples. In a vanilla run they are the whole vocabulary.
 #
-# B rows, T inputs per row, M = B T, D features, N targets, U candidates, w: one rank's share of them, V vocabulary.
+# B rows, T inputs per row, M = B T, D features, N targets, U candidates, w: one rank's share of them, W: its shares of
+# all groups, R ranks, V vocabulary.
 
 
 GroupInputs = tuple[Tensor, Tensor, Candidates]
@@ -103,7 +104,7 @@ class Pretraining(nn.Module):
     def forward(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
         return self._loss(request) if isinstance(request, MicroBatch) else self._evaluation_sums(request)
 
-    def encoders(self) -> list[Backbone]:
+    def backbones(self) -> list[Backbone]:
         """The backbone, and the generator if there is one."""
         generator = None if self.auxiliary is None else self.auxiliary.generator
         return [self.backbone] if generator is None else [self.backbone, generator]
@@ -218,7 +219,7 @@ class Pretraining(nn.Module):
 
     def _hidden_at(self, positions: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states at `positions`, from the generator if there is one, else from the backbone."""
-        return self.encoders()[-1].encode_at(inputs_BTD, documents_of(batch), positions, token_subsets_of(batch))
+        return self.backbones()[-1].encode_at(inputs_BTD, documents_of(batch), positions, token_subsets_of(batch))
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: the outputs to score against rows, with `vocabulary` after an encoder's transform; [V]: a learned
@@ -247,7 +248,7 @@ class Pretraining(nn.Module):
         else:
             shard = self._shard(vocabulary)
             sums = Softmax(hidden_ND, self._output_rows(), vocabulary, self._score(), shard).sums()
-        if self.auxiliary is None or not self.auxiliary.evaluated:
+        if self.auxiliary is None or not self.auxiliary.is_evaluated:
             return sums
         return sums._replace(auxiliary=self._auxiliary_sums(self.auxiliary, outputs, request))
 
@@ -369,7 +370,7 @@ def load_weights_(module: nn.Module, group: Group, weights: TensorSource) -> Non
 def _parallelize_(module: Pretraining, config: RunConfig, group: Group) -> None:
     sharding, sequence = SHARDING[config.model.family], config.parallel.sequence
     parallelize_(module.backbone, sharding, group, sequence=sequence)
-    for generator in module.encoders()[1:]:
+    for generator in module.backbones()[1:]:
         generator_sharding = {pattern: style for pattern, style in sharding.items() if pattern != "embedding"}
         parallelize_(generator, generator_sharding, group, sequence=sequence)
     if module.head is not None:

@@ -54,7 +54,7 @@ class ReplacedTokens(Auxiliary):
     """The generator learns the masked tokens; `head` classifies the backbone's outputs as original or replaced."""
 
     key = "detection"
-    evaluated = True
+    is_evaluated = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

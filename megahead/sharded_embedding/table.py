@@ -183,14 +183,14 @@ class FetchedRows:
         self._gradients_UD: Tensor | None = None
         self._passes_left, self._open_lookups = plan.num_passes, 0
 
-    def look_up(self, ids: Tensor, norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
+    def look_up(self, ids: Tensor, grad_norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
         """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which another
         rank has, too. A forward pass may look up several times, if all results are differentiated."""
         if torch.is_grad_enabled():
             self._passes_left -= self._open_lookups == 0
             self._open_lookups += 1
         index = torch.searchsorted(self._plan.ids_U, ids)
-        rows: Tensor = _LookUp.apply(norm_proxy, self, index, num_duplicates)
+        rows: Tensor = _LookUp.apply(grad_norm_proxy, self, index, num_duplicates)
         return rows
 
     def gather(self, index: Tensor) -> Tensor:
@@ -214,13 +214,13 @@ class FetchedRows:
 
 
 class _LookUp(torch.autograd.Function):
-    """Adds gradients to `fetched`. The norm proxy's gradient is 0, but in the step's last backward pass has the norm of
-    all rows' gradients."""
+    """Adds gradients to `fetched`. The gradient of `grad_norm_proxy` is 0, but in the step's last backward pass has the
+    norm of all rows' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:
+    def forward(ctx: Any, grad_norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(norm_proxy)
+        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(grad_norm_proxy)
         return fetched.gather(index)
 
     @staticmethod
@@ -247,24 +247,24 @@ def vector_with_norm(norm: Tensor, like: Tensor) -> Tensor:
 # The module that replaces the embedding: looks up the rows fetched for the step.
 #
 # Rows are not a parameter. They contribute to the global gradient norm, to clipping and to the check for non-finite
-# gradients through the *norm proxy*, a small parameter without other use: in the last backward pass of a step row
+# gradients through `grad_norm_proxy`, a small parameter without other use: in the last backward pass of a step row
 # gradients are sent to their owners, and the proxy's gradient is set to their global norm. So the code that reduces,
 # measures and clips gradients, at any ZeRO stage and in any precision, does not depend on rows.
 
 
-NORM_PROXY_SIZE = 4096
-"""Elements of the norm proxy: the gradient of each is 1/64 of the norm, far below fp16's largest number."""
+GRAD_NORM_PROXY_SIZE = 4096
+"""Elements of `grad_norm_proxy`: the gradient of each is 1/64 of the norm, far below fp16's largest number."""
 _BLOCK_ROWS = 1 << 14
 """Rows of all ranks in a block."""
 
 
-class RowTable(nn.Module):
+class ShardedEmbedding(nn.Module):
     """The embedding [rows, D], sharded round-robin over all ranks. One step: `fetch`, lookups, then `step` or
     `discard`.
 
-    Stored in fp32 in any precision of the model; looked-up rows have the norm proxy's dtype. In evaluation mode lookups
-    fetch their rows from an up-to-date copy of all rows, which is cached until the next `fetch`. All methods are
-    collective.
+    Stored in fp32 in any precision of the model; looked-up rows have the dtype of `grad_norm_proxy`. In evaluation mode
+    lookups fetch their rows from an up-to-date copy of all rows, which is cached until the next `fetch`. All methods
+    are collective.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class RowTable(nn.Module):
         """`learning_rate_ratio`: the learning rate of rows over that of a step."""
         super().__init__()
         self.num_rows, self._learning_rate_ratio = rows, learning_rate_ratio
-        self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
+        self.grad_norm_proxy = nn.Parameter(torch.zeros(GRAD_NORM_PROXY_SIZE, device=device))
         self.owned = OwnedRows(
             len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, row_optimizer, device
         )
@@ -293,16 +293,16 @@ class RowTable(nn.Module):
         With `scattered_ids_U` also [u, D]: this rank's even share of their rows, as in `VocabularyParallelEmbedding`.
         U must be a multiple of the tensor ranks; the row of id -1 is zero.
         """
-        tensor = self._mesh.tensor_group
-        num_duplicates = ids.numel() if tensor.rank else 0
+        tensor_group = self._mesh.tensor_group
+        num_duplicates = ids.numel() if tensor_group.rank else 0
         if scattered_ids_U is None:
             return self._look_up(ids, num_duplicates)
-        share_u = tensor.shard(scattered_ids_U, 0)
+        share_u = tensor_group.shard(scattered_ids_U, 0)
         rows = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
         inputs, rows_uD = rows.split([ids.numel(), len(share_u)])
         return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
 
-    def fill_(self, blocks: Iterable[Tensor]) -> None:
+    def load_rows_(self, blocks: Iterable[Tensor]) -> None:
         """Sets the initial rows, from consecutive blocks [b, D] of all rows, and resets moments and steps."""
         fill_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
         self.owned.reset_steps()
@@ -328,7 +328,7 @@ class RowTable(nn.Module):
     def fetch(self, plan: RowPlan) -> None:
         """Fetches the rows of a step, up to date."""
         self._plan, self._current_nD = plan, None
-        self._fetched = FetchedRows(plan, self.owned.gather(plan.owned_O), self._mesh, self.norm_proxy.dtype)
+        self._fetched = FetchedRows(plan, self.owned.gather(plan.owned_O), self._mesh, self.grad_norm_proxy.dtype)
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Updates the fetched rows, with their gradients times `scale`."""
@@ -362,32 +362,32 @@ class RowTable(nn.Module):
             return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
         if self._fetched is None:
             raise RuntimeError("rows are fetched before they are looked up")
-        return self._fetched.look_up(ids, self.norm_proxy, num_duplicates)
+        return self._fetched.look_up(ids, self.grad_norm_proxy, num_duplicates)
 
     def _current_rows(self) -> Tensor:
         """[n, D]: this rank's rows as of the current step."""
         if self._current_nD is None:
             blocks, shape = self.owned.blocks(), self.owned.rows[WEIGHT].shape
-            self._current_nD = join_blocks((block.to(self.norm_proxy.dtype) for block in blocks), shape)
+            self._current_nD = join_blocks((block.to(self.grad_norm_proxy.dtype) for block in blocks), shape)
         return self._current_nD
 
 
 def _validate_row_shape(block: Tensor, shape: torch.Size, name: str) -> Tensor:
     """The block; CheckpointError if its rows have another shape, saved by another optimizer rule."""
     if block.shape[1:] != shape:
-        rule = "a checkpoint of rows goes on with the optimizer.table.rule that it was saved with"
-        raise CheckpointError(f"`{name}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {rule}.")
+        fix = "resume with the optimizer.table.rule that the checkpoint was saved with"
+        raise CheckpointError(f"`{name}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {fix}.")
     return block
 
 
 def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
-    """Replaces `backbone.embedding`, which is not allocated, by a `RowTable` of zeros if `config` shards it. Collective
-    over `mesh`."""
+    """Replaces `backbone.embedding`, which is not allocated, by a `ShardedEmbedding` of zeros if `config` shards it.
+    Collective over `mesh`."""
     if shards_embedding(config):
         rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
         row_optimizer = build_row_optimizer(settings.rule, config.optimizer)
-        table = RowTable(rows, features, row_optimizer, mesh, device, settings.learning_rate_ratio)
-        backbone.register_module("embedding", table)
+        embedding = ShardedEmbedding(rows, features, row_optimizer, mesh, device, settings.learning_rate_ratio)
+        backbone.register_module("embedding", embedding)
 
 
 def new_planning_group(config: RunConfig, mesh: Mesh) -> Group | None:

@@ -427,7 +427,7 @@ def build_engine(
     it with banner lines."""
     config = plan.config
     pretraining = build_parallel_model(config, mesh.tensor_group, device)
-    engine_lines, *_ = [accelerate_(encoder, config, device, plan.zero_stage) for encoder in pretraining.encoders()]
+    engine_lines, *_ = [accelerate_(backbone, config, device, plan.zero_stage) for backbone in pretraining.backbones()]
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

@@ -21,7 +21,7 @@ from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, ChunkSize
 def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(
     total: int, candidates: int, outputs: int
 ) -> None:
-    assert GPU_CHUNKS.outputs(total, candidates, 4) == outputs
+    assert GPU_CHUNKS.outputs_per_chunk(total, candidates, 4) == outputs
 
 
 @pytest.mark.parametrize("size", [CPU_CHUNKS, GPU_CHUNKS, ChunkSize(1, 1, 1)])
@@ -30,6 +30,6 @@ def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(
 def test_scores_stay_within_the_bytes_unless_a_chunk_has_the_least_outputs(
     size: ChunkSize, total: int, candidates: int
 ) -> None:
-    outputs = size.outputs(total, candidates, 4)
+    outputs = size.outputs_per_chunk(total, candidates, 4)
     assert 1 <= outputs <= total
     assert outputs * candidates * 4 <= size.score_bytes or outputs <= size.min_outputs

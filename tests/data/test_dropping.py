@@ -45,7 +45,7 @@ def texts(rows: int, length: int = 62) -> np.ndarray:
 
 def kept(batch: Batch) -> np.ndarray:
     """bool [B, T]."""
-    (part,) = batch.selections
+    (part,) = batch.token_subsets
     assert part.layers == range(1, 3)
     assert part.first_layer_attends_to_all
     kept_BT = np.zeros(batch.input_ids_BT.shape, bool)

@@ -46,7 +46,7 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
     assert batch.target_index_N.tolist() == places
     assert batch.target_ids_N.tolist() == targets
     assert batch.max_targets_per_row is None
-    assert batch.selections == ()
+    assert batch.token_subsets == ()
     assert {batch.input_ids_BT.dtype, batch.target_index_N.dtype, batch.target_ids_N.dtype} == {torch.int64}
 
 

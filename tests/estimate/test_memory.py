@@ -101,9 +101,9 @@ def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> 
     full, half = (planned(*settings, f"engine.precision={precision}", ranks=1) for precision in ("fp32", "bf16"))
     targets, hidden = 2 * full.config.data.sequence_length, full.config.model.hidden_size
     matrices = 2 * (targets + vocab_size) * hidden
-    scores = vocab_size * CPU_CHUNKS.outputs(targets, vocab_size, 4)
+    scores = vocab_size * CPU_CHUNKS.outputs_per_chunk(targets, vocab_size, 4)
     assert rank_memory(full).loss == 4 * matrices + 4 * scores
-    scores = vocab_size * GPU_CHUNKS.outputs(targets, vocab_size, 4)
+    scores = vocab_size * GPU_CHUNKS.outputs_per_chunk(targets, vocab_size, 4)
     in_float32 = 4 * vocab_size * hidden
     assert rank_memory(half).loss == 2 * matrices + in_float32 + (4 + 2) * scores
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megahead.data.batch import Batch, TokenSelection
+from megahead.data.batch import Batch, SubsetIndex
 from megahead.losses.candidates import Candidates
 from megahead.objectives.micro_batch import (
     MicroBatch,
@@ -60,8 +60,8 @@ def test_targets_are_those_of_the_batch() -> None:
 def test_a_packed_batch_is_the_same_in_one_buffer_wherever_it_is() -> None:
     """Of every dtype, shape and nesting, also without elements."""
     auxiliary = {"a": (torch.tensor(2.5, dtype=torch.float64), [torch.zeros(0, 3), torch.tensor([True, False, True])])}
-    selection = TokenSelection(torch.tensor([0, 3]), 1, range(1), cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
-    batch = replace(BATCH, selections=(selection,), auxiliary=auxiliary, weight_N=torch.rand(3))
+    selection = SubsetIndex(torch.tensor([0, 3]), 1, range(1), cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
+    batch = replace(BATCH, token_subsets=(selection,), auxiliary=auxiliary, weight_N=torch.rand(3))
     groups = tuple(Candidates(torch.arange(5 - k), torch.rand(5 - k), torch.tensor([k])) for k in range(2))
     micro = MicroBatch(batch, groups, 0.5)
     packed = micro.pack()
@@ -81,7 +81,7 @@ def test_a_packed_batch_is_the_same_in_one_buffer_wherever_it_is() -> None:
             assert not other.numel() or other.untyped_storage().data_ptr() == copy.buffer.data_ptr()
 
 
-KEPT = TokenSelection(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))
+KEPT = SubsetIndex(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))
 """Of the first row the third token comes late, of the second the fourth."""
 
 
@@ -89,13 +89,13 @@ KEPT = TokenSelection(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=ra
 def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_shorter_rows(
     packed: bool, known: list[int] | None, shorter: list[int]
 ) -> None:
-    batch = replace(BATCH, selections=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
+    batch = replace(BATCH, token_subsets=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
     found = with_cu_seqlens(batch, 1).to("meta")
-    for mine, expected in ((found.cu_seqlens, known), (found.selections[0].cu_seqlens, shorter)):
+    for mine, expected in ((found.cu_seqlens, known), (found.token_subsets[0].cu_seqlens, shorter)):
         assert (mine is None) == (expected is None)
         assert mine is None or len(mine) == len(expected)
     (late,) = token_subsets_of(found)
     boundaries = late.select_documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
     assert len(boundaries) == len(shorter)
-    assert with_cu_seqlens(batch, 1).selections[0].cu_seqlens.tolist() == shorter
-    assert len(with_cu_seqlens(batch, 8).selections[0].cu_seqlens) == 8
+    assert with_cu_seqlens(batch, 1).token_subsets[0].cu_seqlens.tolist() == shorter
+    assert len(with_cu_seqlens(batch, 8).token_subsets[0].cu_seqlens) == 8

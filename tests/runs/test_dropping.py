@@ -81,7 +81,7 @@ def test_nothing_of_it_is_left_in_held_out_rows_and_exports(tmp_path: Path) -> N
     config = encoder(tmp_path, "run", "bert", {})
     on_ranks(1, run, config)
     text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
-    assert held_out_collator(config).batch(text, range(4)).selections == ()  # type: ignore[union-attr]
+    assert held_out_collator(config).batch(text, range(4)).token_subsets == ()  # type: ignore[union-attr]
     export(tmp_path / "run", tmp_path / "out", "pmi")  # compares it with the model that was trained
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 4
 

@@ -24,6 +24,7 @@ from megahead.errors import ConfigError
 from megahead.estimate import run_flops, run_parameters
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
+from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.objectives.pretraining import weight_shapes
 from megahead.report.panels import build_panels
 from megahead.report.read import read_metrics, read_runs
@@ -195,13 +196,36 @@ def test_what_is_no_objective_is_one_sentence(folder: Path) -> None:
         check_available_files(config)
 
 
-def test_an_earlier_name_is_not_silently_ignored(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "earlier"), [("num_loss_terms", "counted"), ("is_evaluated", "evaluated")])
+def test_an_earlier_name_is_not_silently_ignored(folder: Path, name: str, earlier: str) -> None:
     code = (folder / "second_next.py").read_text()
-    assert "def num_loss_terms" in code
-    (folder / "earlier.py").write_text(code.replace("num_loss_terms", "counted"))
-    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/earlier.py:SecondNext"}}})
-    with pytest.raises(ConfigError, match=r"must define `num_loss_terms`, but is .* with its earlier name `counted`"):
+    assert name in code
+    (folder / f"{earlier}.py").write_text(code.replace(name, earlier))
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/{earlier}.py:SecondNext"}}})
+    with pytest.raises(ConfigError, match=f"must define `{name}`, but is .* with its earlier name `{earlier}`"):
         check_available_files(config)
+
+
+EARLIER_COLLATOR = """
+
+class Collator(RowCollator):
+    def predicted(self, info):
+        return 1
+
+
+class Collated(SecondNext):
+    @classmethod
+    def collator(cls, collator, config, seed):
+        return Collator()
+"""
+
+
+def test_an_earlier_name_of_a_collator_is_not_silently_ignored(folder: Path) -> None:
+    imports = "from megahead.data.batch import RowCollator\n"
+    (folder / "collated.py").write_text(imports + (folder / "second_next.py").read_text() + EARLIER_COLLATOR)
+    config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/collated.py:Collated"}}})
+    with pytest.raises(ConfigError, match=r"must define `num_predicted_tokens`, but is .* with its earlier name `pred"):
+        held_out_row_collator(config)
 
 
 def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
@@ -213,7 +237,7 @@ def test_what_is_no_strategy_is_one_sentence(folder: Path) -> None:
 
 def test_what_reads_all_outputs_is_estimated_so(folder: Path) -> None:
     plain = (folder / "second_next.py").read_text()
-    (folder / "all.py").write_text(plain.replace("evaluated = True", "needs_all_outputs = True"))
+    (folder / "all.py").write_text(plain.replace("is_evaluated = True", "needs_all_outputs = True"))
     costs = []
     for name in ("second_next", "all"):
         custom = {"objective": {"custom": {"objective": f"{folder}/{name}.py:SecondNext"}}}
@@ -223,7 +247,7 @@ def test_what_reads_all_outputs_is_estimated_so(folder: Path) -> None:
 
 def test_parameters_have_a_name_that_no_part_of_the_model_has(folder: Path) -> None:
     plain = (folder / "second_next.py").read_text()
-    (folder / "head.py").write_text(plain.replace("evaluated = True", 'key = "head"'))
+    (folder / "head.py").write_text(plain.replace("is_evaluated = True", 'key = "head"'))
     config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/head.py:SecondNext"}}})
     with pytest.raises(ConfigError, match=r"must leave `key` as it is \(custom\)"):
         weight_shapes(config)

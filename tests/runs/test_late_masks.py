@@ -118,13 +118,13 @@ def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows
     text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
     late, early = (held_out_collator(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
     assert torch.equal(late.input_ids_BT, early.input_ids_BT)
-    assert early.selections == ()
+    assert early.token_subsets == ()
     for one, layers in ((config, 2), (decoder, 3)):
-        assert held_out_collator(one).batch(text, range(4)).selections[0].layers == range(layers)  # type: ignore[union-attr]
+        assert held_out_collator(one).batch(text, range(4)).token_subsets[0].layers == range(layers)  # type: ignore[union-attr]
     for collator in (held_out_collator(config), training_collator(config, []), training_collator(decoder, [])):
         batch = collator.batch(text, range(4))  # type: ignore[union-attr]
-        (early_tokens,) = batch.selections
+        (early_tokens,) = batch.token_subsets
         seen = batch.input_ids_BT.flatten()[early_tokens.index_N]
         assert 60 not in seen
         assert len(seen) + int((batch.input_ids_BT == 60).sum()) == batch.input_ids_BT.numel()
-        assert batch.to("meta").selections[0].index_N.is_meta
+        assert batch.to("meta").token_subsets[0].index_N.is_meta

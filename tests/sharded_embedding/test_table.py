@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
 from megahead.sharded_embedding.optimizer import build_row_optimizer
-from megahead.sharded_embedding.table import OwnedRows, RowTable, plan_rows, vector_with_norm
+from megahead.sharded_embedding.table import OwnedRows, ShardedEmbedding, plan_rows, vector_with_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4
@@ -37,9 +37,9 @@ def whole_table() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def table_of(mesh: Mesh) -> RowTable:
-    table = RowTable(ROWS, WIDTH, build_row_optimizer("adamw", CONFIG), mesh, CPU)
-    table.fill_([whole_table()])
+def table_of(mesh: Mesh) -> ShardedEmbedding:
+    table = ShardedEmbedding(ROWS, WIDTH, build_row_optimizer("adamw", CONFIG), mesh, CPU)
+    table.load_rows_([whole_table()])
     return table
 
 
@@ -77,7 +77,7 @@ def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
         (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()
     same = all(torch.equal(mine, theirs) for mine, theirs in zip(*outcomes, strict=True))
     dense = mesh.tensor_group.unshard(mesh.data_group.all_reduce_(split.weight.grad) / mesh.data_group.size, 0)[:ROWS]
-    length = float(table.norm_proxy.grad.double().norm())
+    length = float(table.grad_norm_proxy.grad.double().norm())
     return same, abs(length / float(dense.double().norm()) - 1)
 
 
@@ -124,7 +124,7 @@ def test_reading_rows_leaves_no_trace() -> None:
 
 def test_rows_of_another_rule_are_refused() -> None:
     saved, other = (
-        RowTable(ROWS, WIDTH, build_row_optimizer(rule, CONFIG), Mesh.build(Group()), CPU)
+        ShardedEmbedding(ROWS, WIDTH, build_row_optimizer(rule, CONFIG), Mesh.build(Group()), CPU)
         for rule in ("adamw", "adamw_row")
     )
     shards = {name: getattr(shard, "part", shard) for name, shard in saved.state().items()}

@@ -14,7 +14,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard
-from megahead.engine.engine import RowEngine, StepResult
+from megahead.engine.engine import ShardedEmbeddingEngine, StepResult
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import build_parallel_model, initial_weights
@@ -36,7 +36,7 @@ class RowCourse:
         module = build_parallel_model(self.config, self.mesh.tensor_group, CPU)
         shard_embedding_(module.backbone, self.config, self.mesh, CPU)
         self.table = module.backbone.embedding
-        self.engine = RowEngine(
+        self.engine = ShardedEmbeddingEngine(
             module,
             optimizer=build_optimizer(module, self.config.optimizer),
             config=deepspeed_config(self.config, group.size),

@@ -116,7 +116,7 @@ def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) ->
     variant.step(0)
     assert lengths == [32, 32, 16, 32]
     ((micro,), _) = variant._prepare_step(0)
-    assert micro.batch.selections[0].max_per_row == 16
+    assert micro.batch.token_subsets[0].max_per_row == 16
     tree["masking"] |= {"dropping": None}
     plain = config_from_dict(tree)
     flops = [run_flops(one, 1).total for one in (config, plain)]

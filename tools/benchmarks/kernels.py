@@ -106,7 +106,7 @@ def resources(binary: bytes) -> tuple[int, int, int]:
 
 def loss_row(outputs: int, candidates: int, features: int) -> Row:
     """Estimates one loss, forward and backward, on one rank in bf16."""
-    chunks = -(-outputs // GPU_CHUNKS.outputs(outputs, candidates, 4))
+    chunks = -(-outputs // GPU_CHUNKS.outputs_per_chunk(outputs, candidates, 4))
     kernels = 5 * chunks + 10  # three products, the row step, a difference; then biases, sums and scaling
     flops = 6 * outputs * candidates * features
     row_bytes = 18 * outputs * candidates  # at most: scores and residuals written and read twice

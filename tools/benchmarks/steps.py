@@ -126,7 +126,9 @@ class Variant:
         load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
-        self.engine_choices, *_ = [accelerate_(encoder, self.config, self.device) for encoder in self.model.encoders()]
+        self.engine_choices, *_ = [
+            accelerate_(backbone, self.config, self.device) for backbone in self.model.backbones()
+        ]
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = MasterWeights(self.model, optimizer, half=self.precision == "bf16")
@@ -213,20 +215,22 @@ class Variant:
 
     def _instrument_encoders(self) -> None:
         """Records the spans of the encoders' forward passes, and when the loss's backward pass ends."""
-        backbone, *generators = self.model.encoders()
+        backbone, *generators = self.model.backbones()
         learner = generators[0] if generators else backbone
         encode, encode_at = backbone.encode, learner.encode_at
 
         def timed_encode_at(
-            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset]
+            inputs_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset]
         ) -> torch.Tensor:
             if self.mode == "whole last block":
                 targets = replace(targets, max_per_row=None)
-            return self._timed(lambda: encode_at(rows_BTD, documents, targets, subsets))
+            return self._timed(lambda: encode_at(inputs_BTD, documents, targets, subsets))
 
         learner.encode_at = timed_encode_at  # type: ignore[method-assign, assignment]
         if generators:  # the model detects what a generator has replaced
-            backbone.encode = lambda rows_BTD, documents: self._timed(lambda: encode(rows_BTD, documents))  # type: ignore[method-assign]
+            backbone.encode = lambda inputs_BTD, documents: self._timed(  # type: ignore[method-assign]
+                lambda: encode(inputs_BTD, documents)
+            )
 
     def _timed(self, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         start = self.clock.now()
