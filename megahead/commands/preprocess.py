@@ -4,8 +4,13 @@ megahead preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --output
 megahead preprocess --input 'pile/*.jsonl.zst' --tokenizer 20B_tokenizer.json --output data/pile --per-file \
     --drop meta.pile_set_name=Books3
 
+megahead preprocess --table events.csv --user user --item item --time time --output data/events
+
 With --per-file every input file becomes a dataset in the folder --output; the same command continues after it was
 killed. `megahead merge-datasets` makes one dataset of them.
+
+With --table events (a user met an item) become sequences of item ids, without a tokenizer: PREFIX, PREFIX-validation,
+PREFIX-test and PREFIX-items.json.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+from megahead.data.event_table import EventColumns
+from megahead.data.item_sequences import EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, as_text_key, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar
-from megahead.errors import FieldError
+from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.remote_files import local_file
 from megahead.wording import pluralize
 
@@ -32,6 +39,13 @@ MAX_LOCATIONS = 10
 
 def main() -> None:
     arguments = parse_arguments()
+    print(preprocess_table(arguments) if arguments.table else preprocess_text(arguments))
+
+
+def preprocess_text(arguments: argparse.Namespace) -> str:
+    """Makes datasets of text; returns the final report."""
+    if arguments.tokenizer is None:
+        raise FieldError("--tokenizer", "name the tokenizer of the text", got="missing")
     wanted, unwanted = parse_conditions("--keep", arguments.keep), parse_conditions("--drop", arguments.drop)
     tail = arguments.holdout_tail
     recipe = Recipe(
@@ -51,7 +65,36 @@ def main() -> None:
             report = preprocess_shards(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
         else:
             report = preprocess(arguments.input, output=arguments.output, workers=workers, progress=bar, **vars(recipe))
-    print(describe_report(arguments.output, report, time.monotonic() - started))
+    return describe_report(arguments.output, report, time.monotonic() - started)
+
+
+def preprocess_table(arguments: argparse.Namespace) -> str:
+    """Makes datasets of events; returns the final report."""
+    names = {option: getattr(arguments, option) for option in ("user", "item", "time")}
+    for option, name in names.items():
+        if name is None:
+            raise FieldError(f"--{option}", f"name the table's column of the {option}", got="missing")
+    require_at_least(1, min_count=arguments.min_count)
+    vocabulary = None if arguments.items is None else ItemVocabulary.load(arguments.items)
+    with ProgressBar("Reading") as bar:
+        report = preprocess_events(
+            arguments.table,
+            EventColumns(**names),
+            arguments.output,
+            split=arguments.split,
+            min_count=arguments.min_count,
+            vocabulary=vocabulary,
+            progress=bar,
+        )
+    return describe_events(arguments.output, report)
+
+
+def describe_events(output: str, report: EventReport) -> str:
+    """The final report: counts, then the rows that were dropped, by reason."""
+    documents = ", ".join(f"{count:,} for {name}" for name, count in report.documents.items())
+    counts = f"{report.events:,} events of {report.users:,} users with {report.items:,} items"
+    dropped = [f"  dropped: {count:,} rows {reason}" for reason, count in report.dropped.items() if count]
+    return "\n".join([f"{output}: {counts}; sequences: {documents}", *dropped])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,8 +102,11 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     inputs = ".jsonl, .json, .csv, .tsv, .txt and .md (the whole file is one document), all may be compressed (.gz, "
     inputs += ".zst); .parquet; saved Hugging Face datasets; folders; globs; - for JSON lines on standard input"
-    add("--input", nargs="+", required=True, metavar="F", help=inputs)
-    add("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", nargs="+", metavar="F", help=inputs)
+    tables = ".csv, .tsv (with a header, may be compressed) or .parquet"
+    source.add_argument("--table", nargs="+", type=Path, metavar="F", help=f"tables of events: {tables}")
+    add("--tokenizer", metavar="T", help="tokenizer.json, or a SentencePiece .model")
     add("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     add("--per-file", action="store_true", help="one dataset for each input file, restartable")
     key = "key of the text, `a.b` for nested ones (default: text); of several the first that a record has"
@@ -79,6 +125,13 @@ def parse_arguments() -> argparse.Namespace:
     tail = "this fraction of each document, its end, goes there: for few or long ones"
     holdout.add_argument("--holdout-tail", metavar="X", help=tail)
     add("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
+    add = parser.add_argument_group("with --table").add_argument
+    for option in ("user", "item", "time"):
+        add(f"--{option}", metavar="COLUMN")
+    split = "what is held out: each user's last item for the test and the one before for validation, or what is after "
+    add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of the time (default: last)")
+    add("--min-count", type=int, default=1, metavar="N", help="drop items with fewer than N events")
+    add("--items", type=existing_path, metavar="FILE", help="keep the ids of an earlier PREFIX-items.json")
     return parser.parse_args()
 
 

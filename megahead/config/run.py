@@ -308,7 +308,8 @@ def _check_masking_schedule(config: RunConfig) -> None:
 def _check_tasks(config: RunConfig) -> None:
     if config.tasks:
         rule = "name the tokenizer that `tasks` are read with"
-        require(config.data.tokenizer is not None, "data.tokenizer", rule, got="missing")
+        has_text = set(config.tasks.names) != {"next_item"}
+        require(config.data.tokenizer is not None or not has_text, "data.tokenizer", rule, got="missing")
         reason = config.no_head_reason()
         refuse("tasks", reason and "given", f"of a run that {reason}, whose exports have no head")
 

@@ -321,6 +321,9 @@ class TasksConfig(Settings):
     text: str | None = None
     """Text, as for `megahead preprocess`, for the task `bits_per_byte`."""
 
+    items: str | None = None
+    """Prefix of a dataset of item sequences for the task `next_item`, as `megahead preprocess --table` makes it."""
+
     every: int = Field(gt=0)
     """Optimizer steps between evaluations, each with a checkpoint; also at the end."""
 

@@ -23,7 +23,14 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megahead.evaluate.harness_tasks import TASKS, LogProbabilityTask, require_for_encoder, task_rows, write_tasks
+from megahead.evaluate.harness_tasks import (
+    TASKS,
+    LogProbabilityTask,
+    ModelTask,
+    require_for_encoder,
+    task_rows,
+    write_tasks,
+)
 from megahead.evaluate.results import HarnessResult, Score, TaskResult
 from megahead.evaluate.scoring import LanguageModel, open_language_model
 from megahead.hf.published import context_length, is_encoder
@@ -48,9 +55,13 @@ def evaluate_tasks(
     """
     if is_encoder(model_dir):
         require_for_encoder(files)
-    model = open_language_model(model_dir, batch_size)
+    model = None
     for name, file in files.items():
         task = TASKS[name]
+        if isinstance(task, ModelTask):
+            yield task.score(model_dir, file, limit, batch_size)
+            continue
+        model = model or open_language_model(model_dir, batch_size)
         with forward_progress(model.model, f"{model_dir.name}: {name}"):
             if isinstance(task, LogProbabilityTask):
                 rows = task_rows(name, file, limit)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megahead.data.indexed import dataset_paths
+from megahead.data.item_sequences import read_sequences
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.results import Score
+from megahead.evaluate.results import Score, TaskResult
 from megahead.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -254,13 +256,35 @@ class LogProbabilityTask:
     """Whether encoders can be scored on it, by pseudo-log-likelihoods."""
 
 
+@dataclass(frozen=True)
+class ModelTask:
+    """A task that this package scores, with a model's folder, which needs no tokenizer."""
+
+    file: str | None
+    """As in `LMEvalTask`."""
+
+    read: Callable[[Path, int | None], Sequence[Any]]
+    """Reads the examples, up to a limit."""
+
+    score: Callable[[Path, Path, int | None, int | None], TaskResult]
+    """(model's folder, file, limit, batch size) -> result."""
+
+    for_encoders: bool
+
+
+def _score_next_item(*arguments: Any) -> TaskResult:
+    from megahead.evaluate.next_item import next_item  # imports torch
+
+    return next_item(*arguments)
+
+
 _ARC = jsonl_reader("question", "answerKey", convert=convert_arc)
 _RACE = jsonl_reader("article", "questions", "options", "answers", convert=convert_race)
 _BOOLQ = jsonl_reader("passage", "question", "label", convert=convert_boolq)
 _OPENBOOKQA = jsonl_reader("question_stem", "choices", "answerKey")
 _SCIQ = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
-TASKS: Mapping[str, LMEvalTask | LogProbabilityTask] = {
+TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, read_passages),
     "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", read_passages),
     "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _ARC),
@@ -278,10 +302,12 @@ TASKS: Mapping[str, LMEvalTask | LogProbabilityTask] = {
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
+    "next_item": ModelTask(None, read_sequences, _score_next_item, for_encoders=False),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
-`bits_per_byte`: any text that `megahead preprocess` reads.
+`bits_per_byte`: any text that `megahead preprocess` reads. `next_item`: a dataset that `megahead preprocess --table`
+makes.
 
 `blimp`: accuracy over all of BLiMP's paradigms, and over those of each field of grammar (`field`); `blimp_paradigms`:
 over all, and in each paradigm (`UID`).
@@ -291,24 +317,31 @@ over all, and in each paradigm (`UID`).
 
 
 def task_files(
-    names: Sequence[str], data: Path | None = None, cloze: Path | None = None, text: Path | None = None
+    names: Sequence[str],
+    data: Path | None = None,
+    cloze: Path | None = None,
+    text: Path | None = None,
+    items: Path | None = None,
 ) -> dict[str, Path]:
-    """Returns the file of each task, in the folder `data`, or `cloze` or `text`. Each is read once, to validate it.
+    """Returns the file of each task: in the folder `data`, or `cloze`, `text`, or the index of the dataset `items`.
+    Each is read once, to validate it.
 
     Raises FieldError (its field is an option of `megahead eval-harness`) or DataError.
     """
     files = {}
+    index = None if items is None else dataset_paths(items)[1]
+    options = {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text), "next_item": ("--items", index)}
     for name in names:
         if name not in TASKS:
             raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=did_you_mean(name, TASKS))
-        files[name] = _task_file(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
+        files[name] = _task_file(name, data, options)
         task_rows(name, files[name])
     return files
 
 
 def require_for_encoder(names: Iterable[str]) -> None:
     """Raises FieldError for a task that only a decoder can be scored on."""
-    encoder_tasks = [name for name, task in TASKS.items() if isinstance(task, LogProbabilityTask) and task.for_encoders]
+    encoder_tasks = [name for name, task in TASKS.items() if not isinstance(task, LMEvalTask) and task.for_encoders]
     for name in names:
         if name not in encoder_tasks:
             raise FieldError("--tasks", f"name tasks of {', '.join(encoder_tasks)} for an encoder", got=name)
@@ -318,7 +351,7 @@ def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
     """Returns the (first `limit`) examples of a task, as its definition or score function reads them; DataError for a
     file that is not the task's."""
     task = TASKS[name]
-    rows = task.read(file, limit) if isinstance(task, LogProbabilityTask) else task.read(file)[:limit]
+    rows = task.read(file)[:limit] if isinstance(task, LMEvalTask) else task.read(file, limit)
     if not rows:
         raise DataError(f"`{file}` must hold examples, but is empty.")
     return rows
@@ -334,7 +367,7 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
     definitions.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
         task = TASKS[name]
-        if isinstance(task, LogProbabilityTask):
+        if not isinstance(task, LMEvalTask):
             continue
         rows = folder / f"{name}.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows(name, file)), encoding="utf-8")

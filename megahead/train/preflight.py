@@ -16,6 +16,7 @@ _SETTING_BY_OPTION = {
     "--data": "tasks.data",
     "--cloze": "tasks.cloze",
     "--text": "tasks.text",
+    "--items": "tasks.items",
 }
 _SPECIAL_TOKENS = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
 """Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
@@ -89,7 +90,7 @@ def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
     """The run's task files by task (`task_files`). Errors name settings instead of the command's options."""
     from megahead.evaluate.harness_tasks import require_for_encoder, task_files
 
-    folders = [None if path is None else Path(path) for path in (config.data, config.cloze, config.text)]
+    folders = [None if path is None else Path(path) for path in (config.data, config.cloze, config.text, config.items)]
     try:
         if encoder:
             require_for_encoder(config.names)
@@ -103,6 +104,8 @@ def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     settings = config.flat()
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     yield from (("data", f"{prefix}{suffix}") for prefix in prefixes if prefix for suffix in (".bin", ".idx"))
+    if config.tasks and config.tasks.items:
+        yield "tasks.items", f"{config.tasks.items}.idx"
     names = ["data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf"]
     names += ["tasks.data", "tasks.cloze", "tasks.text"]
     yield from ((name, settings[name]) for name in names if settings.get(name) is not None)

@@ -1,0 +1,210 @@
+"""The task `next_item`: ranks all items as the next one of held-out sequences.
+
+U sequences, N items, n items of a block, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megahead.data.indexed import Array, IndexedDataset
+from megahead.data.item_sequences import END_ID, read_sequences
+from megahead.errors import DataError
+from megahead.evaluate.results import Score, TaskResult
+from megahead.hf.published import context_length, load_causal
+
+CUTOFF = 10
+"""k of HR@k, NDCG@k and coverage@k."""
+
+_MAX_BLOCK_ITEMS = 1 << 16
+_MAX_BATCH_TOKENS = 1 << 14
+
+
+def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size: int | None = None) -> TaskResult:
+    """Ranks the last item of each document of a dataset among all items, given those before it, by the decoder in
+    `model_dir` with its head, in fp32, on a GPU if there is one.
+
+    Scores: HR@10, NDCG@10, MRR with standard errors over sequences, and coverage@10 (the share of items that are among
+    the first ten of some sequence); each over all items, and with `_unseen` over those that the sequence has not had
+    (there a repeated item counts as never found). Cost: a forward pass, and U x N products in blocks.
+    """
+    sequences = read_sequences(file, limit)
+    model, num_ids = ItemModel(model_dir), _num_ids(file)
+    model.require_ids(num_ids)
+    ranks = [
+        rank_next_items(model.vectors, model.contexts(batch), batch, num_ids)
+        for batch in _batches(sequences, batch_size or model.batch_size(sequences))
+    ]
+    return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
+
+
+def _num_ids(file: Path) -> int:
+    info = IndexedDataset(file.with_suffix("")).info
+    if info is None:
+        raise DataError(f"`{file.with_suffix('.json')}` must name the number of ids, but is missing.")
+    return info.vocab_size
+
+
+def _batches(sequences: Sequence[Array], size: int) -> Iterator[Sequence[Array]]:
+    for start in range(0, len(sequences), size):
+        yield sequences[start : start + size]
+
+
+@dataclass(frozen=True)
+class ItemVectors:
+    """A score is the product of a context vector and an item's vector, plus the item's bias."""
+
+    vectors_ND: Tensor
+    bias_N: Tensor | None
+
+    def block_scores(self, contexts_UD: Tensor, first: int, end: int) -> Tensor:
+        """[U, n]: the scores of the ids from `first` to `end` - 1."""
+        bias_n = None if self.bias_N is None else self.bias_N[first:end]
+        return torch.nn.functional.linear(contexts_UD, self.vectors_ND[first:end], bias_n)
+
+    def scores(self, contexts_UD: Tensor, ids_U: Tensor) -> Tensor:
+        """[U]: the score of one id for each context."""
+        scores_U = (contexts_UD * self.vectors_ND[ids_U]).sum(-1)
+        return scores_U if self.bias_N is None else scores_U + self.bias_N[ids_U]
+
+
+class ItemModel:
+    """A Hugging Face decoder of items, in fp32, on a GPU if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        """CheckpointError for a folder without a head."""
+        self._model = load_causal(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+        self._folder, self._head = folder, self._model.get_output_embeddings()
+        bias_N = None if self._head.bias is None else self._head.bias.detach()
+        self.vectors = ItemVectors(self._head.weight.detach(), bias_N)
+
+    def require_ids(self, count: int) -> None:
+        """DataError unless the model has that many ids."""
+        num_ids = len(self.vectors.vectors_ND)
+        if num_ids < count:
+            raise DataError(
+                f"`{self._folder}` must have the {count:,} ids of the sequences, but has {num_ids:,} "
+                "instead; preprocess the sequences with `--items` of the model's training data."
+            )
+
+    def batch_size(self, sequences: Sequence[Array]) -> int:
+        """Sequences at once: 16,384 tokens."""
+        longest = min(context_length(self._model), max(map(len, sequences)))
+        return max(1, _MAX_BATCH_TOKENS // longest)
+
+    @torch.inference_mode()
+    def contexts(self, sequences: Sequence[Array]) -> Tensor:
+        """[U, D]: the head's input after all items but the last of each sequence (the most recent that fit)."""
+        context = context_length(self._model)
+        histories = [torch.from_numpy(ids[:-1][-context:].astype(np.int64)) for ids in sequences]
+        ids_UT = torch.nn.utils.rnn.pad_sequence(histories, batch_first=True).to(self._model.device)
+        last_U = torch.tensor([len(history) - 1 for history in histories], device=ids_UT.device)
+
+        def select_last(_: Any, __: Any, outputs: Any) -> Any:
+            outputs.last_hidden_state = outputs.last_hidden_state[torch.arange(len(last_U)), last_U][:, None]
+            return outputs
+
+        hook = self._model.base_model.register_forward_hook(select_last)
+        self._head.forward = lambda hidden: hidden  # its product is computed in blocks of items
+        try:
+            contexts_U1D: Tensor = self._model(input_ids=ids_UT, use_cache=False).logits
+        finally:
+            del self._head.forward
+            hook.remove()
+        return contexts_U1D[:, 0].float()
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Where the next items of some sequences are among all items."""
+
+    ranks_U: Tensor
+    """float64: 1 for the best; half a place for each other item of the same score."""
+
+    first_items: Tensor
+    """[U, k] int64: ids of the items with the highest scores; the end id where there are fewer."""
+
+
+def rank_next_items(
+    items: ItemVectors,
+    contexts_UD: Tensor,
+    sequences: Sequence[Array],
+    num_ids: int,
+    block_items: int = _MAX_BLOCK_ITEMS,
+) -> tuple[Ranking, Ranking]:
+    """Ranks the last item of each sequence: among all ids from 1 to `num_ids` - 1, and among those not in the sequence
+    before. Memory: a few times U x block_items scores."""
+    device = contexts_UD.device
+    targets_U = torch.tensor([int(ids[-1]) for ids in sequences], device=device)
+    rows = np.repeat(np.arange(len(sequences)), [len(ids) - 1 for ids in sequences])
+    seen_row, seen_id = (torch.from_numpy(part).to(device) for part in (rows, _histories(sequences)))
+    every, unseen = (_RankingSums(targets_U) for _ in range(2))
+    target_scores_U = items.scores(contexts_UD, targets_U)
+    for first in range(END_ID + 1, num_ids, block_items):
+        end = min(first + block_items, num_ids)
+        scores_Un = items.block_scores(contexts_UD, first, end)
+        own_row = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]
+        scores_Un[own_row, targets_U[own_row] - first] = target_scores_U[own_row]
+        every.add(scores_Un, target_scores_U, first)
+        in_block = (seen_id >= first) & (seen_id < end)
+        scores_Un[seen_row[in_block], seen_id[in_block] - first] = -torch.inf
+        unseen.add(scores_Un, target_scores_U, first)
+    is_repeated_U = torch.zeros(len(sequences), dtype=torch.bool, device=device)
+    is_repeated_U[seen_row[seen_id == targets_U[seen_row]]] = True
+    return every.ranking(), unseen.ranking(is_repeated_U)
+
+
+def _histories(sequences: Sequence[Array]) -> Array:
+    return np.concatenate([ids[:-1] for ids in sequences]).astype(np.int64)
+
+
+class _RankingSums:
+    """Counts of better and equal items, and the best items, over blocks."""
+
+    def __init__(self, targets_U: Tensor) -> None:
+        self._better_U = torch.zeros(len(targets_U), dtype=torch.float64, device=targets_U.device)
+        self._best_scores = torch.empty(len(targets_U), 0, device=targets_U.device)
+        self._best_items = torch.empty(len(targets_U), 0, dtype=torch.int64, device=targets_U.device)
+
+    def add(self, scores_Un: Tensor, target_scores_U: Tensor, first: int) -> None:
+        """Adds a block whose first id is `first`; the target is one of the items."""
+        is_better_Un, is_equal_Un = scores_Un > target_scores_U[:, None], scores_Un == target_scores_U[:, None]
+        self._better_U += is_better_Un.sum(1) + is_equal_Un.sum(1) / 2
+        best = scores_Un.topk(min(CUTOFF, scores_Un.shape[1]))
+        scores = torch.cat([self._best_scores, best.values], 1)
+        self._best_scores, order = scores.topk(min(CUTOFF, scores.shape[1]))
+        self._best_items = torch.cat([self._best_items, best.indices + first], 1).gather(1, order)
+
+    def ranking(self, is_lost_U: Tensor | None = None) -> Ranking:
+        """The ranking so far; targets of `is_lost_U` have the rank infinity."""
+        ranks_U = self._better_U + 0.5  # the target itself counted half
+        if is_lost_U is not None:
+            ranks_U = ranks_U.masked_fill(is_lost_U, torch.inf)
+        return Ranking(ranks_U, self._best_items.where(self._best_scores.isfinite(), END_ID))
+
+
+def summarize(rankings: Sequence[tuple[Ranking, Ranking]], num_items: int) -> list[Score]:
+    """HR@k, NDCG@k, MRR and coverage@k over all items, then over unseen ones."""
+    scores = []
+    for suffix, parts in zip(("", "_unseen"), zip(*rankings, strict=True), strict=True):
+        ranks_U = torch.cat([part.ranks_U for part in parts])
+        is_hit_U = ranks_U <= CUTOFF
+        gains = {
+            f"hr@{CUTOFF}{suffix}": is_hit_U.double(),
+            f"ndcg@{CUTOFF}{suffix}": is_hit_U / (ranks_U + 1).log2(),
+            f"mrr{suffix}": 1 / ranks_U,
+        }
+        for metric, gain_U in gains.items():
+            stderr = gain_U.std().item() / sqrt(len(gain_U)) if len(gain_U) > 1 else None
+            scores.append(Score(metric, gain_U.mean().item(), stderr))
+        recommended = torch.cat([part.first_items for part in parts]).unique()
+        scores.append(Score(f"coverage@{CUTOFF}{suffix}", int((recommended != END_ID).sum()) / num_items, None))
+    return scores
