@@ -3,6 +3,7 @@
 megahead convert to-hf --checkpoint runs/headless --output exports/headless --head pmi [--push OWNER/NAME]
 megahead convert from-hf --model exports/headless --output runs/imported
 megahead convert revocabulary --model runs/headless --tokenizer larger.json --output runs/larger
+megahead convert items --model runs/items --output exports/items --sequences data/items-test
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main() -> None:
 
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(revocabulary_summary(report))
+    elif arguments.direction == "items":
+        console.print(items_summary(arguments))
     else:
         for message in to_hf(arguments):
             console.print(message)
@@ -89,6 +92,21 @@ def export_summary(report: ExportReport) -> str:
     return "\n".join(lines)
 
 
+def items_summary(arguments: argparse.Namespace) -> str:
+    """Writes vectors of items and sequences; describes them."""
+    from megahead.data.indexed import dataset_paths
+    from megahead.data.item_sequences import ItemVocabulary, read_sequences
+    from megahead.evaluate.item_vectors import write_vectors
+
+    vocabulary = None if arguments.items is None else ItemVocabulary.load(arguments.items)
+    sequences = [] if arguments.sequences is None else read_sequences(dataset_paths(arguments.sequences)[1])
+    report = write_vectors(arguments.model, arguments.output, sequences, vocabulary)
+    return (
+        f"wrote {arguments.output}: {report.num_items:,} items and {report.num_sequences:,} contexts of {report.size} "
+        f"features; their products are the model's scores within {report.largest_error:.1e}"
+    )
+
+
 def revocabulary_summary(report: RevocabularyReport) -> str:
     """Describes the new vocabulary: rows that were kept, averaged from pieces, and new."""
     return (
@@ -123,6 +141,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     special = "ids of an encoder's special tokens, if its files do not name them"
     add("--special-ids", type=int, nargs=3, metavar=("MASK", "CLS", "SEP"), help=special)
+
+    add = directions.add_parser(
+        "items", help="vectors of items and sequences for nearest-neighbour search"
+    ).add_argument
+    add("--model", type=checkpoint_path, required=True, metavar="DIR", help="run, checkpoint or export")
+    add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier one of this command")
+    add("--items", type=existing_path, metavar="FILE", help="items.json (default: beside the run's training data)")
+    add("--sequences", type=Path, metavar="PREFIX", help="dataset whose documents get context vectors")
 
     add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument
     model = "run, checkpoint, or folder as for from-hf"

@@ -126,8 +126,9 @@ def parse_arguments() -> argparse.Namespace:
     holdout.add_argument("--holdout-tail", metavar="X", help=tail)
     add("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
     add = parser.add_argument_group("with --table").add_argument
-    for option in ("user", "item", "time"):
-        add(f"--{option}", metavar="COLUMN")
+    add("--user", metavar="COLUMN")
+    add("--item", metavar="COLUMN")
+    add("--time", metavar="COLUMN")
     split = "what is held out: each user's last item for the test and the one before for validation, or what is after "
     add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of the time (default: last)")
     add("--min-count", type=int, default=1, metavar="N", help="drop items with fewer than N events")

@@ -108,6 +108,7 @@ def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str
     """(float64, null where there is no time; the kinds of times: `number`, `date`)."""
     import pandas as pd
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     if pa.types.is_temporal(column.type):
         return column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), {"date"}
@@ -119,7 +120,5 @@ def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str
     numbers = pd.to_numeric(texts, errors="coerce").astype("float64")
     dates = pd.to_datetime(texts.where(numbers.isna()), errors="coerce", format="ISO8601", utc=True)
     kinds = {kind for kind, values in (("number", numbers), ("date", dates)) if values.notna().any()}
-    if "date" in kinds:
-        microseconds = dates.to_numpy().astype("datetime64[us]").astype("int64").astype("float64")
-        numbers = numbers.where(dates.isna(), microseconds)
-    return pa.array(numbers, from_pandas=True), kinds
+    microseconds = pa.array(dates, pa.timestamp("us", "UTC"), from_pandas=True).cast(pa.int64()).cast(pa.float64())
+    return pc.coalesce(pa.array(numbers, from_pandas=True), microseconds), kinds

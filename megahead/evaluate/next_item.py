@@ -39,9 +39,10 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     sequences = read_sequences(file, limit)
     model, num_ids = ItemModel(model_dir), _num_ids(file)
     model.require_ids(num_ids)
+    size = batch_size or model.batch_size(sequences)
     ranks = [
-        rank_next_items(model.vectors, model.contexts(batch), batch, num_ids)
-        for batch in _batches(sequences, batch_size or model.batch_size(sequences))
+        rank_next_items(model.vectors, model.contexts([ids[:-1] for ids in batch]), batch, num_ids)
+        for batch in _batches(sequences, size)
     ]
     return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
 
@@ -97,16 +98,28 @@ class ItemModel:
 
     def batch_size(self, sequences: Sequence[Array]) -> int:
         """Sequences at once: 16,384 tokens."""
-        longest = min(context_length(self._model), max(map(len, sequences)))
+        longest = min(context_length(self._model), max(map(len, sequences), default=1))
         return max(1, _MAX_BATCH_TOKENS // longest)
+
+    def all_contexts(self, sequences: Sequence[Array]) -> Iterator[Tensor]:
+        """Yields the context vectors of all sequences, batch by batch."""
+        for batch in _batches(sequences, self.batch_size(sequences)):
+            yield self.contexts(batch)
+
+    @torch.inference_mode()
+    def logits(self, ids: Array) -> Tensor:
+        """[N]: the scores of all ids after one sequence, by the whole model."""
+        ids_1T = torch.from_numpy(ids[-context_length(self._model) :].astype(np.int64))[None]
+        logits_N: Tensor = self._model(input_ids=ids_1T.to(self._model.device)).logits[0, -1]
+        return logits_N
 
     @torch.inference_mode()
     def contexts(self, sequences: Sequence[Array]) -> Tensor:
-        """[U, D]: the head's input after all items but the last of each sequence (the most recent that fit)."""
+        """[U, D]: the head's input after each sequence (its most recent items that fit)."""
         context = context_length(self._model)
-        histories = [torch.from_numpy(ids[:-1][-context:].astype(np.int64)) for ids in sequences]
-        ids_UT = torch.nn.utils.rnn.pad_sequence(histories, batch_first=True).to(self._model.device)
-        last_U = torch.tensor([len(history) - 1 for history in histories], device=ids_UT.device)
+        ids = [torch.from_numpy(ids[-context:].astype(np.int64)) for ids in sequences]
+        ids_UT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
+        last_U = torch.tensor([len(part) - 1 for part in ids], device=ids_UT.device)
 
         def select_last(_: Any, __: Any, outputs: Any) -> Any:
             outputs.last_hidden_state = outputs.last_hidden_state[torch.arange(len(last_U)), last_U][:, None]

@@ -37,7 +37,7 @@ def asked(line: str, folder: Path, *options: str) -> tuple[int, list[str]]:
     [
         ("megahead pre", ["preprocess", "pretrain"]),
         ("megahead train-tokenizer --vocab", ["--vocab-size"]),
-        ("megahead convert ", ["-h", "--help", "to-hf", "from-hf", "revocabulary"]),
+        ("megahead convert ", ["-h", "--help", "to-hf", "from-hf", "items", "revocabulary"]),
         ("megahead convert to-hf --head ", ["none", "tied", "pmi", "trained"]),
         ("megahead convert to-hf --checkpoint s3://nowhere/step-1 --dt", ["--dtype"]),  # not fetched
         ("megahead pretrain --wor", ["--world-size"]),  # it would end by os._exit after an error
