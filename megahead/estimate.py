@@ -29,6 +29,15 @@ def candidate_rows(config: RunConfig) -> int:
     return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
 
 
+def _own_targets(config: RunConfig) -> tuple[int, int]:
+    """The auxiliary objective's own targets of a row, and their candidates in a micro-batch."""
+    auxiliary = config.objective.auxiliary()
+    targets = 0 if auxiliary is None else auxiliary.targets_per_row(config.data.sequence_length)
+    if config.objective.name == "vanilla":
+        return targets, config.model.padded_vocab_size()
+    return targets, expected_candidates(config.batch.micro_size * targets, config.model.vocab_size)
+
+
 # D hidden size, A total width of the query heads (mostly D), K total width of the key heads, F width of the MLP, L
 # blocks, V rows of the embedding table (padding included).
 
@@ -182,7 +191,9 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     layers = sum(model.num_layers for model in _model_configs(config)) - sum(
         subset.layers_saved() for subset in subset_layers(config)
     )
-    return element_size * tokens * (layers * saved_per_layer + temporary)
+    auxiliary = config.objective.auxiliary()
+    own_layers = 0 if auxiliary is None else auxiliary.num_layers * tensor  # each rank has them whole
+    return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
 
 
 # Floating-point operations of training, from the config.
@@ -257,7 +268,7 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     auxiliary objective are not counted if their number depends on the text."""
     length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
     model, generator, head = config.model_in_training(), config.generator_config(), _head_flops(config, candidate_rows)
-    head += 0.0 if auxiliary is None else auxiliary.head_flops(model)
+    head += 0.0 if auxiliary is None else auxiliary.head_flops(model, length)
     if generator is None:
         outputs = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
         flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
@@ -274,7 +285,11 @@ def _head_flops(config: RunConfig, candidate_rows: int) -> float:
     if auxiliary is not None and auxiliary.samples_tokens:
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
-    return share * 2 * config.model.hidden_size * (products * candidate_rows + sampled + vanilla)
+    products_per_token = share * (products * candidate_rows + sampled + vanilla)
+    if auxiliary is not None:
+        targets, candidates = _own_targets(config)
+        products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
+    return 2 * config.model.hidden_size * products_per_token
 
 
 def _mean_window(radius: int, tokens: int, sides: int) -> float:
@@ -437,10 +452,13 @@ def _loss_bytes(config: RunConfig, element_size: int) -> float:
 
     In half precision the rows' gradient is also accumulated in fp32, and residuals are separate from scores.
     """
-    targets = config.batch.micro_size * config.targets_per_row()
-    rows = candidate_rows(config) / config.parallel.tensor
-    is_half = element_size == 2
-    chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs_per_chunk(targets, math.ceil(rows), score_size=4)
-    matrices = 2 * element_size * (targets + rows) + (4 * rows if is_half else 0)
-    derivatives = 4 if config.objective.score == "harmonic" else 0
-    return matrices * config.model.hidden_size + ((4 + element_size if is_half else 4) + derivatives) * chunk * rows
+    is_half, derivatives, total = element_size == 2, 4 if config.objective.score == "harmonic" else 0, 0.0
+    for targets_per_row, candidates in ((config.targets_per_row(), candidate_rows(config)), _own_targets(config)):
+        targets, rows = config.batch.micro_size * targets_per_row, candidates / config.parallel.tensor
+        if not targets:
+            continue
+        chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs_per_chunk(targets, math.ceil(rows), score_size=4)
+        matrices = 2 * element_size * (targets + rows) + (4 * rows if is_half else 0)
+        scores = ((4 + element_size if is_half else 4) + derivatives) * chunk * rows
+        total += matrices * config.model.hidden_size + scores
+    return total

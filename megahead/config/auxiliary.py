@@ -39,6 +39,9 @@ class AuxiliarySettings(Settings):
     needs_all_outputs: ClassVar[bool] = False
     """Whether it needs the hidden states of all tokens, not only of those with targets."""
 
+    num_layers: ClassVar[int] = 0
+    """Blocks of its own that read all tokens, for estimates of memory."""
+
     skews_targets: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
@@ -75,11 +78,15 @@ class AuxiliarySettings(Settings):
         """Whether it samples from all ids by the training-free head, not from the candidates."""
         return False
 
+    def targets_per_row(self, sequence_length: int) -> int:
+        """Targets of its own in a full row, which the run's softmax predicts."""
+        return 0
+
     def head_parameters(self, model: ModelConfig) -> int:
         """Number of its own parameters, without a generator."""
         return 0
 
-    def head_flops(self, model: ModelConfig) -> float:
+    def head_flops(self, model: ModelConfig, sequence_length: int) -> float:
         """FLOPs per token of these parameters, forward and backward."""
         return 0.0
 

@@ -13,6 +13,7 @@ from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.config.retromae import RetroMAEConfig
 from megahead.errors import ConfigError
 
 
@@ -100,6 +101,7 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 _AUXILIARY_CLASSES: dict[str, type[AuxiliarySettings]] = {
     "phrases": PhrasesConfig,
     "replaced_tokens": ReplacedTokensConfig,
+    "retromae": RetroMAEConfig,
     "custom": CustomConfig,
 }
 """Fields of `ObjectiveConfig` for auxiliary objectives, with their settings."""
@@ -166,6 +168,9 @@ class ObjectiveConfig(Settings):
 
     phrases: PhrasesConfig | None = None
     """encoder: also learns phrases that several rows share (NPM); none by default."""
+
+    retromae: RetroMAEConfig | None = None
+    """encoder: also reads texts back from [CLS], for retrieval (RetroMAE); none by default."""
 
     custom: CustomConfig | None = None
     """An auxiliary objective of your own, beside the softmax (docs/extending.md)."""

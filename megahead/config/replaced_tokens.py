@@ -90,7 +90,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
         """Parameters of the detection head: D^2 + 2 D + 1."""
         return (model.hidden_size + 2) * model.hidden_size + 1
 
-    def head_flops(self, model: ModelConfig) -> float:
+    def head_flops(self, model: ModelConfig, sequence_length: int) -> float:
         """FLOPs of the detection head's transform and score per token: 3 * 2 (D^2 + D)."""
         return 3 * 2 * (model.hidden_size**2 + model.hidden_size)
 

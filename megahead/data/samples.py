@@ -246,6 +246,7 @@ class Purpose(IntEnum):
     DIFFUSION_POSITIONS = 42
     REPLACED_TOKENS = 51
     DROPPING_TIES = 61
+    RETROMAE = 71
 
 
 class CounterRng:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.errors import ConfigError
-from megahead.models.documents import Documents
+from megahead.models.documents import Documents, mask_to_bias
 
 # Attention of bf16 rows on a CPU: forward by torch's kernel, backward by the fastest of three implementations.
 #
@@ -219,6 +219,15 @@ def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, 
     is_grouped = q.shape[1] != k.shape[1]
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=is_grouped)
     return heads.transpose(1, 2)
+
+
+def attend_with_mask(q_BMHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_BMT: Tensor, dropout: float = 0.0) -> Tensor:
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries per row, each over the tokens where `mask_BMT` is True."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
+    k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
+    if should_use_masked_bf16_attention(q, k.shape[2], dropout):
+        return bf16_attention(q, k, v, False, mask_to_bias(mask_BMT, q.dtype)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
 
 
 def attend_masked(

@@ -22,11 +22,9 @@ from megahead.models.attention_backends import (
     AttentionFunction,
     attend,
     attend_rows,
-    bf16_attention,
-    repeat_kv,
-    should_use_masked_bf16_attention,
+    attend_with_mask,
 )
-from megahead.models.documents import Documents, TargetPositions, mask_to_bias
+from megahead.models.documents import Documents, TargetPositions
 from megahead.models.layers import MLP, GatedMLP, LayerNorm, RMSNorm, Rotation, apply_rotary, dropout
 
 # Self-attention: with a fused QKV projection (GPT-NeoX), or separate query, key and value projections (BERT, Llama).
@@ -146,12 +144,8 @@ def attend_at_targets(
     the tokens up to its position."""
     if not documents.needs_mask and not causal:
         return attend_rows(q_BMHd, k_BTKd, v_BTKd, dropout, causal)
-    q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
-    k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
     mask_BMT = targets.mask(documents.causal_mask_BTT if causal else documents.mask_BTT)
-    if should_use_masked_bf16_attention(q, k.shape[2], dropout):
-        return bf16_attention(q, k, v, causal, mask_to_bias(mask_BMT, q.dtype)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
+    return attend_with_mask(q_BMHd, k_BTKd, v_BTKd, mask_BMT, dropout)
 
 
 # Blocks, their recomputation in the backward pass, and their compilation.

@@ -1,13 +1,13 @@
 """Auxiliary objectives, trained in addition to the softmax over candidates: their interface and construction.
 
-B rows, T inputs per row, M = B T, D features, N targets.
+B rows, T inputs per row, M = B T, D features, N targets, P targets of an objective's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -30,6 +30,24 @@ class Predictions(Protocol):
 
     def __call__(self, bias_V: Tensor | None = None, *, all_ids: bool) -> list[Softmax]:
         """The softmax over all ids, with the head's bias `bias_V`, or for each candidate group over its candidates."""
+        ...
+
+
+class Targets(NamedTuple):
+    """What P outputs of an objective must predict beside the batch's targets."""
+
+    index_P: Tensor
+    """int64, increasing: the positions of these outputs among all B * T."""
+
+    ids_P: Tensor
+    """int64: their targets."""
+
+
+class TargetsLoss(Protocol):
+    """Predicts an objective's own targets by the run's softmax, whose candidates are those of its candidate groups."""
+
+    def __call__(self, outputs_PD: Tensor) -> Tensor:
+        """The loss summed over these targets, differentiable."""
         ...
 
 
@@ -56,6 +74,12 @@ class ForwardContext:
 
     training: bool = True
 
+    first_BD: Tensor | None = None
+    """Final hidden states of the rows' first tokens, [CLS], if the objective `needs_first_outputs`."""
+
+    targets_loss: TargetsLoss | None = None
+    """In training the loss of the objective's own `targets`, if it has some."""
+
 
 class Auxiliary(nn.Module):
     """An auxiliary objective: `prepare` runs in the loader's thread, `sums` in each micro-batch's forward pass.
@@ -71,6 +95,9 @@ class Auxiliary(nn.Module):
     needs_all_outputs = False
     """Whether it needs `ForwardContext.hidden_MD`; by default only targets' outputs are computed. Built-in objectives
     define it in their settings, for estimates."""
+
+    needs_first_outputs = False
+    """Whether it needs `ForwardContext.first_BD`."""
 
     is_evaluated = False
     """Whether it is also evaluated on held-out text."""
@@ -105,9 +132,15 @@ class Auxiliary(nn.Module):
         return _AuxiliaryCollator(collator, cls, config, seed)
 
     @classmethod
-    def num_loss_terms(cls, batch: Batch) -> int | None:
-        """The number of terms in the batch that the loss is a mean over; None: the targets, weighted."""
+    def targets(cls, batch: Batch) -> Targets | None:
+        """Targets of its own, which `ForwardContext.targets_loss` predicts; None: it has none."""
         return None
+
+    @classmethod
+    def num_loss_terms(cls, batch: Batch) -> int | None:
+        """The number of terms in the batch that the loss is a mean over: its own targets; None: the batch's."""
+        targets = cls.targets(batch)
+        return None if targets is None else len(targets.ids_P)
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
         """Scalar tensors by name, summed over the batch: `loss`, which is differentiated, and metrics, which are logged

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from megahead.data.samples import derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import CandidateSet, Objective
+from megahead.objectives.auxiliary import Auxiliary
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
@@ -124,9 +125,9 @@ class StepLoader:
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples.
-    `num_loss_terms`: of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over
-    them; `tensor_group`: the ranks that read the same samples. Batches are on the CPU, prepared for `device`, which
-    computes in half precision if `half`.
+    `auxiliary`: the class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded
+    over them; `tensor_group`: the ranks that read the same samples. Batches are on the CPU, prepared for `device`,
+    which computes in half precision if `half`.
     """
 
     def __init__(
@@ -142,13 +143,13 @@ class StepLoader:
         device: torch.device = CPU,
         half: bool = False,
         collator: RowCollator | None = None,
-        num_loss_terms: Callable[[Batch], int | None] | None = None,
+        auxiliary: type[Auxiliary] = Auxiliary,
         planning_group: Group | None = None,
         tensor_group: Group | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, collator)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._num_loss_terms = num_loss_terms or (lambda batch: None)
+        self._auxiliary = auxiliary
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -162,12 +163,16 @@ class StepLoader:
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that starts at `first_sample`.
 
-        One all-gather of 3 A numbers, and one of ids if candidate groups are larger than micro-batches.
+        One all-gather of 3 A numbers, and if candidate groups are larger than micro-batches one of ids, and one more
+        for the auxiliary objective's own targets.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes = [(batch.target_ids_N.numel(), batch.total_weight(), self._num_loss_terms(batch)) for batch in batches]
+        sizes = [
+            (batch.target_ids_N.numel(), batch.total_weight(), self._auxiliary.num_loss_terms(batch))
+            for batch in batches
+        ]
         local_sizes = torch.tensor([[size or 0 for size in batch_sizes] for batch_sizes in sizes], dtype=torch.float64)
         counts_RA, weights_RA, auxiliary_RA = self._group.all_gather(local_sizes).unbind(-1)
         counts_RA = counts_RA.long()
@@ -177,9 +182,25 @@ class StepLoader:
         )
         factors = loss_weight, None if sizes[0][-1] is None else auxiliary_weight
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        micro_batches = [MicroBatch(*pair, *factors) for pair in zip(batches, candidates, strict=True)]
+        own_candidates = self._own_candidates(first_sample, batches, auxiliary_RA.long())
+        parts = zip(batches, candidates, own_candidates, strict=True)
+        micro_batches = [MicroBatch(batch, groups, *factors, own) for batch, groups, own in parts]
         prepared = [micro.prepare_for(self._device, self._half) for micro in micro_batches]
         return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
+
+    def _own_candidates(
+        self, first_sample: int, batches: Sequence[Batch], counts_RA: Tensor
+    ) -> list[tuple[Candidates, ...]]:
+        """For each micro-batch, the candidates of the auxiliary objective's own targets; none if it has no targets."""
+        targets = [self._auxiliary.targets(batch) for batch in batches]
+        own_batches = [
+            replace(batch, target_index_N=own.index_P, target_ids_N=own.ids_P, weight_N=None)
+            for batch, own in zip(batches, targets, strict=True)
+            if own is not None
+        ]
+        if not own_batches:
+            return [()] * len(batches)
+        return self._candidate_groups.choose(first_sample, own_batches, counts_RA, self._group)
 
     def _plan_rows(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
         """The exchange of the embedding's rows, each fetched once for all micro-batches of the step."""

@@ -44,6 +44,16 @@ def target_positions_of(batch: Batch) -> TargetPositions:
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
+def target_and_first_positions_of(batch: Batch) -> tuple[TargetPositions, Tensor]:
+    """The positions with a target and those of the rows' first tokens, which have none, in order; int64 [N + B]: where
+    each target is among them, then each first token."""
+    (rows, row_length), index_N = batch.input_ids_BT.shape, batch.target_index_N
+    index = torch.cat([index_N, torch.arange(0, rows * row_length, row_length, device=index_N.device)])
+    order = index.argsort()
+    most = None if batch.max_targets_per_row is None else batch.max_targets_per_row + 1
+    return TargetPositions(index[order], rows, row_length, most), order.argsort()
+
+
 def all_positions_of(batch: Batch) -> TargetPositions:
     """All positions of the batch."""
     ids_BT = batch.input_ids_BT
@@ -87,12 +97,16 @@ class MicroBatch:
     auxiliary_weight: float | None = None
     """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
 
+    auxiliary_candidates: tuple[Candidates, ...] = ()
+    """As `candidates`, for the own targets of an auxiliary objective."""
+
     buffer: Tensor | None = None
     """The bytes of all its tensors, which are views of it (see `pack`); None: they have separate memory."""
 
     def ids(self) -> Tensor:
         """int64: the ids of all embeddings that it looks up, inputs and candidates."""
-        candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
+        groups = (*self.candidates, *self.auxiliary_candidates)
+        candidates = [group.ids_U for group in groups if group.ids_U is not None]
         return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -122,9 +136,8 @@ class MicroBatch:
         """
         if device.type != "cuda":
             return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
-        candidates = tuple(group.with_float32_biases() for group in self._pad_candidates(CANDIDATE_MULTIPLE).candidates)
-        batch = with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE)
-        packed = replace(self, batch=batch, candidates=candidates).pack()
+        padded = self._pad_candidates(CANDIDATE_MULTIPLE)._map_candidates(Candidates.with_float32_biases)
+        packed = replace(padded, batch=with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE)).pack()
         assert packed.buffer is not None
         return packed._view(packed.buffer.pin_memory())
 
@@ -140,11 +153,15 @@ class MicroBatch:
         return replace(self._map_tensors(view), buffer=buffer)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-        candidates = tuple(group.map_tensors(function) for group in self.candidates)
-        return replace(self, batch=self.batch.map_tensors(function), candidates=candidates)
+        mapped = replace(self, batch=self.batch.map_tensors(function))
+        return mapped._map_candidates(lambda group: group.map_tensors(function))
+
+    def _map_candidates(self, function: Callable[[Candidates], Candidates]) -> MicroBatch:
+        candidates, own = (tuple(map(function, groups)) for groups in (self.candidates, self.auxiliary_candidates))
+        return replace(self, candidates=candidates, auxiliary_candidates=own)
 
     def _pad_candidates(self, multiple: int) -> MicroBatch:
-        return replace(self, candidates=tuple(group.pad_to_multiple(multiple) for group in self.candidates))
+        return self._map_candidates(lambda group: group.pad_to_multiple(multiple))
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -33,6 +33,7 @@ from megahead.objectives.micro_batch import (
     OutputEmbedding,
     all_positions_of,
     documents_of,
+    target_and_first_positions_of,
     target_positions_of,
     token_subsets_of,
 )
@@ -118,16 +119,19 @@ class Pretraining(nn.Module):
     def _loss(self, micro: MicroBatch) -> Tensor:
         """The weighted loss, a scalar connected to every trained parameter, also without targets."""
         batch, auxiliary = micro.batch, self.auxiliary
-        inputs_BTD, rows = self._embed_inputs_and_candidates(batch.input_ids_BT, micro.candidates)
-        outputs_ND, hidden_MD = self._outputs_and_hidden(inputs_BTD, batch)
-        sizes = [candidates.target_N.numel() for candidates in micro.candidates]
-        parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
+        groups = (*micro.candidates, *micro.auxiliary_candidates)
+        inputs_BTD, rows = self._embed_inputs_and_candidates(batch.input_ids_BT, groups)
+        outputs_ND, hidden_MD, first_BD = self._outputs_and_hidden(inputs_BTD, batch)
+        own_rows = rows[len(micro.candidates) :]
+        parts = _split_groups(outputs_ND, rows[: len(micro.candidates)], micro.candidates)
         loss = self._loss_of_targets(outputs_ND, parts, batch)
         if auxiliary is None:
             return loss * micro.loss_weight
         predictions = partial(self._predictions, parts, outputs_ND, batch)
+        targets_loss = partial(self._loss_of_own_targets, auxiliary, micro, own_rows)
+        states = inputs_BTD, outputs_ND, hidden_MD
         sums = auxiliary.compute_sums(
-            ForwardContext(self.backbone, batch, inputs_BTD, outputs_ND, hidden_MD, predictions)
+            ForwardContext(self.backbone, batch, *states, predictions, first_BD=first_BD, targets_loss=targets_loss)
         )
         if self.on_metrics is not None:
             self.on_metrics(sums)
@@ -153,13 +157,28 @@ class Pretraining(nn.Module):
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[GroupInputs], batch: Batch) -> Tensor:
         """The loss summed over all targets."""
         softmaxes = [self._softmax(*part) for part in parts]
-        losses = [softmax.loss() for softmax in softmaxes]
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.on_errors is not None:
             self.on_errors(batch.target_ids_N, torch.cat([softmax.top1_errors() for softmax in softmaxes]))
+        return self._mix_losses(softmaxes, outputs_ND, batch.target_ids_N, batch.weight_N)
+
+    def _loss_of_own_targets(
+        self, auxiliary: Auxiliary, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
+    ) -> Tensor:
+        """The loss of an auxiliary objective's own targets, see `auxiliary.TargetsLoss`."""
+        targets = auxiliary.targets(micro.batch)
+        assert targets is not None
+        parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
+        return self._mix_losses([self._softmax(*part) for part in parts], outputs_PD, targets.ids_P)
+
+    def _mix_losses(
+        self, softmaxes: Sequence[Softmax], outputs_ND: Tensor, ids_N: Tensor, weight_N: Tensor | None = None
+    ) -> Tensor:
+        """The loss of the groups' softmaxes, mixed with that over all ids if there is a `vanilla_weight`."""
+        losses = [softmax.loss() for softmax in softmaxes]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
-            all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
+            all_ids = vocabulary_candidates(ids_N, weight_N=weight_N)
             loss = (1 - share) * loss + share * self._softmax(outputs_ND, self._output_rows(), all_ids).loss()
         return loss
 
@@ -210,12 +229,19 @@ class Pretraining(nn.Module):
         """[N, D]: the hidden states of the targets."""
         return self._hidden_at(target_positions_of(batch), inputs_BTD, batch)
 
-    def _outputs_and_hidden(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """[N, D]: the hidden states of the targets; [M, D]: of all tokens, if the auxiliary objective needs them."""
-        if self.auxiliary is None or not self.auxiliary.needs_all_outputs:
-            return self._outputs(inputs_BTD, batch), None
-        hidden_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
-        return hidden_MD.index_select(0, batch.target_index_N), hidden_MD
+    def _outputs_and_hidden(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """[N, D]: the hidden states of the targets; [M, D]: of all tokens, and [B, D]: of the rows' first ones, if the
+        auxiliary objective needs them."""
+        auxiliary = self.auxiliary
+        if auxiliary is not None and auxiliary.needs_all_outputs:
+            hidden_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
+            return hidden_MD.index_select(0, batch.target_index_N), hidden_MD, None
+        if auxiliary is None or not auxiliary.needs_first_outputs:
+            return self._outputs(inputs_BTD, batch), None, None
+        positions, order = target_and_first_positions_of(batch)
+        hidden = self._hidden_at(positions, inputs_BTD, batch).index_select(0, order)
+        outputs_ND, first_BD = hidden.split([len(batch.target_index_N), len(batch.input_ids_BT)])
+        return outputs_ND, None, first_BD
 
     def _hidden_at(self, positions: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states at `positions`, from the generator if there is one, else from the backbone."""
@@ -259,10 +285,11 @@ class Pretraining(nn.Module):
         sums: dict[str, Tensor] = {}
         for batch, outputs_nD in zip(request.batches, outputs, strict=True):
             inputs_BTD = self.backbone.embed(batch.input_ids_BT)
-            hidden_MD = self._outputs_and_hidden(inputs_BTD, batch)[1] if auxiliary.needs_all_outputs else None
+            needs_outputs = auxiliary.needs_all_outputs or auxiliary.needs_first_outputs
+            _, hidden_MD, first_BD = self._outputs_and_hidden(inputs_BTD, batch) if needs_outputs else (None,) * 3
             predictions = partial(self._predictions, (), outputs_nD, batch)
             context = ForwardContext(
-                self.backbone, batch, inputs_BTD, outputs_nD, hidden_MD, predictions, request.bias_V, False
+                self.backbone, batch, inputs_BTD, outputs_nD, hidden_MD, predictions, request.bias_V, False, first_BD
             )
             for name, value in auxiliary.compute_sums(context).items():
                 sums[name] = sums[name] + value if name in sums else value
@@ -273,6 +300,12 @@ class Pretraining(nn.Module):
         parallelism this rank's rows, with the padding, which `_shard` excludes."""
         matrix: Tensor = (self.backbone.embedding if self.head is None else self.head).weight
         return matrix[: self.vocab_size] if self.group.size == 1 else matrix
+
+
+def _split_groups(outputs_ND: Tensor, rows: Sequence[Tensor], candidates: Sequence[Candidates]) -> list[GroupInputs]:
+    """The softmax's inputs of each candidate group, of which `outputs_ND` are the outputs of all."""
+    sizes = [group.target_N.numel() for group in candidates]
+    return list(zip(outputs_ND.split(sizes), rows, candidates, strict=True))
 
 
 TEMPERATURE = "temperature.log_value"

@@ -31,7 +31,7 @@ from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
-from megahead.objectives.auxiliary import auxiliary_class, training_row_collator
+from megahead.objectives.auxiliary import Auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from megahead.optim import build_optimizer
@@ -402,7 +402,6 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
 def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with its own process group."""
     steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
-    auxiliary = None if settings is None else auxiliary_class(settings)
     return StepLoader(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
@@ -414,7 +413,7 @@ def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> 
         device=session.device,
         half=config.engine.precision != "fp32",
         collator=training_row_collator(config, session.datasets.train, state.error_counts, steps_before_masking),
-        num_loss_terms=None if auxiliary is None else auxiliary.num_loss_terms,
+        auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,
     )

@@ -1,4 +1,4 @@
-"""Llamas, and encoders that learn by masked diffusion, train on every mesh what plain torch does."""
+"""Llamas, and encoders that learn by masked diffusion or RetroMAE, train on every mesh what plain torch does."""
 
 from __future__ import annotations
 
@@ -83,5 +83,29 @@ def test_masked_diffusion_equals_plain_torch(
 ) -> None:
     write_text(tmp_path)
     changes = {"model": ENCODER | model, **DIFFUSION, **changes}
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+
+
+RETROMAE = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3}, "objective.retromae": {}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "model", "changes"),
+    [
+        ("headless", 2, 1, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.bias": "once"}),
+        ("vanilla", 1, 2, 1, BERT, {}),
+        long("headless", 1, 2, 2, BERT, {"objective.vanilla_weight": 0.3, "objective.group_samples": 8}),
+        long("tied", 3, 2, 2, MODERNBERT, {"batch.micro_size": 1}),
+        long("headless", 2, 2, 2, MODERNBERT, {"objective.group_samples": 8, "engine.embedding": "rows"}),
+    ],
+    ids=str,
+)
+def test_retromae_equals_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    changes = {"model": ENCODER | model, **RETROMAE, **changes}
     reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
     assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)

@@ -92,6 +92,24 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         )
         for changes in ({}, BERT | {"masking": MASKS, "model.is_causal": True})
     ),
+    *(
+        (
+            changes | {"objective.retromae": {}},
+            "`objective.retromae` must be left out where next tokens are learned: [CLS] comes first and reads no text there, but is given instead.",
+        )
+        for changes in ({}, BERT | {"masking": MASKS, "model.is_causal": True})
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.retromae": {}} | changes,
+            f"`{field}` must be left out with objective.retromae, whose decoder reads the text and learns from the first step to the last, but is {value} instead.",
+        )
+        for field, changes, value in (
+            ("objective.schedule", {"objective.schedule": {"vanilla_share": 0.5}}, "given"),
+            ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "True"),
+            ("masking.noise_share", {"masking": MASKS | {"noise_share": 0.1}}, "0.1"),
+        )
+    ),
     (
         BERT | {"masking": MASKS, "objective.phrases": {}, "objective.replaced_tokens": {}},
         "`objective.replaced_tokens` must be left out with phrases: a run has one auxiliary objective, but is given instead.",

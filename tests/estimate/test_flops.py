@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config.model import ModelConfig
+from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
 from megahead.data.loader import held_out_collator
@@ -178,6 +179,27 @@ def test_a_generator_and_all_tokens_classified_are_counted():
         outputs.detach() @ candidates.detach().T  # of which is drawn
         detection.head(model.backbone.encode(rows, documents).flatten(0, 1)).sum().backward()
     assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)
+
+
+def test_a_decoder_of_texts_and_its_candidates_are_counted():
+    """Of rows that are one document, whose every token between [CLS] and [SEP] is a target of the decoder."""
+    config = small_config(
+        model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
+        data={"end_token": 2, "sequence_length": 18},
+        batch={"global_size": 2, "micro_size": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
+        objective={"name": "vanilla", "tied": True, "retromae": {}},
+    )
+    plain = config.model_copy(update={"objective": ObjectiveConfig(name="vanilla", tied=True)})
+    model, hidden, all_ids = initialized(config), config.model.hidden_size, config.model.padded_vocab_size()
+    decoder = model.auxiliary.decoder
+    first, rows, table = (torch.randn(*size, hidden, requires_grad=True) for size in ((2,), (2, 18), (all_ids,)))
+    mask = torch.ones(2, 18, 18, dtype=torch.bool)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (decoder(first, rows, mask, torch.arange(36)) @ table.T).sum().backward()
+    more = run_flops(config, all_ids).total - run_flops(plain, all_ids).total
+    of_ends = 4 * 3 * 2 * hidden * all_ids  # which are no targets
+    assert 36 * more == pytest.approx(counter.get_total_flops() - of_ends)
 
 
 def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:

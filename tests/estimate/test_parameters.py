@@ -66,6 +66,16 @@ def test_a_decoder_of_masks_is_counted_in_its_weights_and_operations():
     assert one == other
 
 
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_decoder_of_texts_is_counted(family):
+    config = small_config(
+        model={"family": family, "max_positions": 32, "num_layers": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective={"retromae": {}},
+    )
+    assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(config).values())
+
+
 def test_an_untied_head_is_one_more_table():
     without, with_head = count_parameters(ODD), count_parameters(ODD, untied_head=True)
     assert with_head.head == with_head.embedding == 64 * 48

@@ -28,6 +28,8 @@ OBJECTIVES = {
     "tied": {"name": "vanilla", "tied": True},
     "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
     "phrases": {"phrases": {"group_samples": 4, "longest": 2}, "learned_temperature": True},
+    "retromae": {"retromae": {}},
+    "retromae-untied": {"name": "vanilla", "retromae": {"weight": 10}},
     "replaced": {"replaced_tokens": {"generator_layers": 1}, "learned_temperature": True},
     "replaced-untied": {"name": "vanilla", "replaced_tokens": {"generator_layers": 2, "weight": 10}},
 }
@@ -48,7 +50,10 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
     text[1, 10:], text[2, 4:] = -1, text[0, :10]
     batch = collator.batch(text, range(3))
-    candidates = build_objective(config.objective, 47).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)
+    rule = build_objective(config.objective, 47)
+    candidates = (rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N),)
+    own = batch.auxiliary.targets.ids_P if config.objective.retromae else None
+    own_candidates = () if own is None else (rule.candidate_set(own).candidates(own),)
     module = module.double()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -56,7 +61,8 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
                 parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
     if config.objective.phrases:
         assert sum(len(group.ends_Q) for group in batch.auxiliary) > 0
-    loss = module(MicroBatch(batch, (candidates,), 0.5, 0.25 if config.objective.replaced_tokens else None))
+    auxiliary_weight = 0.25 if config.objective.replaced_tokens or own_candidates else None
+    loss = module(MicroBatch(batch, candidates, 0.5, auxiliary_weight, own_candidates))
     loss.backward()
     with torch.no_grad():
         scores = module(EvaluationRequest((batch,), torch.linspace(-2, 2, 47, dtype=torch.float64)))

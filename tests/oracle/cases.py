@@ -73,6 +73,7 @@ CASES: dict[str, tuple[Tree, tuple[int, ...]]] = {
     "diffusion": (BERT | {"masking.diffusion": True}, (1, 2)),
     "replaced_tokens": (BERT | {"objective.replaced_tokens": {"generator_layers": 1}}, (1, 2)),
     "phrases": (BERT | {"objective.phrases": {"group_samples": 2}}, (1, 2)),
+    "retromae": (BERT | {"objective.retromae": {}}, (1, 2)),
     "dropping": (
         BERT | {"model.num_layers": 4, "masking.dropping": {"from_layer": 1, "keep_share": 0.4}},
         (1, 2),
@@ -101,6 +102,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "diffusion": ("pmi",),
     "replaced_tokens": ("none",),
     "phrases": ("pmi",),
+    "retromae": ("pmi",),
 }
 """With which heads the run on one rank is exported."""
 

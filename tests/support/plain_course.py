@@ -14,11 +14,11 @@ from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_collator
 from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.contrastive import build_objective
+from megahead.objectives.auxiliary import Auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.report.read import read_metrics
@@ -62,11 +62,13 @@ def plain_torch(config: RunConfig) -> Course:
     module = initialized(config)
     optimizer = build_optimizer(module, config.optimizer)
     text = IndexedDataset(config.data.train)
-    samples, collator = StreamSamples(text, config.sample_length(), config.seed), training_collator(config, [text])
+    samples, collator = StreamSamples(text, config.sample_length(), config.seed), training_row_collator(config, [text])
+    settings = config.objective.auxiliary()
+    auxiliary = Auxiliary if settings is None else auxiliary_class(settings)
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     reading = samples, objective, config.data, config.batch, Group()
-    loader = StepLoader(*reading, group_samples=group, seed=config.seed, collator=collator)
+    loader = StepLoader(*reading, group_samples=group, seed=config.seed, collator=collator, auxiliary=auxiliary)
     losses, norms = [], []
     for step in range(STEPS):
         micro_batches = loader.step(step * config.batch.global_size).micro_batches

@@ -40,6 +40,7 @@ def step_of(config: RunConfig, objective: str) -> Variant:
     "asked",
     [
         {"phrases": {"group_samples": 8, "shortest": 2}},
+        {"retromae": {}},
         {"bias": "corrected"},
         {"negatives": 20, "bias": "once"},
     ],

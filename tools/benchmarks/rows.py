@@ -23,7 +23,7 @@ from megahead.data.strategies import Uniform
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
-from megahead.objectives.auxiliary import add_auxiliary, auxiliary_class, training_row_collator
+from megahead.objectives.auxiliary import Auxiliary, add_auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import MicroBatch
 
@@ -70,7 +70,7 @@ def step_batches(
         device=device,
         half=config.engine.precision != "fp32",
         collator=_collator(config),
-        num_loss_terms=None if settings is None else auxiliary_class(settings).num_loss_terms,
+        auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
     )
     return loader.step(0)
 

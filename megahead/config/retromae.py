@@ -1,0 +1,80 @@
+"""RetroMAE: an encoder's [CLS] learns to represent a whole text, which a decoder reconstructs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from megahead.config.auxiliary import AuxiliarySettings, Curve
+from megahead.config.base import refuse, require
+from megahead.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from megahead.config.run import RunConfig
+
+_SECTION = "objective.retromae"
+
+
+class RetroMAEConfig(AuxiliarySettings):
+    """RetroMAE (Xiao et al. 2022, arXiv 2205.12035): a decoder of one layer predicts each token of a row's first
+    document from the hidden state of [CLS] and a few other tokens, by the run's objective. For retrieval."""
+
+    decoder_rate: float = Field(default=0.5, gt=0, le=1)
+    """Share of the tokens that the decoder does not see where it predicts a token, rounded to 256ths; each position has
+    a mask of its own. The paper has 0.5 beside a masking.rate of 0.3."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
+
+    metric_prefix: ClassVar = "decoder"
+    num_layers: ClassVar = 1
+    curves: ClassVar = (
+        Curve("encoder_loss", "Encoder's loss", "of masked tokens, where a decoder reads [CLS]"),
+        Curve("decoder_loss", "Decoder's loss", "of all tokens, from [CLS] and a few others"),
+    )
+
+    def implementation(self) -> str:
+        """The class that computes it."""
+        return "megahead.objectives.retromae:RetroMAE"
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ConfigError unless the run masks tokens that can be put back, from its first step to its last."""
+        masking, model = config.masking, config.model
+        rule = "be left out where next tokens are learned: [CLS] comes first and reads no text there"
+        require(masking is not None and not model.is_causal, _SECTION, rule, got="given")
+        assert masking is not None
+        rule = f"be divisible by model.num_heads ({model.num_heads}) with {_SECTION}, whose decoder has as many"
+        require(model.hidden_size % model.num_heads == 0, "model.hidden_size", rule, got=model.hidden_size)
+        why = f"with {_SECTION}, whose decoder reads the text and learns from the first step to the last"
+        refuse("objective.schedule", config.objective.schedule and "given", why)
+        refuse("masking.diffusion", masking.diffusion, why)
+        refuse("masking.noise_share", masking.noise_share, why)
+
+    def targets_per_row(self, sequence_length: int) -> int:
+        """All tokens between [CLS] and [SEP]."""
+        return sequence_length - 2
+
+    def head_parameters(self, model: ModelConfig) -> int:
+        """Parameters of the decoder: 4 D^2 + 2 D F + F + 13 D, and D for each position."""
+        hidden, mlp = model.hidden_size, model.mlp_size()
+        return (4 * hidden + 2 * mlp + 13 + model.max_positions) * hidden + mlp
+
+    def head_flops(self, model: ModelConfig, sequence_length: int) -> float:
+        """FLOPs of the decoder per token: 3 * 2 (4 D^2 + 2 D F), and 3 * 4 T D of attention."""
+        hidden, mlp = model.hidden_size, model.mlp_size()
+        return 3 * 2 * hidden * (4 * hidden + 2 * mlp) + 3 * 4 * sequence_length * hidden
+
+    def describe(self) -> str:
+        """What the decoder does not see, and the weight of its loss."""
+        masked = f"{self.decoder_rate:.0%} of its tokens masked"
+        return f"texts read back from [CLS] by a decoder with {masked} (weight {self.weight:g})"
+
+    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The loss of masked tokens: the run's loss without the weighted loss of the decoder."""
+        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"]}
+
+    def progress_text(self, means: Mapping[str, float]) -> str:
+        """For example: encoder 6.1000  decoder 7.2431"""
+        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}"

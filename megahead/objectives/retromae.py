@@ -1,0 +1,159 @@
+"""RetroMAE (Xiao et al. 2022, arXiv 2205.12035): a decoder of one layer reconstructs a text from the hidden state of
+its [CLS] and some of its tokens, so that this state learns to represent the text. Only the encoder is exported.
+
+B rows, T tokens per row, D features, H heads of d dimensions, N masked tokens, P tokens that the decoder predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
+from megahead.data.samples import CounterRng, Purpose
+from megahead.models.attention_backends import attend_with_mask
+from megahead.models.layers import MLP, Embedding, LayerNorm
+from megahead.objectives.auxiliary import Auxiliary, ForwardContext, Targets
+from megahead.objectives.micro_batch import documents_of
+
+
+class RetroMAEBatch(NamedTuple):
+    """The prepared tensors of a batch."""
+
+    targets: Targets
+    """All tokens of each row's first document, which its [CLS] reads, but special ones."""
+
+    draws_BT: Tensor
+    """uint8: a random number of each token."""
+
+    shifts_BT: Tensor
+    """uint8: a random number of each position."""
+
+
+class RetroMAE(Auxiliary):
+    """Adds the decoder's loss, by the run's objective: headless, with the decoder's targets as candidates for each
+    other, or vanilla."""
+
+    key = "retromae"
+    needs_first_outputs = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        settings = config.objective.retromae
+        assert settings is not None
+        self.decoder = EnhancedDecoder(config.model)
+        self._visible = round(256 * (1 - settings.decoder_rate))
+
+    @classmethod
+    def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> RetroMAEBatch:
+        """Masked tokens are predicted, too; random numbers depend only on the sample."""
+        assert config.masking is not None
+        length = batch.input_ids_BT.shape[1]
+        tokens_M = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N)
+        special_ids = config.masking.unmaskable_ids(config.data.end_token)
+        is_target_BT = ~np.isin(tokens_M.numpy(), special_ids).reshape(batch.input_ids_BT.shape)
+        index_P = torch.from_numpy(np.flatnonzero(is_target_BT & in_first_document(batch).numpy()))
+        bytes_BT = torch.from_numpy((rng.uniform(Purpose.RETROMAE, 2 * length) * 256).astype(np.uint8))
+        return RetroMAEBatch(Targets(index_P, tokens_M[index_P]), *bytes_BT.split(length, dim=1))
+
+    @classmethod
+    def targets(cls, batch: Batch) -> Targets:
+        """The tokens that the decoder predicts."""
+        prepared: RetroMAEBatch = batch.auxiliary
+        return prepared.targets
+
+    def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
+        """`loss` of the decoder's predictions, and their `count`."""
+        batch, prepared = context.batch, context.batch.auxiliary
+        assert context.first_BD is not None
+        assert context.targets_loss is not None
+        text_ND = context.backbone.embed(batch.target_ids_N)
+        text_MD = context.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, text_ND)
+        mask_BTT = visible_tokens(prepared.draws_BT, prepared.shifts_BT, in_first_document(batch), self._visible)
+        text_BTD = text_MD.view_as(context.inputs_BTD)
+        outputs_PD = self.decoder(context.first_BD, text_BTD, mask_BTT, prepared.targets.index_P)
+        count = torch.full((), len(outputs_PD), device=outputs_PD.device)
+        return {"loss": context.targets_loss(outputs_PD), "count": count}
+
+
+# Enhanced decoding (section 3.3 of the paper). With h the hidden state of [CLS], e_j the embedding of token j of the
+# text and p_j a learned position, position i has the query of H1 and the keys and values of H2:
+#
+#     H1_i = h + p_i        H2 = [h, e_1 + p_1, ..., e_N + p_N]
+#     A = softmax(Q(H1) K(H2)^T / sqrt(d) + M) V(H2)
+#     M_ij = 0 for j = 0 and for a visible j != i, else -inf
+#
+# The output of a post-norm block with A as attention and H1 as residual is scored against the candidates. Visible are
+# tokens that position i draws for itself, so that each position learns from a context of its own. Not in the paper:
+# positions are the decoder's own, since not every family has some; they and the embeddings are normed, since h is.
+
+
+class EnhancedDecoder(nn.Module):
+    """The decoder's layer, as wide as the model's. Replicated on all tensor ranks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden_size = config.hidden_size
+        linear = partial(nn.Linear, hidden_size, hidden_size)
+        norm = partial(LayerNorm, hidden_size, eps=config.norm_eps)
+        self.num_heads, self.dropout = config.num_heads, config.hidden_dropout
+        self.positions, self.position_norm, self.text_norm = (
+            Embedding(config.max_positions, hidden_size),
+            norm(),
+            norm(),
+        )
+        self.query, self.key, self.value, self.output = linear(), linear(), linear(), linear()
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.mlp = MLP(hidden_size, config.mlp_size(), config.activation)
+
+    def forward(self, first_BD: Tensor, text_BTD: Tensor, mask_BTT: Tensor, index_P: Tensor) -> Tensor:
+        """[P, D]: the outputs at the positions `index_P` of all B * T, from the hidden states of [CLS] `first_BD`.
+
+        text_BTD: embeddings of the row, of which the first, that of [CLS], is not read. mask_BTT: bool, whether a
+        position (dim 1) sees a token (dim 2).
+        """
+        first_B1D = first_BD[:, None]
+        positions_TD = self.position_norm(self.positions(torch.arange(text_BTD.shape[1], device=text_BTD.device)))
+        queries_BTD = first_B1D + positions_TD
+        memory_BTD = torch.cat([first_B1D, self.text_norm(text_BTD[:, 1:]) + positions_TD[1:]], dim=1)
+        attended_BTD = self._attend(queries_BTD, memory_BTD, mask_BTT)
+        queries_PD, attended_PD = (x.flatten(0, 1).index_select(0, index_P) for x in (queries_BTD, attended_BTD))
+        hidden_PD = self.attention_norm(queries_PD + self._dropout(self.output(attended_PD)))
+        outputs_PD: Tensor = self.mlp_norm(hidden_PD + self._dropout(self.mlp(hidden_PD)))
+        return outputs_PD
+
+    def _attend(self, queries_BTD: Tensor, memory_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
+        projections = (self.query, queries_BTD), (self.key, memory_BTD), (self.value, memory_BTD)
+        q, k, v = (layer(x_BTD).unflatten(-1, (self.num_heads, -1)) for layer, x_BTD in projections)
+        return attend_with_mask(q, k, v, mask_BTT).flatten(-2)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+def visible_tokens(draws_BT: Tensor, shifts_BT: Tensor, in_document_BT: Tensor, visible: int) -> Tensor:
+    """[B, T, T] bool: whether a position sees a token: always the first, never its own, and others `in_document_BT`
+    (bool [B, T]) with a probability of `visible` / 256.
+
+    Position i sees token j if draw_j + shift_i, modulo 256, is below `visible`. For each position these are independent
+    draws, at 2 T random numbers a row in place of T^2.
+    """
+    sums_BTT = draws_BT[:, None, :] + shifts_BT[:, :, None]  # uint8 wraps around
+    visible_BTT = (sums_BTT.to(torch.int16) < visible) & in_document_BT[:, None, :]
+    visible_BTT.diagonal(dim1=1, dim2=2).fill_(False)
+    visible_BTT[:, :, 0] = True
+    return visible_BTT
+
+
+def in_first_document(batch: Batch) -> Tensor:
+    """[B, T] bool: the tokens of each row's first document; [1, T] if each row is one document."""
+    positions_BT = documents_of(batch).positions_BT
+    return positions_BT == torch.arange(positions_BT.shape[1], device=positions_BT.device)

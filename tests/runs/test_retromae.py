@@ -1,0 +1,94 @@
+"""RetroMAE end to end: [CLS] learns to tell texts apart, a resume is bitwise, and exports have the encoder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForMaskedLM
+
+from megahead.config.run import RunConfig
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.hf.export import ensure_hf_folder, export
+from megahead.objectives.auxiliary import held_out_row_collator
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
+from support.on_ranks import on_ranks
+from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 63, "vocab_multiple": 64}
+
+
+def config_of(folder: Path, family: str = "bert", **changes: Any) -> RunConfig:
+    fixed = {
+        "model": MODEL | {"family": family, "max_positions": 32, "hidden_dropout": 0.1},
+        "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3},
+        "objective": {"retromae": {"decoder_rate": 0.9}, "group_samples": 4},
+    }
+    return small_config(folder, fixed | changes)
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    return pretrain(config, Launch(), resume).ending
+
+
+def test_the_decoder_learns_what_only_cls_can_tell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each document is of three tokens of its own, in any order."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
+        for _ in range(400):
+            writer.add_document([*random.choice(random.integers(1, VOCABULARY, 3), 22).tolist(), 0])
+    longer = {
+        "training": {"steps": 60, "log_seconds": 0, "evaluate_every": 60},
+        "batch": {"global_size": 16, "micro_size": 16},
+        "optimizer": {"learning_rate": 1e-2},
+        "objective": {"retromae": {"decoder_rate": 1.0}},
+    }
+    on_ranks(1, run, config_of(tmp_path, **longer))
+    records = read_metrics(tmp_path / "run").training
+    losses = [record["decoder_loss"] for record in records]
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    for record in records:
+        assert record["loss"] == pytest.approx(record["encoder_loss"] + record["decoder_loss"])
+    assert "texts read back from [CLS] by a decoder with 100% of its tokens masked" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{}, {"engine.embedding": "rows", "optimizer.eps": 1e-4}], ids=str)
+def test_a_resume_is_bitwise(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_text(tmp_path)
+    on_ranks(2, run, config_of(tmp_path, output_dir=str(tmp_path / "through"), **stage(1), **changes))
+    again = config_of(tmp_path, **stage(1), **changes)
+    on_ranks(2, run, again, str(tmp_path / "through/checkpoints/step-00000003"))
+    assert same_tensors(tmp_path / "run", tmp_path / "through")
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_exports_and_held_out_rows_have_nothing_of_it(tmp_path: Path, family: str) -> None:
+    write_text(tmp_path)
+    config = config_of(tmp_path, family, **{"training.steps": 2, "training.evaluate_every": 2})
+    on_ranks(1, run, config)
+    assert held_out_row_collator(config).batch(np.full((8, 22), 5), range(8)).auxiliary == ()
+    exported = AutoModelForMaskedLM.from_pretrained(ensure_hf_folder(tmp_path / "run"))
+    assert not [name for name in exported.state_dict() if "decoder.positions" in name or "retromae" in name]
+    export(tmp_path / "run", tmp_path / "out", "pmi")  # compares it with the model that was trained
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masking.masks_from_layer": 1},
+        {"masking.strategy": "hardest", "masking.adapt_every": 2, "masking.count": "bernoulli"},
+        {"data.pack": "best_fit", "data.documents_a_row": 1, "engine.precision": "bf16"},
+        {"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True},
+    ],
+    ids=str,
+)
+def test_it_goes_with_other_masks_rows_and_scores(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, config_of(tmp_path, **({"training.steps": 12} | changes)))
+    first, *_, last = read_metrics(tmp_path / "run").training
+    assert last["decoder_loss"] < first["decoder_loss"]
