@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megahead.data.writer import IndexedDatasetWriter
     from megahead.evaluate.perplexity import evaluate_checkpoint
     from megahead.hf.export import export
-    from megahead.hf.published import load_backbone
+    from megahead.hf.loading import load_backbone
     from megahead.losses.contrastive import cwt_loss
     from megahead.quickstart import start
     from megahead.train.run import Run, pretrain
@@ -46,7 +46,7 @@ __getattr__ = _lazy_getattr(
         "data.writer": ("IndexedDatasetWriter",),
         "evaluate.perplexity": ("evaluate_checkpoint",),
         "hf.export": ("export",),
-        "hf.published": ("load_backbone",),
+        "hf.loading": ("load_backbone",),
         "losses.contrastive": ("cwt_loss",),
         "quickstart": ("start",),
         "train.run": ("Run", "pretrain"),

@@ -76,7 +76,7 @@ def count_parameters(
     blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
     body = config.num_layers * blocks + norm
     if config.has_learned_positions():
-        body += (config.max_positions + config.token_types) * hidden
+        body += (config.position_rows() + config.token_types) * hidden
     transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
     head = (embedding if untied_head else 0) + (transform if mask_head else 0)
     head += config.padded_vocab_size() if output_bias else 0

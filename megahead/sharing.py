@@ -48,7 +48,7 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
     import torch
 
     from megahead.evaluate.generation import generate_continuation, sampling_options
-    from megahead.hf.published import context_length, load_causal, load_tokenizer_folder
+    from megahead.hf.loading import context_length, load_causal, load_tokenizer_folder
 
     loaded = load_causal(model)
     with torch.random.fork_rng(devices=[]):

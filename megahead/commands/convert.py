@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
 
     add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument
-    kinds = "folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors"
+    kinds = "folder of a model in safetensors, of a family that docs/models.md lists"
     add("--model", type=existing_path, required=True, metavar="DIR", help=kinds)
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     special = "ids of an encoder's special tokens, if its files do not name them"

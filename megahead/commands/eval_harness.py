@@ -80,7 +80,7 @@ def default_tasks(models: Sequence[Path]) -> str:
     if not models:
         return PAPER_TASKS
     from megahead.hf.export import ensure_hf_folder
-    from megahead.hf.published import is_encoder
+    from megahead.hf.loading import is_encoder
 
     return ENCODER_TASKS if any(is_encoder(ensure_hf_folder(model)) for model in models) else PAPER_TASKS
 

@@ -103,7 +103,7 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
 
     from megahead.evaluate.generation import generate_by_unmasking, generate_continuation
     from megahead.hf.export import ensure_hf_folder
-    from megahead.hf.published import is_encoder, load_causal, load_masked, load_tokenizer_folder
+    from megahead.hf.loading import is_encoder, load_causal, load_masked, load_tokenizer_folder
 
     folder = ensure_hf_folder(model)
     encoder = is_encoder(folder)

@@ -169,6 +169,10 @@ class MaskingConfig(Settings):
         largest = max(self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         rule = f"name ids below model.vocab_size ({model.vocab_size})"
         require(largest < model.vocab_size, "masking", rule, got=largest)
+        padding, hint = model.padding_token(), "whose tokens have no position; the text must not contain it"
+        rule = f"include {padding}, the padding id of a {model.family} (model.position_offset - 1)"
+        is_excluded = padding is None or padding in self.special_tokens
+        require(is_excluded, "masking.special_tokens", rule, got=self.special_tokens, hint=hint)
         differs, length = data.end_token != self.mask_token, data.sequence_length
         require(differs, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
         require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")

@@ -43,6 +43,7 @@ _QWENS3 |= {"qwen3-4b": (36, 2560, 32, 9728), "qwen3-8b": (36, 4096, 32, 12288)}
 _BERTS = {"bert-base": (12, 768, 12), "bert-small": (4, 512, 8), "bert-mini": (4, 256, 4), "bert-tiny": (2, 128, 2)}
 _MODERNBERTS = {"modernbert-15m": (7, 288, 6, 576), "modernbert-base": (22, 768, 12, 1152)}
 _MODERNBERTS |= {"modernbert-large": (28, 1024, 16, 2624)}
+_MMBERTS = {"mmbert-small": (22, 384, 6, 1152), "mmbert-base": (22, 768, 12, 1152)}
 
 NAMED_SIZES: dict[str, dict[str, Any]] = {
     **_sizes(_PYTHIAS),
@@ -52,30 +53,40 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
     **_sizes(_QWENS3, **_QWEN3),
     **_sizes(_BERTS, family="bert", token_types=2),
     **_sizes({"distilbert-multilingual": (6, 768, 12)}, family="bert", token_types=0),
+    **_sizes({"roberta-base": (12, 768, 12), "roberta-large": (24, 1024, 16)}, family="roberta"),
+    **_sizes({"xlm-r-base": (12, 768, 12), "xlm-r-large": (24, 1024, 16)}, family="xlm_roberta"),
     **_sizes(_MODERNBERTS, family="modernbert"),
+    **_sizes(_MMBERTS, family="modernbert", local_rotary_base=160_000.0),
 }
 
-ENCODERS = ("bert", "modernbert")
+ROBERTAS = ("roberta", "xlm_roberta")
+"""One architecture: a BERT whose positions begin after the padding id."""
+
+ENCODERS = ("bert", *ROBERTAS, "modernbert")
 """Families with bidirectional attention, unless `is_causal`."""
 
 _SEQUENTIAL_BLOCKS: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
 _NO_BIASES: dict[str, Any] = {"attention_bias": "none", "mlp_bias": False}
 
+_BERT: dict[str, Any] = {
+    "is_causal": False,
+    "max_positions": 512,
+    "token_types": 2,
+    "rotary_pct": 0.0,
+    "parallel_residual": False,
+    "activation": "gelu",
+    "norm_eps": 1e-12,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init": "normal",
+}
+_ROBERTA = {**_BERT, "token_types": 1, "position_offset": 2, "norm_eps": 1e-5}
+
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "llama": {**_SEQUENTIAL_BLOCKS, **_NO_BIASES, "activation": "silu", "init": "megatron"},
-    "bert": {
-        "is_causal": False,
-        "max_positions": 512,
-        "token_types": 2,
-        "rotary_pct": 0.0,
-        "parallel_residual": False,
-        "activation": "gelu",
-        "norm_eps": 1e-12,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-        "init": "normal",
-    },
+    "bert": _BERT,
+    **dict.fromkeys(ROBERTAS, _ROBERTA),
     "modernbert": {
         "is_causal": False,
         "max_positions": 8192,
@@ -93,12 +104,16 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 _STANDARD_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False, "rotary_scaling": None}
 _ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
 _NO_LOCAL_LAYERS = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
+_NO_LEARNED_POSITIONS = {"token_types": 0, "position_offset": 0}
+_POST_NORM_BLOCKS = {**_SEQUENTIAL_BLOCKS, "rotary_pct": 0.0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS}
+_ROBERTA_FIXED = {"token_types": 1, "activation": "gelu", **_POST_NORM_BLOCKS}
 
 FAMILY_FIXED: dict[str, dict[str, Any]] = {
-    "gpt_neox": {"is_causal": True, "token_types": 0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
-    "llama": {"is_causal": True, "token_types": 0, **_SEQUENTIAL_BLOCKS, **_NO_LOCAL_LAYERS},
-    "bert": {**_SEQUENTIAL_BLOCKS, "rotary_pct": 0.0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
-    "modernbert": {"token_types": 0, **_SEQUENTIAL_BLOCKS, **_NO_BIASES, **_STANDARD_HEADS},
+    "gpt_neox": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
+    "llama": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_SEQUENTIAL_BLOCKS, **_NO_LOCAL_LAYERS},
+    "bert": {"position_offset": 0, **_POST_NORM_BLOCKS},
+    **dict.fromkeys(ROBERTAS, _ROBERTA_FIXED),
+    "modernbert": {**_NO_LEARNED_POSITIONS, **_SEQUENTIAL_BLOCKS, **_NO_BIASES, **_STANDARD_HEADS},
 }
 """{family: required values of settings that only other families support}"""
 
@@ -132,12 +147,13 @@ class RotaryScalingConfig(Settings):
 
 
 class ModelConfig(Settings):
-    """A decoder (GPT-NeoX, Llama) or an encoder (BERT, ModernBERT): tokens to hidden states, no head."""
+    """A decoder (GPT-NeoX, Llama) or an encoder (BERT, RoBERTa, ModernBERT): tokens to hidden states, no head."""
 
-    family: Literal["gpt_neox", "llama", "bert", "modernbert"] = "gpt_neox"
+    family: Literal["gpt_neox", "llama", "bert", "roberta", "xlm_roberta", "modernbert"] = "gpt_neox"
     """The architecture, with its own defaults. `llama` includes Qwen 2 and 3 and Mistral (rotary positions on whole
-    heads, SwiGLU, no biases); `bert` has 512 positions, dropout 0.1, erf GELU; `modernbert` 8,192 rotary positions,
-    GeGLU, local attention, no biases."""
+    heads, SwiGLU, no biases); `bert` has 512 positions, dropout 0.1, erf GELU; `roberta` and `xlm_roberta`, one
+    architecture, the same with one token type; `modernbert` (mmBERT) 8,192 rotary positions, GeGLU, local attention,
+    no biases."""
 
     size: str | None = None
     """A named size such as `pythia-70m` or `modernbert-base`; fills family and shape unless given."""
@@ -185,6 +201,9 @@ class ModelConfig(Settings):
 
     token_types: int = Field(default=0, ge=0)
     """bert: segment types with an embedding (pretraining uses the first); 0 is DistilBERT's shape."""
+
+    position_offset: int = Field(default=0, ge=0)
+    """roberta, xlm_roberta: the padding id + 1; the first token's position is this row of the position embedding."""
 
     rotary_pct: float = Field(default=0.25, ge=0, le=1)
     """gpt_neox: share of each head's dimensions with rotary positions."""
@@ -262,6 +281,9 @@ class ModelConfig(Settings):
         if self.family != "llama":
             rule = f"be gelu or gelu_tanh in a {self.family}"
             require(self.activation != "silu", "activation", rule, got="silu")
+        if self.family in ROBERTAS:
+            rule = f"be the padding id + 1 in a {self.family}"
+            require(self.position_offset, "position_offset", rule, got=0)
         return self
 
     @model_validator(mode="after")
@@ -302,7 +324,7 @@ class ModelConfig(Settings):
 
     def has_norm_bias(self) -> bool:
         """Whether norms have a bias."""
-        return self.family in ("gpt_neox", "bert")
+        return self.family not in ("llama", "modernbert")
 
     def has_rms_norm(self) -> bool:
         """Whether norms are RMS norms, which do not subtract the mean."""
@@ -310,7 +332,15 @@ class ModelConfig(Settings):
 
     def has_learned_positions(self) -> bool:
         """Whether there is a position embedding."""
-        return self.family == "bert"
+        return self.family in ("bert", *ROBERTAS)
+
+    def position_rows(self) -> int:
+        """Rows of the position embedding, of which tokens use the last max_positions."""
+        return self.position_offset + self.max_positions
+
+    def padding_token(self) -> int | None:
+        """The padding id of a model whose positions begin after it, which has no position; None in other models."""
+        return self.position_offset - 1 if self.position_offset else None
 
     def is_local(self, layer: int) -> bool:
         """Whether the layer has local attention."""

@@ -25,7 +25,7 @@ from megahead.config.training import OptimizerConfig, ScheduleConfig
 from megahead.errors import UserError
 from megahead.evaluate.glue_tasks import TASKS, Example, FineTuningSettings, Task, TaskData
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
-from megahead.hf.published import load_classifier, load_tokenizer_folder, read_context_length
+from megahead.hf.loading import load_classifier, load_tokenizer_folder, read_context_length
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.wording import format_duration
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.errors import FieldError
 from megahead.evaluate.scoring import special_ids, start_token_id
-from megahead.hf.published import WordStreamer, context_length
+from megahead.hf.loading import WordStreamer, context_length
 from megahead.wording import pluralize
 
 

@@ -33,7 +33,7 @@ from megahead.evaluate.harness_tasks import (
 )
 from megahead.evaluate.results import HarnessResult, Score, TaskResult
 from megahead.evaluate.scoring import LanguageModel, open_language_model
-from megahead.hf.published import context_length, is_encoder
+from megahead.hf.loading import context_length, is_encoder
 
 
 def evaluate_harness(

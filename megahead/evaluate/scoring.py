@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import CheckpointError, DataError
-from megahead.hf.published import (
+from megahead.hf.loading import (
     context_length,
     is_encoder,
     load_causal,

@@ -1,13 +1,11 @@
-"""Reads Hugging Face folders: as a checkpoint of megahead, as a model of transformers, or the input embedding alone."""
+"""Reads Hugging Face folders: as a checkpoint of megahead, or the input embedding alone."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +14,6 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    TextStreamer,
-)
-from transformers.utils import logging
 
 from megahead.checkpoints.disk import find_checkpoint, save_untrained
 from megahead.config.loading import config_from_dict
@@ -38,7 +26,8 @@ from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf import decoders, encoders
 from megahead.hf.families import Family
-from megahead.hf.settings import HFSettings
+from megahead.hf.roberta import position_offset
+from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
@@ -209,6 +198,15 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
+def max_positions(hf_config: Mapping[str, Any]) -> int | None:
+    """Returns the most tokens that a model reads, or None if its config.json has no limit."""
+    length = hf_config.get("max_position_embeddings")
+    if not isinstance(length, int):
+        return None
+    has_offset = hf_config.get("model_type") in encoders.WITH_POSITION_OFFSET
+    return length - position_offset(hf_config) if has_offset else length
+
+
 # Imports a folder as a checkpoint that a run can start from.
 
 
@@ -225,54 +223,64 @@ def from_hf(
     The checkpoint is for `init.from_checkpoint`, export and evaluation: it has no optimizer state and no dataset. The
     model is headless, tied or untied vanilla, as in the folder. The embedding is padded with zero rows to a multiple
     of 1,024. A pooler is not imported. Raises a UserError, with nothing written, for a folder that is none of these in
-    safetensors. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them.
+    safetensors. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them; with
+    neither these nor a tokenizer, model.yaml leaves out the tokens that config.json does not name.
     target_counts_V: how often each id was a target in a headless model's training, if known.
     """
     published, hf_settings = PublishedModel.open(model_dir), HFSettings.from_folder(model_dir)
     files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = next((file for file in files if file.is_file()), None)
-    config = _run_config(published, hf_settings, tokenizer, special_ids or {})
+    named_ids = None
+    if published.model_settings()["family"] in ENCODERS:
+        named_ids = _named_special_ids(model_dir, hf_settings, tokenizer, special_ids or {})
+    config = _run_config(published, hf_settings, named_ids)
     with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
         tensors = _checkpoint_tensors(published, config, target_counts_V)
-        save_initial_checkpoint(run, tensors, config, tokenizer)
+        unnamed = () if named_ids is None else [role for role in SPECIAL_TOKEN_ROLES if role not in named_ids]
+        save_initial_checkpoint(run, tensors, config, tokenizer, unnamed_tokens=unnamed)
         hf_settings.save(run)
     return output_dir
 
 
 def save_initial_checkpoint(
-    run: RunFolder, tensors: Iterable[tuple[str, Tensor]], config: RunConfig, tokenizer: Path | None
+    run: RunFolder,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: RunConfig,
+    tokenizer: Path | None,
+    unnamed_tokens: Collection[str] = (),
 ) -> None:
-    """Writes a checkpoint of step 0, the tokenizer, and model.yaml with the model's sections of a config."""
+    """Writes a checkpoint of step 0, the tokenizer, and model.yaml with the model's sections of a config but for the
+    fields `unnamed_tokens` of masking."""
     save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
     sections: dict[str, Any] = {"model": config.model.non_default_settings()}
     if config.masking is not None:
-        sections["masking"] = config.masking.model_dump(mode="json", include={*SPECIAL_TOKEN_FIELDS})
+        fields = {*SPECIAL_TOKEN_FIELDS}.difference(unnamed_tokens)
+        sections["masking"] = config.masking.model_dump(mode="json", include=fields)
     write_atomically(run.model, yaml.safe_dump(sections, sort_keys=False, default_flow_style=None))
     if tokenizer is not None:
         copy_tokenizer(tokenizer, run)
 
 
-def _run_config(
-    published: PublishedModel, hf_settings: HFSettings, tokenizer: Path | None, special_ids: Mapping[str, int]
-) -> RunConfig:
-    """Returns a run's config with the folder's model, objective and special tokens; other settings have no meaning."""
-    model_dir, hf_config = published.folder, published.hf_config
+def _run_config(published: PublishedModel, hf_settings: HFSettings, named_ids: Mapping[str, int] | None) -> RunConfig:
+    """Returns a run's config with the folder's model, objective and special tokens; other settings have no meaning.
+
+    named_ids: an encoder's special tokens; unused ids stand for those that are missing.
+    """
+    model_dir, hf_config, model = published.folder, published.hf_config, published.model_settings()
     is_headless = not published.has_head() and published.family.head_class() not in (
         hf_config.get("architectures") or []
     )
-    model_settings, masking = published.model_settings(), None
-    if model_settings["family"] in ENCODERS:
-        masking = _require_special_ids(model_dir, {**hf_settings.special_ids(tokenizer), **special_ids})
-    end_tokens = [*hf_settings.end_tokens(), masking["sep_token"] if masking else 0]
+    end_tokens = [id_ for id_ in hf_settings.end_tokens() if id_ < model["vocab_size"]]
+    masking = None if named_ids is None else _masking_settings(model, named_ids, end_tokens)
     settings = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
-        "model": model_settings,
+        "model": model,
         "masking": masking,
         "data": {
             "train": "(weights imported, no text)",
-            "sequence_length": hf_config.get("max_position_embeddings", 2048),
-            "end_token": end_tokens[0],
+            "sequence_length": max_positions(hf_config) or 2048,
+            "end_token": [*end_tokens, masking["sep_token"] if masking else 0][0],
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if is_headless else {"name": "vanilla", "tied": published.is_tied()},
@@ -282,13 +290,27 @@ def _run_config(
     return config_from_dict(settings, source=str(model_dir / "config.json"))
 
 
-def _require_special_ids(model_dir: Path, ids: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the ids of an encoder's special tokens; CheckpointError if one is None."""
-    missing = [role for role, id_ in ids.items() if id_ is None]
-    if missing:
+def _masking_settings(
+    model: Mapping[str, Any], named_ids: Mapping[str, int], end_tokens: Collection[int]
+) -> dict[str, Any]:
+    """Returns a MaskingConfig's special tokens; an unused id stands for one that is not named."""
+    padding = [model["position_offset"] - 1] if "position_offset" in model else []
+    used_ids = {*named_ids.values(), *end_tokens, *padding}
+    unused_ids = (id_ for id_ in reversed(range(model["vocab_size"])) if id_ not in used_ids)
+    ids = {role: named_ids[role] if role in named_ids else next(unused_ids) for role in SPECIAL_TOKEN_ROLES}
+    return {**ids, "special_tokens": padding}
+
+
+def _named_special_ids(
+    model_dir: Path, hf_settings: HFSettings, tokenizer: Path | None, special_ids: Mapping[str, int]
+) -> dict[str, int]:
+    """Returns the ids of an encoder's special tokens; CheckpointError if nothing names one of a tokenizer."""
+    ids = {**hf_settings.special_ids(tokenizer), **special_ids}
+    missing = [role for role in SPECIAL_TOKEN_ROLES if ids[role] is None]
+    if missing and tokenizer is not None:
         raise CheckpointError(
-            f"`{model_dir}` must name an encoder's {missing[0]} in tokenizer_config.json, tokenizer.json (as "
-            f"[{missing[0][:-6].upper()}]) or config.json, but does not; give --special-ids MASK CLS SEP."
+            f"`{model_dir}` must name an encoder's {missing[0]} in tokenizer_config.json, special_tokens_map.json or "
+            "config.json, but does not; give --special-ids MASK CLS SEP."
         )
     return {role: id_ for role, id_ in ids.items() if id_ is not None}
 
@@ -302,185 +324,6 @@ def _checkpoint_tensors(
         yield f"weight/{name}", published.weight(name, shape)
     if counts_V is not None:
         yield TARGET_COUNTS, functional.pad(counts_V, (0, config.model.padded_vocab_size() - len(counts_V)))
-
-
-# Loads folders as models of transformers: without its reports, in a given dtype, and never with a random head.
-
-_NEOX_DEVICES = {
-    "embed_in": "disk",
-    "layers": "disk",
-    "final_layer_norm": "cpu",
-    "rotary_emb": "cpu",
-    "emb_dropout": "cpu",
-}
-_LLAMA_DEVICES = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}
-"""accelerate's device map of a backbone whose layers stay on disk."""
-
-
-def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
-    """Returns the causal language model in `folder`, in evaluation mode; CheckpointError unless the folder has exactly
-    its weights.
-
-    A folder without a head is refused: transformers would fill in a random one. offload_folder: read each layer's
-    weights from disk whenever it is called, from a copy in this folder if their dtype differs; a ModernBERT is loaded
-    whole.
-    """
-    return _load(AutoModelForCausalLM, folder, dtype, _offload_options(folder, offload_folder, head=True))
-
-
-def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
-    """Returns the backbone in `folder`, in evaluation mode; CheckpointError unless the folder has exactly its weights.
-
-    offload_folder: as for `load_causal`; an encoder is loaded whole.
-    """
-    folder = Path(folder)
-    options = {"add_pooling_layer": False} if _hf_config_or_empty(folder).get("model_type") == "bert" else {}
-    return _load(AutoModel, folder, dtype, options | _offload_options(folder, offload_folder, head=False))
-
-
-def is_encoder(folder: Path) -> bool:
-    """Whether config.json in `folder` names a model that predicts masked tokens."""
-    hf_config = _hf_config_or_empty(folder)
-    is_masked_lm = any(name.endswith("ForMaskedLM") for name in hf_config.get("architectures") or ())
-    return is_masked_lm or hf_config.get("model_type") in ("bert", "distilbert", "modernbert")
-
-
-def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns the encoder in `folder` with its masked-language-model head, in evaluation mode; CheckpointError unless
-    the folder has exactly its weights."""
-    return _load(AutoModelForMaskedLM, folder, dtype, {})
-
-
-def load_classifier(folder: Path, num_outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
-    """Returns the model in `folder` in fp32 with a new, random head of `num_outputs` values a sequence, drawn by
-    torch's seed.
-
-    Any architecture that transformers classifies sequences with; a pooler that was never pretrained is new as well.
-    random_weights: only the config is read from the folder. CheckpointError if weights of the backbone are missing.
-    """
-    options = {"num_labels": num_outputs, "pad_token_id": padding_id}
-    if random_weights:
-        try:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
-            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise _unreadable(folder, error) from None
-    model, report = _load_with_report(AutoModelForSequenceClassification, folder, torch.float32, options)
-    prefix = f"{model.base_model_prefix}."
-    missing = sorted(name for name in report["missing_keys"] if name.startswith(prefix) and ".pooler." not in name)
-    if missing:
-        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
-    return model
-
-
-def read_context_length(folder: Path) -> int | None:
-    """Returns the most tokens that the model in `folder` reads, or None if its config.json has no limit."""
-    length = _hf_config_or_empty(folder).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
-
-
-class WordStreamer(TextStreamer):
-    """Passes generated text to a callback, word by word; a `streamer` of transformers' `generate`."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], object]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._on_text(text)
-
-
-def context_length(model: Any) -> int:
-    """Returns the most tokens that a model reads; 2,048 if its config has no limit (Bloom, Mamba)."""
-    return int(getattr(model.config, "max_position_embeddings", None) or 2048)
-
-
-def load_tokenizer_folder(folder: Path) -> Any:
-    """Returns the tokenizer in `folder`, without dropout; an encoder's with special tokens from the folder's other
-    files. CheckpointError without a tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
-    with _quiet():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    if is_encoder(folder):
-        ids = HFSettings.from_folder(folder).special_ids(folder / "tokenizer.json")
-        for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
-    if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
-        tokenizer.backend_tokenizer.model.dropout = None
-    return tokenizer
-
-
-def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of config.json; empty without one (loading the model then raises)."""
-    try:
-        return read_hf_config(folder)
-    except CheckpointError:
-        return {}
-
-
-def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -> dict[str, Any]:
-    """Returns transformers' options that leave a decoder's weights on disk; none for a model that is loaded whole."""
-    model_type = _hf_config_or_empty(folder).get("model_type")
-    if offload_folder is None or model_type in encoders.FAMILIES:
-        return {}
-    prefix, devices = ("gpt_neox", _NEOX_DEVICES) if model_type == "gpt_neox" else ("model", _LLAMA_DEVICES)
-    if head:
-        devices = {"lm_head": "disk", **{f"{prefix}.{name}": device for name, device in devices.items()}}
-    return {"device_map": dict(devices), "offload_folder": str(offload_folder)}
-
-
-def _load(auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
-    """Returns a model in evaluation mode; CheckpointError unless the folder has exactly its weights."""
-    model, report = _load_with_report(auto_class, folder, dtype, options)
-    if "lm_head.weight" in report["missing_keys"]:
-        raise CheckpointError(
-            f"`{folder}` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its "
-            "checkpoint with --head pmi, or name the run itself."
-        )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report.get(problem):
-            keys = f"{problem.replace('_', ' ')}: {sorted(map(str, report[problem]))[0]}"
-            raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but has {keys}.")
-    return model.eval()
-
-
-def _load_with_report(
-    auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the model, and transformers' report on its weights."""
-    try:
-        with _quiet():
-            model, report = auto_class.from_pretrained(
-                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
-            )
-    except (OSError, ValueError) as error:
-        raise _unreadable(folder, error) from None
-    require_finite(model.named_parameters(), folder)
-    return model, report
-
-
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())
-    return CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences transformers' reports and progress bars; the checks of this module replace them."""
-    verbosity, has_progress_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    offload_logger = getLogger("accelerate.big_modeling")
-    level = offload_logger.level
-    offload_logger.setLevel("ERROR")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        offload_logger.setLevel(level)
-        if has_progress_bars:
-            logging.enable_progress_bar()
 
 
 def load_input_embedding(path: Path) -> tuple[Tensor, Path]:

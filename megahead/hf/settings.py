@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
@@ -20,7 +21,8 @@ from tokenizers.processors import TemplateProcessing
 
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
-from megahead.data.tokenizer import load_tokenizer
+from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.vocabulary_map import ROLES
 from megahead.errors import CheckpointError, DataError
 from megahead.files import write_atomically
 from megahead.hf.heads import ExportTarget
@@ -44,6 +46,8 @@ _TOKEN_KEYS = {
     "sep_token": ("sep_token", "eos_token"),
 }
 """An encoder's special tokens: the names that a tokenizer's settings have for each."""
+SPECIAL_TOKEN_ROLES = tuple(_TOKEN_KEYS)
+_SPELLINGS = {"mask_token": ROLES["mask"], "cls_token": ROLES["begin"], "sep_token": ROLES["end"]}
 
 
 @dataclass(frozen=True)
@@ -114,20 +118,28 @@ class HFSettings:
         return [id_ for ids in values if ids is not None for id_ in (ids if isinstance(ids, list) else [ids])]
 
     def special_ids(self, tokenizer: Path | None) -> dict[str, int | None]:
-        """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, or
-        by config.json; None for one that no file has."""
-        vocabulary, hf_config = None if tokenizer is None else load_tokenizer(tokenizer), self.read_json(CONFIG_FILE)
+        """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, by
+        config.json, or by other spellings; None for one that no file has. mmBERT's config.json has one id for cls and
+        sep: then they are its bos and eos."""
+        vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
+        masks, begins, ends = (self._special_ids(role, vocabulary) for role in _TOKEN_KEYS)
+        cls_id, sep_id = next(
+            ((begin, end) for begin, end in product(begins, ends) if begin != end),
+            (next(iter(begins), None), next(iter(ends), None)),
+        )
+        return {"mask_token": next(iter(masks), None), "cls_token": cls_id, "sep_token": sep_id}
+
+    def _special_ids(self, role: str, vocabulary: Tokenizer | None) -> list[int]:
+        """Returns the ids that the files name for a special token, the most reliable first."""
+        keys, (bert_spelling, *spellings), hf_config = _TOKEN_KEYS[role], _SPELLINGS[role], self.read_json(CONFIG_FILE)
         settings = [self.read_json(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-        special_ids: dict[str, int | None] = {}
-        for role, keys in _TOKEN_KEYS.items():
-            tokens = [content.get(keys[0]) for content in settings] + [f"[{role[:-6].upper()}]"]
-            tokens += [content.get(key) for key in keys[1:] for content in settings]
-            texts = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
-            ids = [] if vocabulary is None else [vocabulary.find(text) for text in texts]
-            ids += [hf_config.get(f"{key}_id") for key in keys]
-            vocab_size = hf_config["vocab_size"]
-            special_ids[role] = next((id_ for id_ in ids if isinstance(id_, int) and id_ < vocab_size), None)
-        return special_ids
+        tokens = [content.get(keys[0]) for content in settings] + [bert_spelling]
+        tokens += [content.get(key) for key in keys[1:] for content in settings]
+        texts = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
+        ids = [] if vocabulary is None else [vocabulary.find(text) for text in texts]
+        ids += [hf_config.get(f"{key}_id") for key in keys]
+        ids += [] if vocabulary is None else [vocabulary.find(text) for text in spellings]
+        return [id_ for id_ in ids if isinstance(id_, int) and id_ < hf_config["vocab_size"]]
 
     def _has_same_ids(self, tokenizer: Path) -> bool:
         """Whether their tokenizer gives the same ids as `tokenizer`."""
@@ -179,7 +191,8 @@ def _write_run_tokenizer(folder: Path, target: ExportTarget, tokenizer: Path | N
         ids = {"bos_token_id": end_token, "eos_token_id": end_token, "pad_token_id": end_token}
         return ids | ({} if tokenizer is None else write_tokenizer(tokenizer, folder, config))
     cls_token, sep_token = config.masking.cls_token, config.masking.sep_token
-    ids = {"pad_token_id": 0, "bos_token_id": cls_token, "cls_token_id": cls_token}
+    padding = config.model.padding_token() or 0
+    ids = {"pad_token_id": padding, "bos_token_id": cls_token, "cls_token_id": cls_token}
     ids |= {"eos_token_id": sep_token, "sep_token_id": sep_token}
     ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
     return ids | ({"eos_token_id": end_token} if config.model.is_causal else {})
@@ -254,11 +267,8 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
     special_tokens = {name: _token_text(tokenizer, source, f"masking.{name}", id_) for name, id_ in ids.items()}
     cls, sep = special_tokens["cls_token"], special_tokens["sep_token"]
-    padding_id = load_tokenizer(source).special_ids.get("padding")
-    padding_tokens = [] if padding_id is None else [str(tokenizer.id_to_token(padding_id))]
-    padding_tokens += [*PADDING_TOKENS, sep]
-    pad_token = next(token for token in padding_tokens if tokenizer.token_to_id(token) is not None)
-    unk_token = "[UNK]" if tokenizer.token_to_id("[UNK]") is not None else pad_token
+    pad_token = _padding_token(tokenizer, source, config.model, default=sep)
+    unk_token = next((token for token in ROLES["unknown"] if tokenizer.token_to_id(token) is not None), pad_token)
     special_tokens |= {"pad_token": pad_token, "unk_token": unk_token}
     suffixes = [""] * 2 if config.model.is_causal else [f" {sep}:{token_type}" for token_type in (0, 1)]
     if config.model.is_causal:
@@ -277,6 +287,16 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     settings = {"model_max_length": _trained_length(config), "model_input_names": input_names}
     _write_tokenizer_config(folder, special_tokens, settings)
     return {"pad_token_id": int(tokenizer.token_to_id(pad_token) or 0)}
+
+
+def _padding_token(tokenizer: tokenizers.Tokenizer, source: Path, model: ModelConfig, default: str) -> str:
+    """Returns an encoder's padding token: that which a RoBERTa's positions begin after, else the tokenizer's."""
+    position_padding = model.padding_token()
+    if position_padding is not None:
+        return _token_text(tokenizer, source, "model.position_offset - 1", position_padding)
+    padding_id = load_tokenizer(source).special_ids.get("padding")
+    tokens = [] if padding_id is None else [str(tokenizer.id_to_token(padding_id))]
+    return next(token for token in [*tokens, *PADDING_TOKENS, default] if tokenizer.token_to_id(token) is not None)
 
 
 def _trained_length(config: RunConfig) -> int:

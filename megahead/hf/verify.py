@@ -17,7 +17,7 @@ from megahead.config.model import ModelConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import CheckpointError, DataError
 from megahead.hf.heads import DTYPES, ExportTarget, Head
-from megahead.hf.published import load_backbone, load_causal, load_masked
+from megahead.hf.loading import load_backbone, load_causal, load_masked
 from megahead.hf.trained import EMBEDDING, MASK_HEAD, TrainedModel
 from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MaskHead
@@ -187,7 +187,8 @@ def _token_rows(model: TrainedModel) -> Tensor:
     needed = _ROW_TOKENS + window  # beyond the window of local layers
     max_tokens = max(1 + window, _MAX_LOGITS // (2 * _NUM_ROWS * vocab_size))
     length = min(needed, model.config.data.sequence_length, max_tokens)
-    random_BT = torch.randint(vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+    first_id = model.config.model.position_offset  # a padding id has no position
+    random_BT = torch.randint(first_id, vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
     dataset_BT = _dataset_rows(model, length)
     return random_BT if dataset_BT is None else torch.cat([random_BT, dataset_BT])
 

@@ -1,4 +1,4 @@
-"""The backbone families: GPT-NeoX, Llama, BERT, ModernBERT; their sharding over ranks, and their initial weights.
+"""The backbone families: GPT-NeoX, Llama, BERT, RoBERTa, ModernBERT; their sharding over ranks and initial weights.
 
 B rows, T tokens per row, t of them on this rank, D hidden size.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.config.model import ModelConfig
+from megahead.config.model import ROBERTAS, ModelConfig
 from megahead.distributed.group import scatter_to_group
 from megahead.distributed.tensors import block_ranges
 from megahead.models.backbone import Backbone, Decoder
@@ -81,7 +81,8 @@ class Llama(Decoder):
 
 
 class Bert(Backbone):
-    """BERT (Devlin et al. 2019, arXiv 1810.04805), without pooler and head; without token types it is DistilBERT.
+    """BERT (Devlin et al. 2019, arXiv 1810.04805), without pooler and head; without token types it is DistilBERT, with
+    a position offset RoBERTa (Liu et al. 2019, arXiv 1907.11692) and XLM-R (Conneau et al. 2020, arXiv 1911.02116).
 
     The normed sum of token, position and type embeddings, then post-norm blocks. All tokens have the first type.
     """
@@ -91,14 +92,15 @@ class Bert(Backbone):
         hidden_size = config.hidden_size
         self.dropout = config.hidden_dropout
         self.embedding = Embedding(config.padded_vocab_size(), hidden_size)
-        self.positions = Embedding(config.max_positions, hidden_size)
+        self.position_offset = config.position_offset
+        self.positions = Embedding(config.position_rows(), hidden_size)
         self.token_types = Embedding(config.token_types, hidden_size) if config.token_types else None
         self.embedding_norm = LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_post_norm_block(config) for _ in range(config.num_layers))
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: the normed sum of embeddings."""
-        x_BTD = inputs_BTD + self.positions(documents.positions_BT)
+        x_BTD = inputs_BTD + self.positions(documents.positions_BT + self.position_offset)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=inputs_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
@@ -160,6 +162,7 @@ _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
     "gpt_neox": GPTNeoX,
     "llama": Llama,
     "bert": Bert,
+    **dict.fromkeys(ROBERTAS, Bert),
     "modernbert": ModernBert,
 }
 
@@ -174,7 +177,7 @@ SHARDING: dict[str, dict[str, str]] = {
     | dict.fromkeys(
         ("blocks.*.attention.query_norm", "blocks.*.attention.key_norm"), "head_norm"
     ),  # shared by all heads
-    "bert": WEIGHT_SHARDING | HEAD_SHARDING,  # positions and types are small, hence replicated
+    **dict.fromkeys(("bert", *ROBERTAS), WEIGHT_SHARDING | HEAD_SHARDING),  # positions and types are small: replicated
     "modernbert": WEIGHT_SHARDING | HEAD_SHARDING | TOKEN_SHARDING | {"embedding_norm": "norm"} | _GATE_SHARDING,
 }
 """Per family: pattern of module names (`*` matches a layer's number) -> parallel style."""

@@ -27,7 +27,8 @@ from megahead.distributed.launch import choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
 from megahead.hf.export import ensure_hf_folder, export
-from megahead.hf.published import from_hf, load_causal
+from megahead.hf.loading import load_causal
+from megahead.hf.published import from_hf
 from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import open_datasets, require_same_run
@@ -230,7 +231,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (wrong_tokenizer, "`F/t.json` must have at most 61 ids (model.vocab_size), but has 278 instead."),
     (wrong_head, "`--head trained` needs a run that trained a head, but this one was headless; use pmi, tied or none."),
     (spoken_without_a_head, "`F/out` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its checkpoint with --head pmi, or name the run itself."),
-    (foreign_model, "`config.json: model_type` must be one of gpt_neox, llama, mistral, qwen2, qwen3, bert, distilbert, modernbert, modernbert-decoder, but is gpt2 instead."),
+    (foreign_model, "`config.json: model_type` must be one of gpt_neox, llama, mistral, qwen2, qwen3, bert, distilbert, roberta, xlm-roberta, modernbert, modernbert-decoder, but is gpt2 instead."),
     (ensure_hf_folder, "`F` must be a Hugging Face model folder, a run or a checkpoint, but is none."),
     (id_too_large, "token ids must lie below the vocabulary size 5, but one near document 0 is 9 instead; use the tokenizer the ids were made with."),
     (no_tokenizer, "`F/t.json` must be a tokenizer.json file, but cannot be read as one: Model missing. at line 1 column 2."),

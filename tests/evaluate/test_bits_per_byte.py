@@ -17,7 +17,7 @@ from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import bits_per_byte, task_files
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.stated import Stated
 

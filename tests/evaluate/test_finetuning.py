@@ -29,7 +29,7 @@ from megahead.evaluate.finetuning import (
 )
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
 from megahead.hf.export import ensure_classifier_folder, ensure_hf_folder
-from megahead.hf.published import load_classifier, load_tokenizer_folder
+from megahead.hf.loading import load_classifier, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
 

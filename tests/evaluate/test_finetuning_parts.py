@@ -11,7 +11,7 @@ import torch
 from megahead.errors import FieldError
 from megahead.evaluate.finetuning import ExampleEncoder, class_loss, collate, compute_metric, training_batches
 from megahead.evaluate.glue_tasks import Example, paper_settings
-from megahead.hf.published import load_tokenizer_folder
+from megahead.hf.loading import load_tokenizer_folder
 from support.small_encoder import save_small_encoder
 
 PAIRS = [

@@ -16,7 +16,7 @@ from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness, fitting_batch_size
 from megahead.evaluate.harness_tasks import task_files, task_rows
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"] * 3

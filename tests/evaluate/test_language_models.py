@@ -15,7 +15,7 @@ from megahead.evaluate.generation import generate_continuation, sampling_options
 from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.scoring import Row, TokenPredictor, open_language_model
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
 

@@ -17,7 +17,7 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import accuracy_by, read_blimp, task_files, task_rows, write_tasks
 from megahead.evaluate.results import Score
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.blimp import write_blimp
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder

@@ -27,8 +27,8 @@ from transformers import (
 from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
-from megahead.errors import CheckpointError, FieldError
-from megahead.hf.encoders import BERT, DISTILBERT
+from megahead.errors import FieldError
+from megahead.hf.bert import BERT, DISTILBERT
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
 from megahead.hf.published import from_hf, load_input_embedding
@@ -185,13 +185,6 @@ def test_a_distilbert_with_another_eps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"model\.norm_eps"):
         export(tmp_path / "run", tmp_path / "out", "none")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_a_tokenizer_names_no_special_tokens(tmp_path: Path) -> None:
-    shape = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3}
-    BertModel(BertConfig(**shape, intermediate_size=100)).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        from_hf(tmp_path / "theirs", tmp_path / "run")
 
 
 def test_the_extended_pythia_tokenizer_serves_an_encoder(tmp_path: Path, shared_data: Path) -> None:

@@ -17,7 +17,7 @@ from megahead.errors import CheckpointError, DataError, UserError
 from megahead.hf import heads as export_heads
 from megahead.hf import settings as export_settings
 from megahead.hf.export import Origin, ensure_hf_folder, export, read_origin
-from megahead.hf.published import load_causal
+from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 VANILLA = {"name": "vanilla"}

@@ -47,12 +47,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2": {**SHAPE, "num_key_value_heads": 2, "max_window_layers": 7},
     "qwen3": {**SHAPE, "num_key_value_heads": 2, "head_dim": 8},
     "bert": {**SHAPE, "classifier_dropout": 0.2},
+    "roberta": {**SHAPE, "type_vocab_size": 1, "classifier_dropout": 0.2, "max_position_embeddings": 64 + IDS - 1},
+    "xlm-roberta": {**SHAPE, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "max_position_embeddings": 64 + IDS - 1},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "qa_dropout": 0.3},
     "modernbert": {**SHAPE, "local_attention": 8, "classifier_pooling": "mean"},
     "modernbert-decoder": {**SHAPE, "local_attention": 8},
 }
 """Settings of each family, some of which a run has no place for."""
-ENCODERS = {"bert", "distilbert", "modernbert"}
+ENCODERS = {kind for kind, family in FAMILIES.items() if family.head_type == "MaskedLM"}
 BEGIN, END, PAD, MASK = IDS - 4, IDS - 3, IDS - 2, IDS - 1
 DECODER_IDS = {"bos_token_id": BEGIN, "eos_token_id": [END, PAD], "pad_token_id": PAD}
 ENCODER_IDS = {"bos_token_id": BEGIN, "eos_token_id": END, "cls_token_id": BEGIN, "sep_token_id": END}
@@ -68,7 +70,7 @@ def theirs(folder: Path, kind: str, ids: dict[str, Any] | None = None, **names: 
     (folder / "bpe.json").unlink()
     fill = IDS - len(NAMES) - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"word{number}" for number in range(fill)])
-    tokenizer.add_special_tokens(list(NAMES.values()))
+    tokenizer.add_special_tokens([names.get(role, text) for role, text in NAMES.items()])
     closing = " </s>" if encoder else ""
     specials = [("<s>", BEGIN), ("</s>", END)]
     tokenizer.post_processor = TemplateProcessing(
@@ -79,7 +81,7 @@ def theirs(folder: Path, kind: str, ids: dict[str, Any] | None = None, **names: 
     fast.chat_template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
     fast.save_pretrained(folder)
     ids = (ENCODER_IDS | {"pad_token_id": PAD} if encoder else DECODER_IDS) if ids is None else ids
-    config = AutoConfig.for_model(kind, vocab_size=IDS, max_position_embeddings=64, **OWN[kind], **ids)
+    config = AutoConfig.for_model(kind, **{"vocab_size": IDS, "max_position_embeddings": 64, **OWN[kind], **ids})
     config.task_specific_params = {"summary": {"length": 3}}
     torch.manual_seed(0)
     model = (AutoModelForMaskedLM if encoder else AutoModelForCausalLM).from_config(config)
@@ -147,7 +149,7 @@ def test_ids_that_are_null_several_or_different_stay(tmp_path: Path, ids: dict[s
 
 
 def test_ids_of_an_encoder_that_nothing_names_are_given(tmp_path: Path) -> None:
-    before = theirs(tmp_path / "theirs", "bert", {})
+    before = theirs(tmp_path / "theirs", "bert", {}, mask_token="<hidden>")
     settings = read(before / "tokenizer_config.json")
     named = {name: value for name, value in settings.items() if not name.endswith("_token") or name == "pad_token"}
     (before / "tokenizer_config.json").write_text(json.dumps(named))

@@ -15,8 +15,8 @@ from transformers import (
 
 from megahead.errors import FieldError
 from megahead.hf.decoders import GPT_NEOX, LLAMA
-from megahead.hf.encoders import MODERNBERT
 from megahead.hf.families import ParameterNames
+from megahead.hf.modernbert import MODERNBERT
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 

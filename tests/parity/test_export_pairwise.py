@@ -20,7 +20,7 @@ from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine
 from megahead.hf.export import export
-from megahead.hf.published import load_backbone, load_causal, load_masked
+from megahead.hf.loading import load_backbone, load_causal, load_masked
 from megahead.losses.candidates import log_unigram
 from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from support.initialized import initialized

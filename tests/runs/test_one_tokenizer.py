@@ -22,7 +22,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, DataError, FieldError, UserError
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
-from megahead.hf.published import load_tokenizer_folder
+from megahead.hf.loading import load_tokenizer_folder
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config

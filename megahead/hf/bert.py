@@ -1,0 +1,121 @@
+"""Hugging Face's names of parameters and settings of BERT and DistilBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megahead.config.model import ModelConfig
+from megahead.errors import FieldError
+from megahead.hf.families import COMMON_SETTINGS, Family, ParameterNames, SettingNames
+
+_TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
+_DISTILBERT_EPS = 1e-12  # config.json of a DistilBERT has no key for it
+
+_BERT = SettingNames(
+    COMMON_SETTINGS
+    | {
+        "token_types": "type_vocab_size",
+        "norm_eps": "layer_norm_eps",
+        "hidden_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+    },
+    required=("num_layers", "hidden_size", "num_heads", "vocab_size"),
+    defaults={"family": "bert"},
+    fixed={"position_embedding_type": "absolute"},
+)
+_DISTILBERT = SettingNames(
+    {
+        "num_layers": "n_layers",
+        "hidden_size": "dim",
+        "num_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+    },
+    activation="activation",
+    required=_BERT.required,
+    defaults={"family": "bert", "token_types": 0, "norm_eps": _DISTILBERT_EPS},
+)
+
+
+def distilbert_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the content of `config.json` for the shape of a DistilBERT."""
+    if model.norm_eps != _DISTILBERT_EPS:
+        raise FieldError("model.norm_eps", f"be {_DISTILBERT_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
+    return {"model_type": "distilbert", **_DISTILBERT.hf_config(model), "sinusoidal_pos_embds": False}
+
+
+def bert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our BERT does not support."""
+    if hf_config.get("is_decoder"):
+        raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
+    return _BERT.model_settings(hf_config)
+
+
+BERT = Family(
+    title="BERT",
+    class_prefix="Bert",
+    head_type="MaskedLM",
+    base_model_prefix="bert.",
+    names=ParameterNames(
+        {
+            "backbone.embedding": "bert.embeddings.word_embeddings",
+            "backbone.positions": "bert.embeddings.position_embeddings",
+            "backbone.token_types": "bert.embeddings.token_type_embeddings",
+            "backbone.embedding_norm": "bert.embeddings.LayerNorm",
+            "backbone.blocks.*.attention.query": "bert.encoder.layer.*.attention.self.query",
+            "backbone.blocks.*.attention.key": "bert.encoder.layer.*.attention.self.key",
+            "backbone.blocks.*.attention.value": "bert.encoder.layer.*.attention.self.value",
+            "backbone.blocks.*.attention.output": "bert.encoder.layer.*.attention.output.dense",
+            "backbone.blocks.*.attention_norm": "bert.encoder.layer.*.attention.output.LayerNorm",
+            "backbone.blocks.*.mlp.up": "bert.encoder.layer.*.intermediate.dense",
+            "backbone.blocks.*.mlp.down": "bert.encoder.layer.*.output.dense",
+            "backbone.blocks.*.mlp_norm": "bert.encoder.layer.*.output.LayerNorm",
+            "mask_head.dense": "cls.predictions.transform.dense",
+            "mask_head.norm": "cls.predictions.transform.LayerNorm",
+            "mask_head.bias": "cls.predictions.bias",
+            "head.weight": "cls.predictions.decoder.weight",
+        }
+    ),
+    ignored_keys=("pooler.", "cls.seq_relationship.", "position_ids", "cls.predictions.decoder.bias"),
+    head_prefixes=("cls.",),
+    model_settings=bert_settings,
+    hf_config=lambda model: {"model_type": "bert", **_BERT.hf_config(model)},
+    legacy_keys=_TENSORFLOW_KEYS,
+    untied_bias_name="cls.predictions.decoder.bias",
+)
+
+DISTILBERT = Family(
+    title="DistilBERT",
+    class_prefix="DistilBert",
+    head_type="MaskedLM",
+    base_model_prefix="distilbert.",
+    names=ParameterNames(
+        {
+            "backbone.embedding": "distilbert.embeddings.word_embeddings",
+            "backbone.positions": "distilbert.embeddings.position_embeddings",
+            "backbone.embedding_norm": "distilbert.embeddings.LayerNorm",
+            "backbone.blocks.*.attention.query": "distilbert.transformer.layer.*.attention.q_lin",
+            "backbone.blocks.*.attention.key": "distilbert.transformer.layer.*.attention.k_lin",
+            "backbone.blocks.*.attention.value": "distilbert.transformer.layer.*.attention.v_lin",
+            "backbone.blocks.*.attention.output": "distilbert.transformer.layer.*.attention.out_lin",
+            "backbone.blocks.*.attention_norm": "distilbert.transformer.layer.*.sa_layer_norm",
+            "backbone.blocks.*.mlp.up": "distilbert.transformer.layer.*.ffn.lin1",
+            "backbone.blocks.*.mlp.down": "distilbert.transformer.layer.*.ffn.lin2",
+            "backbone.blocks.*.mlp_norm": "distilbert.transformer.layer.*.output_layer_norm",
+            "mask_head.dense": "vocab_transform",
+            "mask_head.norm": "vocab_layer_norm",
+            "mask_head.bias": "vocab_projector.bias",
+            "head.weight": "vocab_projector.weight",
+        }
+    ),
+    ignored_keys=("position_ids",),
+    head_prefixes=("vocab_",),
+    model_settings=_DISTILBERT.model_settings,
+    hf_config=distilbert_config,
+    legacy_keys=_TENSORFLOW_KEYS,
+)

@@ -1,0 +1,204 @@
+"""Loads Hugging Face folders as models of transformers: without its reports, in one dtype, never with a random head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+)
+from transformers.utils import logging
+
+from megahead.distributed.tensors import require_finite
+from megahead.errors import CheckpointError
+from megahead.hf import encoders
+from megahead.hf.published import max_positions, read_hf_config
+from megahead.hf.settings import HFSettings
+
+_NEOX_DEVICES = {
+    "embed_in": "disk",
+    "layers": "disk",
+    "final_layer_norm": "cpu",
+    "rotary_emb": "cpu",
+    "emb_dropout": "cpu",
+}
+_LLAMA_DEVICES = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}
+"""accelerate's device map of a backbone whose layers stay on disk."""
+
+
+def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
+    """Returns the causal language model in `folder`, in evaluation mode; CheckpointError unless the folder has exactly
+    its weights.
+
+    A folder without a head is refused: transformers would fill in a random one. offload_folder: read each layer's
+    weights from disk whenever it is called, from a copy in this folder if their dtype differs; a ModernBERT is loaded
+    whole.
+    """
+    return _load(AutoModelForCausalLM, folder, dtype, _offload_options(folder, offload_folder, head=True))
+
+
+def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
+    """Returns the backbone in `folder`, in evaluation mode; CheckpointError unless the folder has exactly its weights.
+
+    offload_folder: as for `load_causal`; an encoder is loaded whole.
+    """
+    folder = Path(folder)
+    has_pooler = _hf_config_or_empty(folder).get("model_type") in encoders.WITH_POOLER
+    options = {"add_pooling_layer": False} if has_pooler else {}
+    return _load(AutoModel, folder, dtype, options | _offload_options(folder, offload_folder, head=False))
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether config.json in `folder` names a model that predicts masked tokens."""
+    hf_config = _hf_config_or_empty(folder)
+    is_masked_lm = any(name.endswith("ForMaskedLM") for name in hf_config.get("architectures") or ())
+    family = encoders.FAMILIES.get(hf_config.get("model_type", ""))
+    return is_masked_lm or (family is not None and family.head_type == "MaskedLM")
+
+
+def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns the encoder in `folder` with its masked-language-model head, in evaluation mode; CheckpointError unless
+    the folder has exactly its weights."""
+    return _load(AutoModelForMaskedLM, folder, dtype, {})
+
+
+def load_classifier(folder: Path, num_outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
+    """Returns the model in `folder` in fp32 with a new, random head of `num_outputs` values a sequence, drawn by
+    torch's seed.
+
+    Any architecture that transformers classifies sequences with; a pooler that was never pretrained is new as well.
+    random_weights: only the config is read from the folder. CheckpointError if weights of the backbone are missing.
+    """
+    options = {"num_labels": num_outputs, "pad_token_id": padding_id}
+    if random_weights:
+        try:
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
+            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, error) from None
+    model, report = _load_with_report(AutoModelForSequenceClassification, folder, torch.float32, options)
+    prefix = f"{model.base_model_prefix}."
+    missing = sorted(name for name in report["missing_keys"] if name.startswith(prefix) and ".pooler." not in name)
+    if missing:
+        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
+    return model
+
+
+def read_context_length(folder: Path) -> int | None:
+    """Returns the most tokens that the model in `folder` reads, or None if its config.json has no limit."""
+    return max_positions(_hf_config_or_empty(folder))
+
+
+class WordStreamer(TextStreamer):
+    """Passes generated text to a callback, word by word; a `streamer` of transformers' `generate`."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
+
+
+def context_length(model: Any) -> int:
+    """Returns the most tokens that a model reads; 2,048 if its config has no limit (Bloom, Mamba)."""
+    return max_positions(model.config.to_dict()) or 2048
+
+
+def load_tokenizer_folder(folder: Path) -> Any:
+    """Returns the tokenizer in `folder`, without dropout; an encoder's with special tokens from the folder's other
+    files. CheckpointError without a tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
+    with _quiet():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if is_encoder(folder):
+        ids = HFSettings.from_folder(folder).special_ids(folder / "tokenizer.json")
+        for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
+    if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+        tokenizer.backend_tokenizer.model.dropout = None
+    return tokenizer
+
+
+def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
+    """Returns the content of config.json; empty without one (loading the model then raises)."""
+    try:
+        return read_hf_config(folder)
+    except CheckpointError:
+        return {}
+
+
+def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -> dict[str, Any]:
+    """Returns transformers' options that leave a decoder's weights on disk; none for a model that is loaded whole."""
+    model_type = _hf_config_or_empty(folder).get("model_type")
+    if offload_folder is None or model_type in encoders.FAMILIES:
+        return {}
+    prefix, devices = ("gpt_neox", _NEOX_DEVICES) if model_type == "gpt_neox" else ("model", _LLAMA_DEVICES)
+    if head:
+        devices = {"lm_head": "disk", **{f"{prefix}.{name}": device for name, device in devices.items()}}
+    return {"device_map": dict(devices), "offload_folder": str(offload_folder)}
+
+
+def _load(auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+    """Returns a model in evaluation mode; CheckpointError unless the folder has exactly its weights."""
+    model, report = _load_with_report(auto_class, folder, dtype, options)
+    if "lm_head.weight" in report["missing_keys"]:
+        raise CheckpointError(
+            f"`{folder}` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its "
+            "checkpoint with --head pmi, or name the run itself."
+        )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(problem):
+            keys = f"{problem.replace('_', ' ')}: {sorted(map(str, report[problem]))[0]}"
+            raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but has {keys}.")
+    return model.eval()
+
+
+def _load_with_report(
+    auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the model, and transformers' report on its weights."""
+    try:
+        with _quiet():
+            model, report = auto_class.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
+            )
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from None
+    require_finite(model.named_parameters(), folder)
+    return model, report
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    return CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences transformers' reports and progress bars; the checks of this module replace them."""
+    verbosity, has_progress_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    offload_logger = getLogger("accelerate.big_modeling")
+    level = offload_logger.level
+    offload_logger.setLevel("ERROR")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        offload_logger.setLevel(level)
+        if has_progress_bars:
+            logging.enable_progress_bar()
