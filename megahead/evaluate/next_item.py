@@ -19,7 +19,7 @@ from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.item_sequences import END_ID, read_sequences
 from megahead.errors import DataError
 from megahead.evaluate.results import Score, TaskResult
-from megahead.hf.published import context_length, load_causal
+from megahead.hf.loading import context_length, load_causal
 
 CUTOFF = 10
 """k of HR@k, NDCG@k and coverage@k."""

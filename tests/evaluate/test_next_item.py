@@ -19,7 +19,7 @@ from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.item_vectors import write_vectors
 from megahead.evaluate.next_item import ItemVectors, rank_next_items, summarize
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.published import load_causal
+from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, small_config
 
 NUM_IDS = 61
