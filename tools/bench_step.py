@@ -41,7 +41,13 @@ from megahead.errors import FieldError, run_command
 if TYPE_CHECKING:
     from benchmarks.steps import Mode, VariantSpec
 
-BERT_VOCABULARY = {"distilbert-multilingual": 119547}
+ENCODER_VOCABULARIES = {
+    "distilbert-multilingual": 119547,
+    **dict.fromkeys(("roberta-base", "roberta-large"), 50265),
+    **dict.fromkeys(("xlm-r-base", "xlm-r-large"), 250002),
+    **dict.fromkeys(("mmbert-small", "mmbert-base"), 256000),
+}
+"""Of encoders; BERT's vocabulary of all others."""
 BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 
 
@@ -110,18 +116,20 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
                 raise FieldError(option, "go with --preset", got="given with --config", hint=hint)
         return load_config(arguments.config, overrides)
     size, sequence_length, num_rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
-    encoder = ModelConfig.model_validate({"size": size, "vocab_size": 2}).is_encoder()
-    vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
+    model = ModelConfig.model_validate({"size": size, "vocab_size": 2})
+    encoder, padding = model.is_encoder(), model.padding_token()
+    masking = BERT_TOKENS | {"special_tokens": [] if padding is None else [padding]} if encoder else None
+    vocabulary = ENCODER_VOCABULARIES.get(size, 30522) if encoder else PYTHIA_VOCABULARY
     shape = {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, sequence_length)}
-    return build_config(
-        shape, num_rows, sequence_length, f"name={size}", *overrides, masking=BERT_TOKENS if encoder else None
-    )
+    return build_config(shape, num_rows, sequence_length, f"name={size}", *overrides, masking=masking)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("Time whole training steps, headless against vanilla.")
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
+    model.add_argument(
+        "--preset", choices=NAMED_SIZES, help="a named size, with its own, BERT's or Pythia's vocabulary"
+    )
     model.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting")
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")

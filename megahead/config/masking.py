@@ -169,10 +169,7 @@ class MaskingConfig(Settings):
         largest = max(self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         rule = f"name ids below model.vocab_size ({model.vocab_size})"
         require(largest < model.vocab_size, "masking", rule, got=largest)
-        padding, hint = model.padding_token(), "whose tokens have no position; the text must not contain it"
-        rule = f"include {padding}, the padding id of a {model.family} (model.position_offset - 1)"
-        is_excluded = padding is None or padding in self.special_tokens
-        require(is_excluded, "masking.special_tokens", rule, got=self.special_tokens, hint=hint)
+        self._check_padding(model, data)
         differs, length = data.end_token != self.mask_token, data.sequence_length
         require(differs, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
         require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")
@@ -184,6 +181,16 @@ class MaskingConfig(Settings):
             self._check_targets_per_row(data)
         has_spellings = self.strategy != "whole_word" or data.tokenizer is not None
         require(has_spellings, "data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+
+    def _check_padding(self, model: ModelConfig, data: DataConfig) -> None:
+        """Raises ConfigError if rows may have the padding token of a RoBERTa, which has no position there."""
+        padding, hint = model.padding_token(), "its tokens have no position, and the text must not contain it"
+        if padding is not None:
+            rule = f"include {padding}, the padding id of a {model.family} (model.position_offset - 1)"
+            require(padding in self.special_tokens, "masking.special_tokens", rule, got=self.special_tokens, hint=hint)
+            is_other = padding in (self.mask_token, self.cls_token, self.sep_token, data.end_token)
+            rule, got = "follow a padding id that is no other special token", f"{model.position_offset} (id {padding})"
+            require(not is_other, "model.position_offset", rule, got=got)
 
     def _check_targets_per_row(self, data: DataConfig) -> None:
         """Raises ConfigError if a whole row has no target."""

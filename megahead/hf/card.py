@@ -50,8 +50,7 @@ _DECODER_HEADS = SupportedHeads(("tied", "trained"), ("tied", "trained"))
 _SUPPORTED_HEADS = {
     "GPTNeoX": SupportedHeads(("tied", "pmi", "trained"), ("pmi", "trained")),
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Ernie4_5_Moe"), _DECODER_HEADS),
-    "Bert": SupportedHeads(("none",), ("none",)),
-    "ModernBert": SupportedHeads(("none",), ("none",)),
+    **dict.fromkeys(("Bert", "Roberta", "XLMRoberta", "ModernBert"), SupportedHeads(("none",), ("none",))),
 }
 
 

@@ -52,6 +52,8 @@ def test_a_llama_with_a_table_of_rows_equals_plain_torch(
 
 
 BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+ROBERTA = BERT | {"family": "xlm_roberta", "position_offset": 60}
+"""Its padding id is 59."""
 MODERNBERT = {"family": "modernbert", "intermediate_size": 64, "local_window": 6}
 ENCODER = {
     "num_layers": 2,
@@ -61,7 +63,7 @@ ENCODER = {
     "vocab_multiple": 64,
     "max_positions": 32,
 }
-DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "diffusion": True}}
+DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "special_tokens": [59], "diffusion": True}}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,8 @@ DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "di
         long("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
         ("headless", 1, 1, 2, BERT, {"masking.strategy": "frequency"}),
         long("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
+        ("headless", 3, 2, 1, ROBERTA, {}),
+        long("vanilla", 2, 2, 2, ROBERTA, {}),
         long("vanilla", 3, 2, 1, MODERNBERT, {}),
         ("vanilla", 1, 2, 1, MODERNBERT, {}),
     ],

@@ -156,6 +156,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.mask_decoder_layers` must be left out of a modernbert, whose last norm would be the decoder's, but is 1 instead.",
     ),
     (
+        BERT | {"masking": MASKS, "model.size": "roberta-base"},
+        "`masking.special_tokens` must include 1, the padding id of a roberta (model.position_offset - 1), but is [] instead; its tokens have no position, and the text must not contain it.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"special_tokens": [1]}, "model.size": "xlm-r-base"},
+        "`model.position_offset` must follow a padding id that is no other special token, but is 2 (id 1) instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "model.size": "xlm-r-base", "model.position_offset": 0},
+        "`model.position_offset` must be the padding id + 1 in a xlm_roberta, but is 0 instead.",
+    ),
+    (
         BERT | {"masking": MASKS | {"mask_decoder_layers": 2, "mask_share": 0}},
         "`masking.mask_decoder_layers` must be left out with mask_share: 0, which has no mask tokens, but is 2 instead.",
     ),

@@ -26,12 +26,19 @@ def test_counts_equal_the_model(config):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "model", [{"family": "bert"}, {"family": "modernbert"}, {"family": "modernbert", "transform_bias": True}], ids=str
+    "model",
+    [
+        {"family": "bert"},
+        {"family": "xlm_roberta", "position_offset": 5},
+        {"family": "modernbert"},
+        {"family": "modernbert", "transform_bias": True},
+    ],
+    ids=str,
 )
 def test_an_encoders_transform_is_counted(tied, model):
     config = small_config(
         model={**model, "max_positions": 32},
-        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "special_tokens": [4]},
         objective={"name": "vanilla", "tied": tied},
     )
     parameters = sum(shape.numel() for shape in weight_shapes(config).values())

@@ -22,6 +22,10 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
 )
 
 from megahead.config.run import RunConfig
@@ -32,6 +36,7 @@ from megahead.hf.bert import BERT, DISTILBERT
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
 from megahead.hf.published import from_hf, load_input_embedding
+from megahead.hf.roberta import ROBERTA, XLM_ROBERTA
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.objectives.pretraining import weight_shapes
@@ -48,12 +53,19 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def encoder_config(objective: dict[str, Any] | None = None, token_types: int = 2, **model: Any) -> RunConfig:
-    shape = {"family": "bert", "token_types": token_types, "max_positions": 40, "intermediate_size": 100}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {"family": "bert"},
+    "distilbert": {"family": "bert", "token_types": 0},
+    "roberta": {"family": "roberta", "position_offset": 1},
+    "xlm_roberta": {"family": "xlm_roberta", "position_offset": 1},
+}
+
+
+def encoder_config(objective: dict[str, Any] | None = None, family: str = "bert", **model: Any) -> RunConfig:
     return small_config(
-        model={**shape, **model},
+        model={**FAMILIES[family], "max_positions": 40, "intermediate_size": 100, **model},
         data={"end_token": 2},
-        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "special_tokens": [0]},
         objective=objective or {},
     )
 
@@ -63,10 +75,12 @@ def write_tokenizer(path: Path, size: int = 61) -> None:
     train_wordpiece(["the cat sat on the mat and the dog saw the cat"] * 10, size).save(str(path))
 
 
-@pytest.mark.parametrize(("token_types", "rows"), [(0, 61), (2, 61), (2, 256)])
+@pytest.mark.parametrize(
+    ("family", "rows"), [("distilbert", 61), ("bert", 61), ("bert", 256), ("roberta", 256), ("xlm_roberta", 61)]
+)
 @pytest.mark.parametrize(("head", "objective"), HEADS, ids=str)
-def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective, token_types: int, rows: int) -> None:
-    config = encoder_config(objective, token_types, vocab_multiple=256)
+def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective, family: str, rows: int) -> None:
+    config = encoder_config(objective, family, vocab_multiple=256)
     save_small(tmp_path / "run", config)
     folder = export(tmp_path / "run", tmp_path / "out", head, keep_padding=rows == 256).folder
     ours, collator = TrainedModel.open(tmp_path / "run"), held_out_collator(config)
@@ -84,17 +98,23 @@ def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective
     assert loss.item() == pytest.approx(scores.loss, abs=1e-4 * scores.targets)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head", ["none", "pmi"])
-def test_half_precision_passes_its_own_check(tmp_path: Path, head: str, dtype: str) -> None:
-    save_small(tmp_path / "run", encoder_config(), scale=0.05)
+@pytest.mark.parametrize(
+    ("family", "head", "dtype"),
+    [
+        *(("bert", head, dtype) for head in ("none", "pmi") for dtype in ("bfloat16", "float16")),
+        ("xlm_roberta", "pmi", "bfloat16"),
+    ],
+)
+def test_half_precision_passes_its_own_check(tmp_path: Path, family: str, head: str, dtype: str) -> None:
+    save_small(tmp_path / "run", encoder_config(family=family), scale=0.05)
     report = export(tmp_path / "run", tmp_path / "out", head, dtype=dtype)
     assert report.parity.largest_error["float32"] < 0.5
 
 
-def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path) -> None:
-    config = encoder_config()
-    masking = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
+@pytest.mark.parametrize(("family", "last_type"), [("bert", 1), ("roberta", 0)])
+def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path, family: str, last_type: int) -> None:
+    config = encoder_config(family=family)
+    masking = {"mask_token": 4, "cls_token": 2, "sep_token": 3, "special_tokens": [0]}
     tree = config.model_dump(mode="json")
     config = RunConfig.model_validate({**tree, "masking": masking, "data": {**tree["data"], "end_token": 3}})
     save_small(tmp_path / "run", config)
@@ -104,23 +124,28 @@ def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path) -> N
     one, two = tokenizer("the cat")["input_ids"], tokenizer("the cat", "the dog")
     assert (one[0], one[-1]) == (2, 3)
     assert two["input_ids"].count(3) == 2
-    assert max(two["token_type_ids"]) == 1
+    assert max(two.get("token_type_ids", [0])) == last_type
     assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (4, 0)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     assert model(**tokenizer(["the cat", "the"], padding=True, return_tensors="pt")).logits.shape == (2, 3)
 
 
+TWO_LAYERS = {"num_hidden_layers": 2, "tie_word_embeddings": False}
+
+
 @pytest.mark.parametrize(
-    ("names", "token_types", "theirs"),
+    ("names", "family", "theirs"),
     [
-        (BERT, 2, lambda: BertForMaskedLM(BertConfig(num_hidden_layers=2, tie_word_embeddings=False))),
-        (DISTILBERT, 0, lambda: DistilBertForMaskedLM(DistilBertConfig(n_layers=2, tie_word_embeddings=False))),
+        (BERT, "bert", lambda: BertForMaskedLM(BertConfig(**TWO_LAYERS))),
+        (DISTILBERT, "distilbert", lambda: DistilBertForMaskedLM(DistilBertConfig(**TWO_LAYERS))),
+        (ROBERTA, "roberta", lambda: RobertaForMaskedLM(RobertaConfig(**TWO_LAYERS))),
+        (XLM_ROBERTA, "xlm_roberta", lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**TWO_LAYERS))),
     ],
 )
-def test_the_tables_are_bijections(names: Family, token_types: int, theirs) -> None:
-    ours = list(weight_shapes(encoder_config({"name": "vanilla"}, token_types)))
+def test_the_tables_are_bijections(names: Family, family: str, theirs) -> None:
+    ours = list(weight_shapes(encoder_config({"name": "vanilla"}, family)))
     with torch.device("meta"):
-        expected = {name for name, _ in theirs().named_parameters()} - {"cls.predictions.decoder.bias"}
+        expected = {name for name, _ in theirs().named_parameters()} - {names.untied_bias_name}
     renamed = [names.names.to_hf(name) for name in ours]
     assert set(renamed) == expected
     assert [names.names.from_hf(name) for name in renamed if name] == [(name,) for name in ours]
@@ -181,7 +206,7 @@ def test_padding_rows_are_kept_without_ever_winning(tmp_path: Path) -> None:
 
 
 def test_a_distilbert_with_another_eps_is_refused(tmp_path: Path) -> None:
-    save_small(tmp_path / "run", encoder_config(token_types=0, norm_eps=1e-5))
+    save_small(tmp_path / "run", encoder_config(family="distilbert", norm_eps=1e-5))
     with pytest.raises(FieldError, match=r"model\.norm_eps"):
         export(tmp_path / "run", tmp_path / "out", "none")
     assert not (tmp_path / "out").exists()

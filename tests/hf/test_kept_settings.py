@@ -80,6 +80,8 @@ def theirs(folder: Path, kind: str, ids: dict[str, Any] | None = None, **names: 
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **said, padding_side="left", model_max_length=64)
     fast.chat_template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
     fast.save_pretrained(folder)
+    if kind == "xlm-roberta":  # whose ids are those of tokenizer.json, one above those of this file
+        (folder / "sentencepiece.bpe.model").write_bytes(b"pieces")
     ids = (ENCODER_IDS | {"pad_token_id": PAD} if encoder else DECODER_IDS) if ids is None else ids
     config = AutoConfig.for_model(kind, **{"vocab_size": IDS, "max_position_embeddings": 64, **OWN[kind], **ids})
     config.task_specific_params = {"summary": {"length": 3}}

@@ -18,7 +18,7 @@ from megahead.hf.export import export
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 LAYERS = 2
-ENCODER = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4}}
+ENCODER = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4, "special_tokens": [1]}}
 LLAMA = {"family": "llama", "num_key_heads": 1}
 
 
@@ -94,6 +94,9 @@ LISTED = {
     ),
 }
 
+LISTED |= dict.fromkeys(("RobertaModel", "XLMRobertaModel"), LISTED["BertModel"])
+"""Positions of both begin after pad_token_id."""
+
 EXPORTS: list[tuple[str, str, dict[str, Any]]] = [
     ("GPTNeoXForCausalLM", "pmi", {}),
     ("LlamaForCausalLM", "tied", LLAMA),
@@ -101,12 +104,14 @@ EXPORTS: list[tuple[str, str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", "tied", LLAMA | {"qk_norm": True}),
     ("ModernBertModel", "none", {"family": "modernbert"}),
     ("BertModel", "none", {"family": "bert"}),
+    ("RobertaModel", "none", {"family": "roberta"}),
+    ("XLMRobertaModel", "none", {"family": "xlm_roberta"}),
 ]
 
 
 def exported(folder: Path, head: Any, model: dict[str, Any]) -> Path:
     save_tokenizer(folder / "tokenizer.json")
-    sections = ENCODER if model.get("family") in ("bert", "modernbert") else {}
+    sections = ENCODER if "bert" in model.get("family", "") else {}
     data = {"tokenizer": str(folder / "tokenizer.json")}
     save_small(folder / "run", small_config(model={"vocab_size": 300, **model}, data=data, **sections))
     return export(folder / "run", folder / "out", head).folder

@@ -100,7 +100,11 @@ def test_half_precision_stays_close() -> None:
 
 @pytest.mark.parametrize(
     ("size", "vocabulary", "parameters"),
-    [("modernbert-base", 50_368, 149_014_272), ("modernbert-large", 50_368, 394_781_696)],
+    [
+        *[("modernbert-base", 50_368, 149_014_272), ("modernbert-large", 50_368, 394_781_696)],
+        *[("mmbert-base", 256_000, 306_939_648), ("mmbert-small", 256_000, 140_493_696)],
+        *[("roberta-base", 50_265, 124_055_040), ("xlm-r-base", 250_002, 277_453_056)],
+    ],
 )
 def test_named_sizes_have_the_published_parameters(size: str, vocabulary: int, parameters: int) -> None:
     with torch.device("meta"):

@@ -77,10 +77,16 @@ def test_it_learns_evaluates_and_exports(tmp_path: Path, objective: str, pack: s
     AutoModelForMaskedLM.from_pretrained(ensure_hf_folder(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(("objective", "diffusion"), [("headless", False), ("vanilla", False), ("headless", True)])
-def test_resuming_is_bitwise(tmp_path: Path, objective: str, diffusion: bool) -> None:
+ROBERTA = {"model.family": "roberta", "model.position_offset": 60, "masking.special_tokens": [59]}
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [("headless", {}), ("vanilla", {}), ("headless", {"masking.diffusion": True}), ("vanilla", ROBERTA)],
+)
+def test_resuming_is_bitwise(tmp_path: Path, objective: str, changes: dict[str, Any]) -> None:
     write_text(tmp_path)
-    changes = {"model.hidden_dropout": 0.1, "masking.diffusion": diffusion}
+    changes = {"model.hidden_dropout": 0.1, **changes}
     whole = encoder_config(tmp_path, OBJECTIVES[objective], {"output_dir": str(tmp_path / "whole"), **changes})
     on_ranks(1, run, whole)
     resumed = encoder_config(tmp_path, OBJECTIVES[objective], changes)

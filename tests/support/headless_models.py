@@ -18,6 +18,8 @@ from transformers import (
     ModernBertForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
     Trainer,
     TrainingArguments,
 )
@@ -43,10 +45,14 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**SHAPE, eos_token_id=0)),
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, num_key_value_heads=2, eos_token_id=0, bos_token_id=0)),
     "bert": (BertForMaskedLM, BertConfig(**SHAPE, **STILL, max_position_embeddings=32)),
+    "roberta": (
+        RobertaForMaskedLM,
+        RobertaConfig(**SHAPE, **STILL, max_position_embeddings=33, type_vocab_size=1, pad_token_id=0),
+    ),
     "modernbert": (ModernBertForMaskedLM, ModernBertConfig(**SHAPE, local_attention=8, **SPECIAL)),
 }
 
-ENCODERS = {"bert", "modernbert"}
+ENCODERS = {"bert", "roberta", "modernbert"}
 
 
 def build(name: str) -> PreTrainedModel:

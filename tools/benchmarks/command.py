@@ -27,7 +27,7 @@ PYTHIA_VOCABULARY = 50277
 
 
 def build_config(
-    shape: Mapping[str, Any], rows: int, sequence_length: int, *overrides: str, masking: Mapping[str, int] | None = None
+    shape: Mapping[str, Any], rows: int, sequence_length: int, *overrides: str, masking: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The config of a headless run: a model of `shape`, one micro-batch of `rows` x `sequence_length` tokens a step."""
     settings: dict[str, Any] = {"name": "bench", "model": shape, "masking": masking, "training": {"steps": 1}}
