@@ -155,8 +155,8 @@ def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
     would do before the next backward pass. All parameters count as having one: the norm of a parameter whose gradient
     comes from another rank would otherwise differ between ranks."""
     sums, gradients = [], []
+    mark_gradients(optimizer)
     for index, parameters in enumerate(optimizer.bf16_groups):
-        optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
         for parameter, total in zip(parameters, optimizer.fp32_groups_gradients[index], strict=True):
             if parameter.grad is not None:
                 sums.append(total)
@@ -164,6 +164,12 @@ def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
                 parameter._hp_grad, parameter.grad = total, None
     if sums:
         torch._foreach_add_(sums, gradients)
+
+
+def mark_gradients(optimizer: Any) -> None:
+    """Has DeepSpeed's bf16 `optimizer` read the sums of all gradients, which it does only where it has seen one."""
+    for index, parameters in enumerate(optimizer.bf16_groups):
+        optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
 
 
 def _use_foreach_norms() -> None:

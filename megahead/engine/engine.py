@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, cast
@@ -25,6 +25,7 @@ from megahead.engine.deepspeed import (
     half_dtype,
     start_deepspeed,
 )
+from megahead.engine.graphs import CapturedMicroStep, build_capture, gradient_sums
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open_parameter_states
 from megahead.models.parallel import shard_dims
@@ -207,6 +208,7 @@ class Engine:
             gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dim_by_parameter)
         self.loss_scale = LossScale(self._deepspeed.optimizer)
         self._backward_done = False
+        self._captured: CapturedMicroStep | None = None
         self.forward_timer = ForwardTimer(device)
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or is_half:
@@ -223,11 +225,21 @@ class Engine:
         the step needs (`rows`) and returns their metrics by name; this engine does nothing."""
         return {}
 
+    def capture_micro_steps(self) -> CapturedMicroStep:
+        """Has micro-batches prepared with static shapes captured, where `captures_micro_steps`; returns what does."""
+        optimizer, device = self._deepspeed.optimizer, self._deepspeed.device
+        sums = gradient_sums(optimizer, self.module.parameters())
+        self._captured = CapturedMicroStep(self._run_micro_batch, sums, build_capture(device))
+        self._reduces_gradients, self._deepspeed.enable_backward_allreduce = True, False
+        return self._captured
+
     def micro_step(self, batch: Any) -> Tensor:
         """Runs forward and backward of one micro-batch; returns the module's loss, detached. Collective."""
-        with self.forward_timer.measure():
-            loss: Tensor = self._deepspeed(batch)
-        self._deepspeed.backward(loss)
+        if self._captured is None:
+            loss = self._run_micro_batch(batch, self.forward_timer)
+        else:
+            with self.forward_timer.measure():  # with the backward pass, which a graph does not separate
+                loss = self._captured(batch)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
         if self._backward_done and self._reduces_gradients:
             self._deepspeed.allreduce_gradients(self._deepspeed.zero_reduce_bucket_size())
@@ -235,6 +247,13 @@ class Engine:
             self._grad_norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
         if not self._backward_done:
             self._deepspeed.step()  # increments the micro-step count
+        return loss
+
+    def _run_micro_batch(self, batch: Any, timer: ForwardTimer | None = None) -> Tensor:
+        """Forward and backward without what follows the last micro-batch; returns the loss, detached."""
+        with nullcontext() if timer is None else timer.measure():
+            loss: Tensor = self._deepspeed(batch)
+        self._deepspeed.backward(loss)
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
@@ -309,9 +328,12 @@ class Engine:
             self._full_state.set(key, tensors.read)
         for counter in self._step_counters():
             counter.fill_(optimizer_steps)
+        if self._captured is not None:
+            self._captured.reset()
 
     def close(self) -> None:
         """Frees the model, which DeepSpeed's gradient hooks reference at stages 1 to 3; makes the engine unusable."""
+        self._captured = None
         self._deepspeed.destroy()
 
     def replicated_weights(self) -> dict[str, Tensor]:

@@ -178,14 +178,14 @@ class TargetPositions:
         """[B, M, ...]: each row's targets, padded with zeros."""
         num_slots = self.rows * self.slots_per_row
         if len(self.index_N) != num_slots:
-            x_ND = x_ND.new_zeros(num_slots, *x_ND.shape[1:]).index_copy(0, self._slot_N, x_ND)
+            x_ND = x_ND.new_zeros(num_slots, *x_ND.shape[1:]).index_copy(0, self.slot_N, x_ND)
         padded_BMD: Tensor = x_ND.unflatten(0, (self.rows, self.slots_per_row))
         return padded_BMD
 
     def unpad(self, x_BMD: Tensor) -> Tensor:
         """[N, ...]: the inverse of `pad`."""
         x_SD = x_BMD.flatten(0, 1)
-        return x_SD if len(self.index_N) == len(x_SD) else x_SD.index_select(0, self._slot_N)
+        return x_SD if len(self.index_N) == len(x_SD) else x_SD.index_select(0, self.slot_N)
 
     def mask(self, mask_BTT: Tensor) -> Tensor:
         """[B, M, T]: the targets' rows of `mask_BTT`; True in padding slots."""
@@ -193,7 +193,8 @@ class TargetPositions:
         return mask_BMT | ~mask_BMT.any(-1, keepdim=True)
 
     @cached_property
-    def _slot_N(self) -> Tensor:
+    def slot_N(self) -> Tensor:
+        """int64 [N]: the index of each target's slot among the B M of `pad`."""
         row_N = self.index_N // self.row_length
         starts_B = torch.searchsorted(row_N, torch.arange(self.rows, device=row_N.device))
         slot_in_row_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]

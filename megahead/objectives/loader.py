@@ -109,6 +109,9 @@ class StepBatches:
     micro_batches: list[MicroBatch]
     """In the order of their samples; one for each accumulation step."""
 
+    raw_batches: list[Batch]
+    """Those of the micro-batches before they were padded."""
+
     targets: int
     """Targets of the global batch, over all ranks."""
 
@@ -127,7 +130,7 @@ class StepLoader:
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples.
     `auxiliary`: the class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded
     over them; `tensor_group`: the ranks that read the same samples. Batches are on the CPU, prepared for `device`,
-    which computes in half precision if `half`.
+    which computes in half precision if `half`, and padded to few shapes if `static_shapes`.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class StepLoader:
         seed: int = 0,
         device: torch.device = CPU,
         half: bool = False,
+        static_shapes: bool = False,
         collator: RowCollator | None = None,
         auxiliary: type[Auxiliary] = Auxiliary,
         planning_group: Group | None = None,
@@ -153,7 +157,7 @@ class StepLoader:
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
-        self._device, self._half = device, half
+        self._device, self._half, self._static_shapes = device, half, static_shapes
         self._planning_group, self._tensor_group = planning_group, tensor_group
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
@@ -185,8 +189,8 @@ class StepLoader:
         own_candidates = self._own_candidates(first_sample, batches, auxiliary_RA.long())
         parts = zip(batches, candidates, own_candidates, strict=True)
         micro_batches = [MicroBatch(batch, groups, *factors, own) for batch, groups, own in parts]
-        prepared = [micro.prepare_for(self._device, self._half) for micro in micro_batches]
-        return StepBatches(prepared, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
+        prepared = [micro.prepare_for(self._device, self._half, self._static_shapes) for micro in micro_batches]
+        return StepBatches(prepared, batches, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 
     def _own_candidates(
         self, first_sample: int, batches: Sequence[Batch], counts_RA: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -25,6 +25,9 @@ CANDIDATE_MULTIPLE_ON_CPU = 128
 DOCUMENT_MULTIPLE = 128
 """On CUDA `cu_seqlens` is padded to a multiple of this, so that blocks are compiled for one or two shapes. Empty
 documents cost the kernels almost nothing."""
+
+TARGET_MULTIPLE = 16
+"""In static shapes the slots for a masked row's targets are padded to a multiple of this."""
 
 _PACK_ALIGNMENT = 16
 """Bytes; a multiple of every dtype's size."""
@@ -89,10 +92,10 @@ class MicroBatch:
     candidates: tuple[Candidates, ...]
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
-    loss_weight: float
+    loss_weight: float | Tensor
     """data_ranks * accumulation / global_targets, with weighted targets. Factor that makes the loss summed over this
     micro-batch a part of the mean over the global batch's targets, since the engine averages over accumulation steps
-    and data ranks."""
+    and data ranks. A tensor, float32 [], where shapes are static: a captured graph has no other inputs."""
 
     auxiliary_weight: float | None = None
     """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
@@ -102,6 +105,10 @@ class MicroBatch:
 
     buffer: Tensor | None = None
     """The bytes of all its tensors, which are views of it (see `pack`); None: they have separate memory."""
+
+    shapes: Hashable = None
+    """What a graph is captured for: this micro-batch with shapes and dtypes instead of tensors; None: it was prepared
+    without static shapes."""
 
     def ids(self) -> Tensor:
         """int64: the ids of all embeddings that it looks up, inputs and candidates."""
@@ -113,7 +120,7 @@ class MicroBatch:
         """The same micro-batch on `device`; copies from pinned memory are asynchronous."""
         if self.buffer is None:
             return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-        return self._view(self.buffer.to(device, non_blocking=True))
+        return self.with_buffer(self.buffer.to(device, non_blocking=True))
 
     def pack(self) -> MicroBatch:
         """The same micro-batch in one buffer, which one copy moves to a device."""
@@ -128,21 +135,23 @@ class MicroBatch:
         remaining = iter(copies)
         return replace(self._map_tensors(lambda _: next(remaining)), buffer=buffer)
 
-    def prepare_for(self, device: torch.device, half: bool = False) -> MicroBatch:
+    def prepare_for(self, device: torch.device, half: bool = False, static_shapes: bool = False) -> MicroBatch:
         """The micro-batch on the CPU, padded for `device`; `half`: for computation in half precision.
 
         For CUDA also in one buffer of pinned memory, with float32 biases, and with `cu_seqlens`, so that the host does
-        not block and copies once.
+        not block and copies once. With `static_shapes` so on every device, and padded to shapes that repeat.
         """
-        if device.type != "cuda":
+        if device.type != "cuda" and not static_shapes:
             return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
-        padded = self._pad_candidates(CANDIDATE_MULTIPLE)._map_candidates(Candidates.with_float32_biases)
-        packed = replace(padded, batch=with_cu_seqlens(self.batch, DOCUMENT_MULTIPLE)).pack()
+        padded = self._with_static_shapes() if static_shapes else self._pad_candidates(CANDIDATE_MULTIPLE)
+        padded = padded._map_candidates(Candidates.with_float32_biases)
+        packed = replace(padded, batch=with_cu_seqlens(padded.batch, DOCUMENT_MULTIPLE)).pack()
+        packed = packed._with_shapes() if static_shapes else packed
         assert packed.buffer is not None
-        return packed._view(packed.buffer.pin_memory())
+        return packed if device.type != "cuda" else packed.with_buffer(packed.buffer.pin_memory())
 
-    def _view(self, buffer: Tensor) -> MicroBatch:
-        """The same micro-batch in a copy of its buffer."""
+    def with_buffer(self, buffer: Tensor) -> MicroBatch:
+        """The same micro-batch as views of `buffer`, a copy of its own."""
         by_dtype: dict[torch.dtype, Tensor] = {}
 
         def view(tensor: Tensor) -> Tensor:
@@ -153,7 +162,8 @@ class MicroBatch:
         return replace(self._map_tensors(view), buffer=buffer)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-        mapped = replace(self, batch=self.batch.map_tensors(function))
+        weight = function(self.loss_weight) if isinstance(self.loss_weight, Tensor) else self.loss_weight
+        mapped = replace(self, batch=self.batch.map_tensors(function), loss_weight=weight)
         return mapped._map_candidates(lambda group: group.map_tensors(function))
 
     def _map_candidates(self, function: Callable[[Candidates], Candidates]) -> MicroBatch:
@@ -162,6 +172,58 @@ class MicroBatch:
 
     def _pad_candidates(self, multiple: int) -> MicroBatch:
         return self._map_candidates(lambda group: group.pad_to_multiple(multiple))
+
+    def _with_static_shapes(self) -> MicroBatch:
+        """As many candidates in all groups, a target in every slot, and the loss weight as a tensor."""
+        most = max(0 if group.ids_U is None else len(group.ids_U) for group in self.candidates)
+        padded = self._pad_candidates(max(-(-most // CANDIDATE_MULTIPLE), 1) * CANDIDATE_MULTIPLE)
+        return replace(padded._fill_slots(), loss_weight=torch.tensor(self.loss_weight, dtype=torch.float32))
+
+    def _with_shapes(self) -> MicroBatch:
+        """The same micro-batch with its `shapes`."""
+        shapes = self._map_tensors(lambda tensor: (tensor.shape, tensor.dtype))  # type: ignore[arg-type, return-value]
+        return replace(self, shapes=replace(shapes, buffer=None))
+
+    def _fill_slots(self) -> MicroBatch:
+        """The same micro-batch with as many targets in every row: those added have weight 0, and repeat a real one, so
+        that their loss is finite; indices then do not increase. Unchanged if all slots are full, or a candidate group
+        has no target to repeat."""
+        batch, (rows, row_length) = self.batch, self.batch.input_ids_BT.shape
+        most = row_length if batch.max_targets_per_row is None else batch.max_targets_per_row
+        slots_per_row = min(-(-most // TARGET_MULTIPLE) * TARGET_MULTIPLE, row_length)
+        num_slots, sizes = rows * slots_per_row, [len(group.target_N) for group in self.candidates]
+        if sum(sizes) == num_slots or not all(sizes):
+            return self
+        slot_N = TargetPositions(batch.target_index_N, rows, row_length, slots_per_row).slot_N
+        group_slots = num_slots // len(sizes)
+        groups = zip(self.candidates, slot_N.split(sizes), strict=True)
+        candidates = tuple(
+            replace(
+                group,
+                target_N=_fill(group.target_N, slot_n % group_slots, group_slots),
+                weight_N=_fill_weights(group.weight_N, slot_n % group_slots, group_slots),
+            )
+            for group, slot_n in groups
+        )
+        batch = replace(
+            batch,
+            target_index_N=_fill(batch.target_index_N, slot_N, num_slots),
+            target_ids_N=_fill(batch.target_ids_N, slot_N, num_slots),
+            weight_N=_fill_weights(batch.weight_N, slot_N, num_slots),
+            max_targets_per_row=None if batch.max_targets_per_row is None else slots_per_row,
+        )
+        return replace(self, batch=batch, candidates=candidates)
+
+
+def _fill(values_N: Tensor, slot_N: Tensor, num_slots: int) -> Tensor:
+    """[S]: the values in their slots, the first of them in all others."""
+    return values_N[:1].expand(num_slots).index_copy(0, slot_N, values_N)
+
+
+def _fill_weights(weight_N: Tensor | None, slot_N: Tensor, num_slots: int) -> Tensor:
+    """float32 [S]: the weights (None: 1) in their slots, 0 in all others."""
+    weight_N = torch.ones(len(slot_N)) if weight_N is None else weight_N
+    return weight_N.new_zeros(num_slots).index_copy(0, slot_N, weight_N)
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -165,6 +165,7 @@ MAY_CHANGE = (
     "engine.deepspeed",
     "engine.device",
     "engine.embedding",
+    "engine.graphs",
     "engine.timeout_seconds",
     "init.from_checkpoint",
     "init.from_hf",

@@ -152,8 +152,8 @@ def _advance(run: Training, batches: StepBatches, stopwatch: Stopwatch) -> bool:
     state.seconds = stopwatch.seconds()
     if report.applied:
         state.record_applied_step(config.batch.global_size, report.targets)
-        for micro in batches.micro_batches:
-            state.count_targets(micro.batch)
+        for batch in batches.raw_batches:
+            state.count_targets(batch)
         run.fault_policy.record_loss(report.loss, state.recent_losses)
     if state.error_counts is not None:
         state.error_counts.end_step(state.samples, report.applied, progress.data_group)

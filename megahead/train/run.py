@@ -24,6 +24,7 @@ from megahead.distributed.launch import Launch, choose_device, distributed_sessi
 from megahead.distributed.tensors import TensorSource
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
+from megahead.engine.graphs import captures_micro_steps, describe_graphs
 from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
 from megahead.losses.candidates import training_free_bias
@@ -316,7 +317,7 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     phase = phase_at(session.plan.config, start.step)
     plan, config = replace(session.plan, config=phase.config), phase.config
     state = _build_state(session, plan, start)
-    loader = _build_loader(session, config, state)
+    loader = _build_loader(session, plan, state)
     weights = starting_weights(config, session.world_group, start.checkpoint)
     engine, lines = build_engine(plan, session.mesh, session.device, weights)
     history = session.history_from(start)
@@ -388,6 +389,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
     """The banner's lines, except those about the engine."""
     slurm_tasks = session.launch.slurm_tasks
     note = f" (SLURM_NTASKS is {slurm_tasks}: srun starts as many ranks)" if slurm_tasks > 1 else ""
+    device_peak = Utilization.for_device(session.device, plan).device_peak
     return [
         *describe_run(plan, state.group_samples),
         *describe_phases(session.plan.config),
@@ -395,12 +397,13 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{note}"),
         *describe_precision(plan, session.device),
-        *describe_launches(plan, Utilization.for_device(session.device, plan).device_peak),
+        *([] if captures_micro_steps(plan, session.device) else describe_launches(plan, device_peak)),
     ]
 
 
-def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> StepLoader:
+def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with its own process group."""
+    config = plan.config
     steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
     return StepLoader(
         session.datasets.samples,
@@ -412,6 +415,7 @@ def _build_loader(session: Session, config: RunConfig, state: TrainingState) -> 
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
+        static_shapes=captures_micro_steps(plan, session.device),
         collator=training_row_collator(config, session.datasets.train, state.error_counts, steps_before_masking),
         auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
         planning_group=new_planning_group(config, session.mesh),
@@ -433,4 +437,6 @@ def build_engine(
     shard_embedding_(pretraining.backbone, config, mesh, device)
     optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
     engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)
-    return engine, engine_lines
+    if captures_micro_steps(plan, device):
+        engine.capture_micro_steps()
+    return engine, engine_lines + describe_graphs(plan, device)

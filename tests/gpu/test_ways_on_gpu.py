@@ -46,13 +46,16 @@ LATE = ENCODER | {"masking": MASKS | {"masks_from_layer": 1}}
 ADAPTED = ENCODER | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 1000}}
 """Counts come to the host once a period."""
 
+GRAPHS = {"engine.graphs": True, "data.isolate_documents": False}
+"""One shape, which is captured before steps are counted."""
+
 REPLACED = ENCODER | {"masking": MASKS, "objective.replaced_tokens": {"generator_layers": 1}}
 """How many are found comes with the losses."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("zero", "changes"), [(0, {}), (1, {}), (3, {}), (1, LATE), (1, ADAPTED), (1, REPLACED)], ids=str
+    ("zero", "changes"), [(0, {}), (1, {}), (3, {}), (1, LATE), (1, ADAPTED), (1, REPLACED), (1, GRAPHS)], ids=str
 )
 def test_a_step_of_ours_waits_for_its_losses_and_its_norm_alone(
     tmp_path: Path, zero: int, changes: dict[str, Any]

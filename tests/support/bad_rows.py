@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -25,7 +27,10 @@ def run_with(
         batches = step(loader, first_sample)
         if first_sample in bad and group.rank == group.size - 1:
             micro = batches.micro_batches[1]
-            batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
+            if isinstance(micro.loss_weight, Tensor):
+                micro.loss_weight.mul_(factor)
+            else:
+                batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
         return batches
 
     StepLoader.step = bad_step  # type: ignore[method-assign]

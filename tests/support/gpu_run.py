@@ -27,11 +27,15 @@ def said(script: str, run: Path, changes: dict[str, Any], *options: str) -> str:
     return done.stdout + done.stderr
 
 
-def curve(folder: Path, device: str, changes: dict[str, Any], name: str = "", resume: str = "auto") -> list[float]:
+def curve(
+    folder: Path, device: str, changes: dict[str, Any], name: str = "", resume: str = "auto", script: str = SCRIPT
+) -> list[float]:
     """Losses of the run `folder`/NAME (else the device's name)."""
     run = folder / (name or device)
-    told = said(SCRIPT, run, {"engine.device": device} | changes, "--resume", resume)
+    told = said(script, run, {"engine.device": device} | changes, "--resume", resume)
     compiled = changes.get("engine.compile", False)
     assert ("compiled    one block for all layers" in told) == (device == "cuda" if compiled == "auto" else compiled)
-    assert "blocks are not compiled" not in told
+    assert ("graphs      one for each shape" in told) == bool(changes.get("engine.graphs"))
+    assert "are not compiled" not in told
+    assert "are not captured" not in told
     return [record["loss"] for record in read_metrics(run).training]

@@ -1,0 +1,236 @@
+"""The captured micro-step: forward, loss and backward of a micro-batch as one CUDA graph, launched by one call.
+
+A graph is for one shape of micro-batches. It reads static inputs, into which each micro-batch is copied, and adds to
+gradients at fixed addresses. What DeepSpeed does in Python is not part of it: the engine counts micro-steps, reduces
+and updates as it does without graphs. On a CPU nothing is captured, and a replay runs the micro-step on the static
+inputs: all else is the same, so that tests without a GPU cover it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megahead.config.embedding import shards_embedding
+from megahead.config.plan import RunPlan
+from megahead.config.token_subsets import subset_layers
+from megahead.engine.deepspeed import mark_gradients
+from megahead.objectives.micro_batch import MicroBatch
+
+WARM_UP = 2
+"""Micro-batches of a shape that run uncaptured before it is captured: they compile kernels and blocks."""
+
+MAX_GRAPHS = 8
+"""Micro-batches of further shapes run uncaptured. Candidates, documents and masked tokens are padded to multiples, so
+that most runs have one to four shapes."""
+
+
+# Which runs are captured.
+
+
+def captures_micro_steps(plan: RunPlan, device: torch.device) -> bool:
+    """Whether a run's micro-steps are captured, on a CPU: take static inputs."""
+    wanted = device.type == "cuda" if plan.config.engine.graphs == "auto" else plan.config.engine.graphs
+    return wanted and not graphs_unsupported_reason(plan, device)
+
+
+def describe_graphs(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
+    """The banner's line about graphs, if the run's config asks for them."""
+    if not plan.config.engine.graphs:
+        return []
+    if reason := graphs_unsupported_reason(plan, device):
+        return [("graphs", f"no, {reason}")]
+    if device.type != "cuda":
+        captured = captures_micro_steps(plan, device)
+        return [("graphs", "static inputs alone, since a CPU has no graphs")] if captured else []
+    return [("graphs", f"one for each shape of a micro-batch, {MAX_GRAPHS} at most")]
+
+
+def graphs_unsupported_reason(plan: RunPlan, device: torch.device) -> str:
+    """The reason why a run's micro-steps cannot be captured; empty if they can."""
+    config = plan.config
+    model, objective, engine = config.model, config.objective, config.engine
+    conditions = {
+        "tensor ranks communicate within a micro-step": config.parallel.tensor > 1,
+        f"ZeRO {plan.zero_stage} communicates within a micro-step": plan.zero_stage > 1,
+        "each step fetches other rows of the embedding": shards_embedding(config),
+        "fp16's loss scale changes": engine.precision == "fp16",
+        "dropout draws new masks": max(model.hidden_dropout, model.attention_dropout) > 0,
+        "recomputation saves the state of random numbers": bool(engine.activation_checkpointing),
+        "an auxiliary objective's sums are read in each micro-step": objective.auxiliary() is not None,
+        "some layers compute a part of the tokens": bool(subset_layers(config)),
+        "adaptive masking counts errors in each micro-step": config.masking is not None
+        and config.masking.is_adaptive(),
+        "its attention reads lengths on the host": engine.attention == "documents" and device.type == "cuda",
+        "DeepSpeed handles gradients in hooks": _handles_gradients_in_hooks(plan),
+    }
+    return next((reason for reason, holds in conditions.items() if holds), "")
+
+
+def _handles_gradients_in_hooks(plan: RunPlan) -> bool:
+    """Whether DeepSpeed's optimizer at stage 1 has hooks on gradients, in which it copies, sums or reduces them."""
+    zero, is_bf16 = plan.zero, plan.config.engine.precision == "bf16"
+    if plan.zero_stage != 1 or zero.get("offload_optimizer"):
+        return plan.zero_stage == 1
+    if is_bf16:
+        return bool(plan.deepspeed["bf16"].get("immediate_grad_update"))
+    return bool(zero.get("overlap_comm")) or bool(zero.get("contiguous_gradients", True))
+
+
+# Gradients at fixed addresses, to which all micro-steps of a step add, captured or not.
+
+
+class GradientSums(Protocol):
+    """Where the gradients of a step's micro-batches are summed."""
+
+    def prepare(self) -> None:
+        """Must be called before each micro-step."""
+        ...
+
+    def end_replay(self) -> None:
+        """Sets what a micro-step sets in Python; must be called after each replay."""
+        ...
+
+    def discard_capture(self) -> None:
+        """Discards what a failed capture left."""
+        ...
+
+
+class FixedGradients:
+    """Sums in `grad` of the parameters, whose memory is kept over steps: between them DeepSpeed sets `grad` to None."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+
+    def prepare(self) -> None:
+        """Sets `grad` to zeros at the first micro-step of a step."""
+        if self._parameters[0].grad is not self._sums[0]:
+            torch._foreach_zero_(self._sums)
+            for parameter, total in zip(self._parameters, self._sums, strict=True):
+                parameter.grad = total
+
+    def end_replay(self) -> None:
+        pass
+
+    def discard_capture(self) -> None:
+        pass
+
+
+class DeepSpeedGradients:
+    """The fp32 sums of DeepSpeed's bf16 optimizer. A micro-step frees `grad`, a replay leaves it as it was."""
+
+    def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, list(parameters)
+
+    def prepare(self) -> None:
+        pass
+
+    def end_replay(self) -> None:
+        mark_gradients(self._optimizer)
+
+    def discard_capture(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def gradient_sums(optimizer: Any, parameters: Iterable[nn.Parameter]) -> GradientSums:
+    """Where DeepSpeed's `optimizer`, at ZeRO 0 or 1, sums the gradients of `parameters`."""
+    has_sums = hasattr(optimizer, "update_hp_grads")
+    return DeepSpeedGradients(optimizer, parameters) if has_sums else FixedGradients(parameters)
+
+
+# Captures and replays.
+
+
+MicroStep = Callable[[], Tensor]
+"""Forward and backward on static inputs; returns the detached loss."""
+
+Capture = Callable[[MicroStep], MicroStep]
+"""Captures a micro-step without running it; the result replays it."""
+
+
+def rerun(micro_step: MicroStep) -> MicroStep:
+    """The `Capture` of CPUs, which have no graphs: a replay runs the micro-step."""
+    return micro_step
+
+
+class CudaCapture:
+    """The `Capture` of GPUs. All graphs share one pool of memory, since only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, micro_step: MicroStep) -> MicroStep:
+        graph = torch.cuda.CUDAGraph()
+        # other threads may call CUDA: the loader's pins memory
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            loss = micro_step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss.clone()  # the next replay overwrites it
+
+        return replay
+
+
+def build_capture(device: torch.device) -> Capture:
+    """The `Capture` for `device`."""
+    return CudaCapture() if device.type == "cuda" else rerun
+
+
+class CapturedMicroStep:
+    """Runs micro-batches: those of a captured shape by a replay, others by `run`, which returns the detached loss.
+
+    Needs the memory of activations twice where micro-batches of other shapes, or evaluations, run between replays.
+    """
+
+    def __init__(self, run: Callable[[MicroBatch], Tensor], sums: GradientSums, capture: Capture) -> None:
+        self.unsupported_reason = ""
+        self.num_replays = 0
+        self._run, self._sums, self._capture = run, sums, capture
+        self._graphs: dict[Hashable, tuple[MicroBatch, MicroStep]] = {}
+        self._counts: Counter[Hashable] = Counter()
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        """The loss, after the gradients have been added to their sums."""
+        self._sums.prepare()
+        graph = self._find_graph(micro)
+        if graph is None:
+            return self._run(micro)
+        static, replay = graph
+        assert static.buffer is not None
+        assert micro.buffer is not None
+        static.buffer.copy_(micro.buffer, non_blocking=True)
+        loss = replay()
+        self._sums.end_replay()
+        self.num_replays += 1
+        return loss
+
+    def reset(self) -> None:
+        """Discards all graphs, since weights may have moved; shapes are captured again."""
+        self._graphs.clear()
+        self._counts.clear()
+
+    def _find_graph(self, micro: MicroBatch) -> tuple[MicroBatch, MicroStep] | None:
+        """The static inputs and the replay for the shape of `micro`, captured after its warm-up; None: run it."""
+        shapes = micro.shapes
+        if shapes is None or shapes in self._graphs or self.unsupported_reason or len(self._graphs) == MAX_GRAPHS:
+            return self._graphs.get(shapes)
+        self._counts[shapes] += 1
+        if self._counts[shapes] <= WARM_UP:
+            return None
+        assert micro.buffer is not None
+        static = micro.with_buffer(micro.buffer.clone())
+        try:
+            self._graphs[shapes] = static, self._capture(lambda: self._run(static))
+        except RuntimeError as error:
+            self.unsupported_reason = str(error).partition("\n")[0]
+            self._sums.discard_capture()
+            warnings.warn(f"micro-steps are not captured: {self.unsupported_reason}", stacklevel=2)
+        return self._graphs.get(shapes)
