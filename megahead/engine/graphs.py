@@ -35,20 +35,22 @@ that most runs have one to four shapes."""
 
 def captures_micro_steps(plan: RunPlan, device: torch.device) -> bool:
     """Whether a run's micro-steps are captured, on a CPU: take static inputs."""
-    wanted = device.type == "cuda" if plan.config.engine.graphs == "auto" else plan.config.engine.graphs
-    return wanted and not graphs_unsupported_reason(plan, device)
+    return _are_graphs_wanted(plan, device) and not graphs_unsupported_reason(plan, device)
 
 
 def describe_graphs(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
-    """The banner's line about graphs, if the run's config asks for them."""
-    if not plan.config.engine.graphs:
+    """The banner's line about graphs, if the run's config asks for them on this device."""
+    if not _are_graphs_wanted(plan, device):
         return []
     if reason := graphs_unsupported_reason(plan, device):
         return [("graphs", f"no, {reason}")]
-    if device.type != "cuda":
-        captured = captures_micro_steps(plan, device)
-        return [("graphs", "static inputs alone, since a CPU has no graphs")] if captured else []
-    return [("graphs", f"one for each shape of a micro-batch, {MAX_GRAPHS} at most")]
+    on_gpu = f"one for each shape of a micro-batch, {MAX_GRAPHS} at most"
+    return [("graphs", on_gpu if device.type == "cuda" else "static inputs alone, since a CPU has no graphs")]
+
+
+def _are_graphs_wanted(plan: RunPlan, device: torch.device) -> bool:
+    setting = plan.config.engine.graphs
+    return device.type == "cuda" if setting == "auto" else setting
 
 
 def graphs_unsupported_reason(plan: RunPlan, device: torch.device) -> str:
@@ -213,24 +215,33 @@ class CapturedMicroStep:
         return loss
 
     def reset(self) -> None:
-        """Discards all graphs, since weights may have moved; shapes are captured again."""
+        """Discards all graphs, since weights may have moved. Shapes are captured again."""
         self._graphs.clear()
         self._counts.clear()
 
     def _find_graph(self, micro: MicroBatch) -> tuple[MicroBatch, MicroStep] | None:
         """The static inputs and the replay for the shape of `micro`, captured after its warm-up; None: run it."""
         shapes = micro.shapes
-        if shapes is None or shapes in self._graphs or self.unsupported_reason or len(self._graphs) == MAX_GRAPHS:
-            return self._graphs.get(shapes)
-        self._counts[shapes] += 1
-        if self._counts[shapes] <= WARM_UP:
-            return None
+        if shapes is not None and shapes not in self._graphs and not self.unsupported_reason:
+            self._counts[shapes] += 1
+            if self._counts[shapes] > WARM_UP:
+                self._capture_shapes(micro)
+        return self._graphs.get(shapes)
+
+    def _capture_shapes(self, micro: MicroBatch) -> None:
+        """Adds the graph for the shape of `micro`; where that fails, or there are too many, warns and captures none
+        from then on."""
+        if len(self._graphs) == MAX_GRAPHS:
+            self._stop_capturing(f"they have more than {MAX_GRAPHS} shapes")
+            return
         assert micro.buffer is not None
         static = micro.with_buffer(micro.buffer.clone())
         try:
-            self._graphs[shapes] = static, self._capture(lambda: self._run(static))
+            self._graphs[micro.shapes] = static, self._capture(lambda: self._run(static))
         except RuntimeError as error:
-            self.unsupported_reason = str(error).partition("\n")[0]
             self._sums.discard_capture()
-            warnings.warn(f"micro-steps are not captured: {self.unsupported_reason}", stacklevel=2)
-        return self._graphs.get(shapes)
+            self._stop_capturing(str(error).partition("\n")[0])
+
+    def _stop_capturing(self, reason: str) -> None:
+        self.unsupported_reason = reason
+        warnings.warn(f"further micro-batches are not captured: {reason}", stacklevel=2)
