@@ -52,7 +52,8 @@ class ParameterCounts:
     body: int
     """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama
     L (2 D A + 2 D K + 3 D F + 2 D) + D. In a BERT the embedding's norm, positions and types instead of the final norm;
-    in a ModernBERT the embedding's norm instead of the first block's."""
+    in a ModernBERT the embedding's norm instead of the first block's; in a GPT-2 positions besides; in a Gemma 3 twice
+    the norms."""
 
     head: int
     """V D for an untied vanilla head; D^2 + 3 D + V for a BERT's transform and bias, D^2 + D + V for a ModernBERT's;
@@ -73,10 +74,8 @@ def count_parameters(
     per token (`output_bias`)."""
     hidden, norm = config.hidden_size, norm_parameters(config)
     embedding = config.padded_vocab_size() * hidden
-    blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
-    body = config.num_layers * blocks + norm
-    if config.has_learned_positions():
-        body += (config.position_rows() + config.token_types) * hidden
+    blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + config.norms_per_block() * norm
+    body = config.num_layers * blocks + norm + position_parameters(config)
     transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
     head = (embedding if untied_head else 0) + (transform if mask_head else 0)
     head += config.padded_vocab_size() if output_bias else 0
@@ -96,6 +95,11 @@ def mlp_matrices(config: ModelConfig) -> int:
 def norm_parameters(config: ModelConfig) -> int:
     """Parameters of a norm over D features: a weight, and a bias if it has one."""
     return config.hidden_size * (2 if config.has_norm_bias() else 1)
+
+
+def position_parameters(config: ModelConfig) -> int:
+    """Parameters of the embeddings of positions and token types; 0 without learned positions."""
+    return (config.position_rows() + config.token_types) * config.hidden_size if config.has_learned_positions() else 0
 
 
 def block_biases(config: ModelConfig) -> int:
@@ -171,7 +175,8 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
     each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
     of products and attention. A Llama's block saves three inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
-    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. Sequence parallelism also
+    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves
+    two inputs more. Sequence parallelism also
     divides inputs by t, but gathers those of one layer at a time.
     """
     model, tensor = config.model_in_training(), config.parallel.tensor
@@ -181,7 +186,9 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     keys = max(model.key_heads() / tensor, 1) * model.head_size()
     if model.has_gated_mlp():
         products = 2 * (heads + keys + mlp)
-        block = 4 * block_input + ((3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp)
+        block = (2 + model.norms_per_block()) * block_input + (
+            (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp
+        )
     else:
         block, products = 3 * block_input + 7 * heads + 2 * mlp, 4 * heads + mlp
     recompute = config.engine.activation_checkpointing
@@ -246,7 +253,7 @@ def training_flops(
     share = 1.0 if targets is None else targets / sequence_length
     skipped = 0.0 if config.is_causal else 1 - share
     matrices = layers * (attention + mlp) - skipped * (attention / 2 + mlp)
-    local = min(context, _mean_window(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
+    local = min(context, _mean_window(config.window_radius(), sequence_length, 1 if config.is_causal else 2))
     contexts = [local if config.is_local(layer) else context for layer in range(layers)]
     for subset in subsets:  # fewer queries, each of fewer keys
         matrices -= subset.layers_saved() * (attention + mlp)
@@ -431,16 +438,16 @@ def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank, without a sharded embedding. Replicated are norms, biases of row-parallel layers
-    and of tokens, and key and value projections with fewer heads than ranks."""
+    """Parameters of one tensor rank, without a sharded embedding. Replicated are norms, positions, biases of
+    row-parallel layers and of tokens, and key and value projections with fewer heads than ranks."""
     model, tensor = config.model_in_training(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
-    per_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
+    per_block = model.norms_per_block() * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     per_block += 2 * model.head_size() if model.qk_norm else 0
     per_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     counts, objective = run_parameters(config), phases_of(config)[-1].config.objective
     models = _model_configs(config)
-    replicated = sum(each.num_layers for each in models) * per_block + len(models) * norm
+    replicated = sum(each.num_layers * per_block + norm + position_parameters(each) for each in models)
     replicated += model.padded_vocab_size() if objective.output_bias else 0
     replicated += _auxiliary_head(config)
     excluded = counts.embedding if shards_embedding(config) else 0

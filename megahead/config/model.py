@@ -40,6 +40,8 @@ _LLAMAS |= {"llama-130m": (12, 768, 12, 2048), "llama-350m": (24, 1024, 16, 2736
 _LLAMAS3 = {"llama-1b": (16, 2048, 32, 8192), "llama-3b": (28, 3072, 24, 8192), "llama-8b": (32, 4096, 32, 14336)}
 _QWENS3 = {"qwen3-0.6b": (28, 1024, 16, 3072), "qwen3-1.7b": (28, 2048, 16, 6144)}
 _QWENS3 |= {"qwen3-4b": (36, 2560, 32, 9728), "qwen3-8b": (36, 4096, 32, 12288)}
+_GPT2S = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+_GEMMAS3 = {"gemma-3-270m": (18, 640, 4, 2048), "gemma-3-1b": (26, 1152, 4, 6912)}
 _BERTS = {"bert-base": (12, 768, 12), "bert-small": (4, 512, 8), "bert-mini": (4, 256, 4), "bert-tiny": (2, 128, 2)}
 _MODERNBERTS = {"modernbert-15m": (7, 288, 6, 576), "modernbert-base": (22, 768, 12, 1152)}
 _MODERNBERTS |= {"modernbert-large": (28, 1024, 16, 2624)}
@@ -51,6 +53,8 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
     **_sizes(_LLAMAS3, **_LLAMA3),
     **_sizes({"qwen2-0.5b": (24, 896, 14, 4864)}, **_QWEN2),
     **_sizes(_QWENS3, **_QWEN3),
+    **_sizes(_GPT2S, family="gpt2"),
+    **_sizes(_GEMMAS3, family="gemma3", num_key_heads=1, head_dim=256, max_positions=32_768),
     **_sizes(_BERTS, family="bert", token_types=2),
     **_sizes({"distilbert-multilingual": (6, 768, 12)}, family="bert", token_types=0),
     **_sizes({"roberta-base": (12, 768, 12), "roberta-large": (24, 1024, 16)}, family="roberta"),
@@ -66,14 +70,14 @@ ENCODERS = ("bert", *ROBERTAS, "modernbert")
 """Families with bidirectional attention, unless `is_causal`."""
 
 _SEQUENTIAL_BLOCKS: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
+_NO_ROTATION: dict[str, Any] = {"rotary_pct": 0.0, "parallel_residual": False}
 _NO_BIASES: dict[str, Any] = {"attention_bias": "none", "mlp_bias": False}
 
 _BERT: dict[str, Any] = {
     "is_causal": False,
     "max_positions": 512,
     "token_types": 2,
-    "rotary_pct": 0.0,
-    "parallel_residual": False,
+    **_NO_ROTATION,
     "activation": "gelu",
     "norm_eps": 1e-12,
     "hidden_dropout": 0.1,
@@ -85,6 +89,24 @@ _ROBERTA = {**_BERT, "token_types": 1, "position_offset": 2, "norm_eps": 1e-5}
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "llama": {**_SEQUENTIAL_BLOCKS, **_NO_BIASES, "activation": "silu", "init": "megatron"},
+    "gpt2": {
+        **_NO_ROTATION,
+        "max_positions": 1024,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "init": "megatron",
+    },
+    "gemma3": {
+        **_SEQUENTIAL_BLOCKS,
+        **_NO_BIASES,
+        "qk_norm": True,
+        "max_positions": 32_768,
+        "rotary_base": 1_000_000.0,
+        "global_every": 6,
+        "local_window": 512,
+        "norm_eps": 1e-6,
+        "init": "megatron",
+    },
     "bert": _BERT,
     **dict.fromkeys(ROBERTAS, _ROBERTA),
     "modernbert": {
@@ -101,17 +123,39 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """{family: defaults that differ from GPT-NeoX's}"""
 
-_STANDARD_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False, "rotary_scaling": None}
+_STANDARD_SCORES = {"query_pre_attn_scalar": None}
+_STANDARD_HEADS = {
+    "num_key_heads": None,
+    "head_dim": None,
+    "qk_norm": False,
+    "rotary_scaling": None,
+    **_STANDARD_SCORES,
+}
 _ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
 _NO_LOCAL_LAYERS = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
 _NO_LEARNED_POSITIONS = {"token_types": 0, "position_offset": 0}
-_POST_NORM_BLOCKS = {**_SEQUENTIAL_BLOCKS, "rotary_pct": 0.0, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS}
-_ROBERTA_FIXED = {"token_types": 1, "activation": "gelu", **_POST_NORM_BLOCKS}
+_BLOCKS_WITHOUT_ROTATION = {**_NO_ROTATION, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS}
+_ROBERTA_FIXED = {"token_types": 1, "activation": "gelu", **_BLOCKS_WITHOUT_ROTATION}
 
 FAMILY_FIXED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
-    "llama": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_SEQUENTIAL_BLOCKS, **_NO_LOCAL_LAYERS},
-    "bert": {"position_offset": 0, **_POST_NORM_BLOCKS},
+    "llama": {
+        "is_causal": True,
+        **_NO_LEARNED_POSITIONS,
+        **_SEQUENTIAL_BLOCKS,
+        **_STANDARD_SCORES,
+        **_NO_LOCAL_LAYERS,
+    },
+    "gpt2": {"is_causal": True, "token_types": 0, "position_offset": 0, **_BLOCKS_WITHOUT_ROTATION},
+    "gemma3": {
+        "is_causal": True,
+        **_NO_LEARNED_POSITIONS,
+        **_SEQUENTIAL_BLOCKS,
+        **_NO_BIASES,
+        "qk_norm": True,
+        "transform_bias": True,
+    },
+    "bert": {"position_offset": 0, **_BLOCKS_WITHOUT_ROTATION},
     **dict.fromkeys(ROBERTAS, _ROBERTA_FIXED),
     "modernbert": {**_NO_LEARNED_POSITIONS, **_SEQUENTIAL_BLOCKS, **_NO_BIASES, **_STANDARD_HEADS},
 }
@@ -147,11 +191,12 @@ class RotaryScalingConfig(Settings):
 
 
 class ModelConfig(Settings):
-    """A decoder (GPT-NeoX, Llama) or an encoder (BERT, RoBERTa, ModernBERT): tokens to hidden states, no head."""
+    """A decoder (GPT-NeoX, Llama, GPT-2, Gemma 3) or encoder (BERT, RoBERTa, ModernBERT): tokens to hidden states."""
 
-    family: Literal["gpt_neox", "llama", "bert", "roberta", "xlm_roberta", "modernbert"] = "gpt_neox"
+    family: Literal["gpt_neox", "llama", "gpt2", "gemma3", "bert", "roberta", "xlm_roberta", "modernbert"] = "gpt_neox"
     """The architecture, with its own defaults. `llama` includes Qwen 2 and 3 and Mistral (rotary positions on whole
-    heads, SwiGLU, no biases); `bert` has 512 positions, dropout 0.1, erf GELU; `roberta` and `xlm_roberta`, one
+    heads, SwiGLU, no biases); `gpt2` has 1,024 learned positions, dropout 0.1; `gemma3` GeGLU, local attention, norms
+    around each sublayer, no biases; `bert` 512 positions, dropout 0.1, erf GELU; `roberta` and `xlm_roberta`, one
     architecture, the same with one token type; `modernbert` (mmBERT) 8,192 rotary positions, GeGLU, local attention,
     no biases."""
 
@@ -172,20 +217,23 @@ class ModelConfig(Settings):
     """Attention heads; must divide hidden_size."""
 
     num_key_heads: int | None = Field(default=None, gt=0)
-    """llama: heads of keys and values, a divisor of num_heads (grouped-query attention); num_heads by default."""
+    """llama, gemma3: heads of keys and values, a divisor of num_heads (grouped queries); num_heads by default."""
 
     head_dim: int | None = Field(default=None, gt=0, le=2**16)
-    """llama: dimensions of a head; hidden_size / num_heads by default."""
+    """llama, gemma3: dimensions of a head; hidden_size / num_heads by default."""
 
     qk_norm: bool = False
-    """llama: normalises queries and keys per head (Qwen 3)."""
+    """llama: normalises queries and keys per head (Qwen 3); always so in a gemma3."""
+
+    query_pre_attn_scalar: int | None = Field(default=None, gt=0)
+    """gemma3: attention's scores are divided by its square root; the dimensions of a head by default."""
 
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """llama: attention projections with a bias; `qkv`: queries, keys and values (Qwen 2)."""
 
     intermediate_size: int | None = Field(default=None, gt=0, le=2**24)
-    """Width of the MLP; by default 4 x hidden_size, with a gate (llama, modernbert) 8/3 x hidden_size rounded up to
-    a multiple of 64."""
+    """Width of the MLP; by default 4 x hidden_size, with a gate (llama, gemma3, modernbert) 8/3 x hidden_size
+    rounded up to a multiple of 64."""
 
     mlp_bias: bool = True
     """llama: whether MLP projections have a bias."""
@@ -209,19 +257,21 @@ class ModelConfig(Settings):
     """gpt_neox: share of each head's dimensions with rotary positions."""
 
     rotary_base: float = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies; in a modernbert that of global layers."""
+    """Base of the rotary frequencies; in a modernbert or gemma3 that of global layers."""
 
     rotary_scaling: RotaryScalingConfig | None = None
-    """llama: scales rotary frequencies; none by default."""
+    """llama, and global layers of a gemma3: scales rotary frequencies; none by default."""
 
     global_every: int = Field(default=1, gt=0)
-    """modernbert: one layer of this many, from the first on, is global; the others are local."""
+    """modernbert, gemma3: one layer of this many is global, the first of a modernbert's, the last of a gemma3's; the
+    others are local."""
 
     local_window: int = Field(default=128, ge=2, multiple_of=2)
-    """modernbert: window of local attention in tokens, half of them on each side."""
+    """Window of local attention in tokens: in a modernbert half of them on each side, in a gemma3 the token itself and
+    those before it."""
 
     local_rotary_base: float = Field(default=10000.0, gt=0)
-    """modernbert: base of the rotary frequencies of local layers."""
+    """modernbert, gemma3: base of the rotary frequencies of local layers."""
 
     transform_bias: bool = True
     """modernbert: whether the dense layer before a vanilla head has a bias."""
@@ -243,7 +293,7 @@ class ModelConfig(Settings):
 
     init: Literal["pythia", "normal", "megatron"] = "pythia"
     """`pythia`: small-init, and wang-init for output projections; `normal`: init_std; `megatron`: init_std, divided
-    by sqrt(2 L) for output projections of L layers (llama, modernbert). BERT has `normal`."""
+    by sqrt(2 L) for output projections of L layers (all other families). BERT has `normal`."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation under `normal` and `megatron`."""
@@ -318,21 +368,33 @@ class ModelConfig(Settings):
         """Number of heads of keys and values."""
         return self.num_key_heads or self.num_heads
 
+    def query_scalar(self) -> int:
+        """The square of what attention's scores are divided by."""
+        return self.query_pre_attn_scalar or self.head_size()
+
     def has_gated_mlp(self) -> bool:
         """Whether the MLP has a gate, a third matrix."""
-        return self.family in ("llama", "modernbert")
+        return self.family in ("llama", "gemma3", "modernbert")
 
     def has_norm_bias(self) -> bool:
         """Whether norms have a bias."""
-        return self.family not in ("llama", "modernbert")
+        return self.family not in ("llama", "gemma3", "modernbert")
 
     def has_rms_norm(self) -> bool:
         """Whether norms are RMS norms, which do not subtract the mean."""
-        return self.family == "llama"
+        return self.family in ("llama", "gemma3")
+
+    def has_zero_centered_norms(self) -> bool:
+        """Whether norms multiply by 1 + weight."""
+        return self.family == "gemma3"
+
+    def norms_per_block(self) -> int:
+        """Number of norms of a block, those of each head not included."""
+        return 4 if self.family == "gemma3" else 2
 
     def has_learned_positions(self) -> bool:
         """Whether there is a position embedding."""
-        return self.family in ("bert", *ROBERTAS)
+        return self.family in ("gpt2", "bert", *ROBERTAS)
 
     def position_rows(self) -> int:
         """Rows of the position embedding, of which tokens use the last max_positions."""
@@ -344,7 +406,12 @@ class ModelConfig(Settings):
 
     def is_local(self, layer: int) -> bool:
         """Whether the layer has local attention."""
-        return layer % self.global_every != 0
+        first_global = self.global_every - 1 if self.family == "gemma3" else 0
+        return layer % self.global_every != first_global
+
+    def window_radius(self) -> int:
+        """Tokens that a token of a local layer sees to each side, besides itself; if causal before it."""
+        return self.local_window - 1 if self.family == "gemma3" else self.local_window // 2
 
     def local_layers(self) -> int:
         """Number of layers with local attention."""

@@ -50,6 +50,7 @@ _DECODER_HEADS = SupportedHeads(("tied", "trained"), ("tied", "trained"))
 _SUPPORTED_HEADS = {
     "GPTNeoX": SupportedHeads(("tied", "pmi", "trained"), ("pmi", "trained")),
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Ernie4_5_Moe"), _DECODER_HEADS),
+    **dict.fromkeys(("GPT2", "Gemma3Text"), SupportedHeads(("tied",), ("tied",))),
     **dict.fromkeys(("Bert", "Roberta", "XLMRoberta", "ModernBert"), SupportedHeads(("none",), ("none",))),
 }
 

@@ -129,7 +129,10 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
         num_rows, *columns = model.shapes[names[0]]
         shape = (vocab_size if names == (EMBEDDING,) else num_rows * len(names), *columns)
         exported_name = hf_name.removeprefix(family.base_model_prefix) if head.matrix is None else hf_name
-        yield StreamedTensor(exported_name, shape, partial(_backbone_chunks, model, head, family, names, shape[0]))
+        chunks: Callable[[], Iterable[Tensor]] = partial(_backbone_chunks, model, head, family, names, shape[0])
+        if family.is_transposed(hf_name):
+            shape, chunks = shape[::-1], partial(_transposed, chunks)
+        yield StreamedTensor(exported_name, shape, chunks)
     for name, size in family.zero_biases(model.config.model).items():
         yield _streamed(name, torch.zeros(size))
     for name, tensor in (head.transform or {}).items():
@@ -158,6 +161,10 @@ def _backbone_chunks(
     for name in names:
         weight = family.to_stored(model.config.model, name, model.weight(name))
         yield head.exported_norm_bias(weight) if name == _NORM_BIAS else weight
+
+
+def _transposed(chunks: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
+    return [torch.cat(list(chunks())).T]
 
 
 def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) -> Iterator[Tensor]:

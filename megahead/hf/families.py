@@ -149,11 +149,26 @@ class Family:
     hf_config: Callable[[ModelConfig], dict[str, Any]]
     """From a ModelConfig to the content of config.json."""
 
+    class_with_head: str | None = None
+    """Name of its class with a head; by default its prefix, `For` and its head's type."""
+
+    is_tied_by_default: bool = False
+    """Whether a decoder's outputs are scored against the input embedding where config.json does not say it."""
+
+    modules_on_disk: tuple[str, ...] = ()
+    """Modules of a decoder that can be read from disk for each call."""
+
+    modules_on_cpu: tuple[str, ...] = ()
+    """A decoder's other modules."""
+
     ignored_keys: tuple[str, ...] = ()
     """Substrings of names of tensors that are not imported: poolers, buffers, the head's copy of a tied weight."""
 
     legacy_keys: tuple[tuple[str, str], ...] = ()
     """Pairs of substrings of names: as some writers spell them, and as `names` does."""
+
+    transposed_names: tuple[str, ...] = ()
+    """Endings of names of stored matrices [inputs, outputs]; ours are [outputs, inputs]."""
 
     untied_bias_name: str | None = None
     """A second name of an encoder's output bias, which it needs beside an output matrix of its own."""
@@ -169,7 +184,11 @@ class Family:
 
     def head_class(self) -> str:
         """Returns the name of the class with a head."""
-        return f"{self.class_prefix}For{self.head_type}"
+        return self.class_with_head or f"{self.class_prefix}For{self.head_type}"
+
+    def is_transposed(self, hf_name: str) -> bool:
+        """Whether a stored matrix is [inputs, outputs]."""
+        return hf_name.endswith(self.transposed_names)
 
     def parameter_names(self, hf_name: str) -> tuple[str, ...]:
         """Returns the parameters that a stored tensor consists of, in a model with a head or without; empty for one

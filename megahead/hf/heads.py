@@ -228,7 +228,7 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V))
     if model_config.qk_norm:
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
-        reason = "no class of transformers has one beside norms of queries and keys (Qwen 3)"
+        reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
         alternatives = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
         raise _head_error(option, "a bias in the head", reason, alternatives)
     return replace(head, bias_V=bias_V)

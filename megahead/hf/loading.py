@@ -22,19 +22,10 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
-from megahead.hf import encoders
+from megahead.hf import decoders, encoders
+from megahead.hf.llama import LLAMA
 from megahead.hf.published import max_positions, read_hf_config
 from megahead.hf.settings import HFSettings
-
-_NEOX_DEVICES = {
-    "embed_in": "disk",
-    "layers": "disk",
-    "final_layer_norm": "cpu",
-    "rotary_emb": "cpu",
-    "emb_dropout": "cpu",
-}
-_LLAMA_DEVICES = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}
-"""accelerate's device map of a backbone whose layers stay on disk."""
 
 
 def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
@@ -145,10 +136,11 @@ def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -
     model_type = _hf_config_or_empty(folder).get("model_type")
     if offload_folder is None or model_type in encoders.FAMILIES:
         return {}
-    prefix, devices = ("gpt_neox", _NEOX_DEVICES) if model_type == "gpt_neox" else ("model", _LLAMA_DEVICES)
-    if head:
-        devices = {"lm_head": "disk", **{f"{prefix}.{name}": device for name, device in devices.items()}}
-    return {"device_map": dict(devices), "offload_folder": str(offload_folder)}
+    family = decoders.FAMILIES.get(model_type or "", LLAMA)
+    prefix, devices = (family.base_model_prefix, {"lm_head": "disk"}) if head else ("", {})
+    devices |= {f"{prefix}{name}": "disk" for name in family.modules_on_disk}
+    devices |= {f"{prefix}{name}": "cpu" for name in family.modules_on_cpu}
+    return {"device_map": devices, "offload_folder": str(offload_folder)}
 
 
 def _load(auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:

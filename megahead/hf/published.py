@@ -90,7 +90,8 @@ class PublishedModel:
 
     def is_tied(self) -> bool:
         """Whether outputs are scored against the input embedding."""
-        return bool(self.hf_config.get("tie_word_embeddings", self.model_settings()["family"] in ENCODERS))
+        is_tied = self.family.is_tied_by_default or self.model_settings()["family"] in ENCODERS
+        return bool(self.hf_config.get("tie_word_embeddings", is_tied))
 
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Returns a parameter in fp32, with rows of zeros where the vocabulary is padded; CheckpointError if the folder
@@ -109,12 +110,15 @@ class PublishedModel:
         with safe_open(self.files[hf_name], framework="pt") as file:
             tensor = file.get_slice(hf_name)
             stored, expected = list(tensor.get_shape()), [num_parts * shape[0], *shape[1:]]
+            is_transposed = self.family.is_transposed(hf_name)
+            stored = stored[::-1] if is_transposed else stored
             is_vocabulary = name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and stored[0] == self.hf_config["vocab_size"]
             if expected != ([max(stored[0], shape[0]), *stored[1:]] if is_vocabulary else stored):
                 raise CheckpointError(f"`{self.folder}` must hold {hf_name} as {expected}, but has {stored}.")
             first = part * shape[0]
             for rows in block_ranges(shape[0]):
-                block: Tensor = tensor[first + rows.start : first + rows.stop].float()  # fewer, or none, at its end
+                span = slice(first + rows.start, first + rows.stop)  # fewer rows, or none, at its end
+                block: Tensor = (tensor[:, span].T if is_transposed else tensor[span]).float()
                 padding = len(rows) - len(block)
                 yield torch.cat([block, block.new_zeros(padding, *shape[1:])]) if padding else block
 
@@ -200,7 +204,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     """Returns the most tokens that a model reads, or None if its config.json has no limit."""
-    length = hf_config.get("max_position_embeddings")
+    length = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
     if not isinstance(length, int):
         return None
     has_offset = hf_config.get("model_type") in encoders.WITH_POSITION_OFFSET
@@ -279,7 +283,7 @@ def _run_config(published: PublishedModel, hf_settings: HFSettings, named_ids: M
         "masking": masking,
         "data": {
             "train": "(weights imported, no text)",
-            "sequence_length": max_positions(hf_config) or 2048,
+            "sequence_length": model.get("max_positions", 2048),
             "end_token": [*end_tokens, masking["sep_token"] if masking else 0][0],
         },
         "batch": {"global_size": 1, "micro_size": 1},

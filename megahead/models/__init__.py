@@ -1,1 +1,1 @@
-"""Backbones: gpt_neox, llama, bert, modernbert, made of the layers here, and their tensor-parallel form."""
+"""Backbones: six families, made of the layers here, and their tensor-parallel form."""

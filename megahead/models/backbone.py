@@ -1,4 +1,4 @@
-"""The backbone, from token embeddings to hidden states after the final norm: the common part of all families.
+"""The backbone, from token embeddings to hidden states after the final norm: the common parts of all families.
 
 B rows, T tokens per row, t of them on this rank, K slots per row of a token subset, D hidden size, N targets.
 """
@@ -15,9 +15,19 @@ from torch import Tensor, nn
 from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
 from megahead.models.attention_backends import AttentionFunction
-from megahead.models.blocks import Block, CompiledBlocks, Recompute, SelfAttention, checkpoint_block
+from megahead.models.blocks import Block, CompiledBlocks, HeadLayout, Recompute, SelfAttention, checkpoint_block
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.layers import Embedding, FrequencyScaling, Rotation, rotary_tables, scale_linearly, scale_llama3
+from megahead.models.layers import (
+    MLP,
+    Embedding,
+    FrequencyScaling,
+    GatedMLP,
+    RMSNorm,
+    Rotation,
+    rotary_tables,
+    scale_linearly,
+    scale_llama3,
+)
 
 
 class Backbone(nn.Module, ABC):
@@ -153,7 +163,7 @@ class Decoder(Backbone):
 
     has_target_only_last_block = False  # nearly all tokens have a target
 
-    def __init__(self, config: ModelConfig, block: Callable[[], Block], norm: Callable[[], nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, block: Callable[[], nn.Module], norm: Callable[[], nn.Module]) -> None:
         """`block` builds each block, `norm` the final norm."""
         super().__init__()
         self.rotary_dims = config.rotary_dims()
@@ -167,7 +177,7 @@ class Decoder(Backbone):
         """[B, t, D]: the token embeddings."""
         return scatter_to_group(inputs_BTD, self.sequence_group, dim=1)
 
-    def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
+    def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation | None, Documents]]:
         """The same arguments for each block."""
         rotation = rotary_tables(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
         return [(rotation, documents)] * len(self.blocks)
@@ -185,3 +195,40 @@ def _rotary_scaling(settings: RotaryScalingConfig | None) -> FrequencyScaling | 
         return partial(scale_linearly, factor=settings.factor)
     low, high = settings.low_frequency_factor, settings.high_frequency_factor
     return partial(scale_llama3, factor=settings.factor, low=low, high=high, positions=settings.original_positions)
+
+
+# The parts of blocks. A family fixes the settings of other families (`FAMILY_FIXED` in megahead/config/model.py).
+
+
+def build_attention(config: ModelConfig) -> SelfAttention:
+    """The attention of a block."""
+    norm = partial(RMSNorm, eps=config.norm_eps, zero_centered=config.has_zero_centered_norms())
+    heads = HeadLayout(
+        num_query_heads=config.num_heads,
+        num_key_heads=config.key_heads(),
+        head_size=config.head_size(),
+        bias=config.attention_bias != "none",
+        output_bias=config.attention_bias == "all",
+        norm=norm if config.qk_norm else None,
+        query_factor=(config.head_size() / config.query_scalar()) ** 0.5,
+        fused_qkv=config.family == "gpt_neox",
+    )
+    return SelfAttention(config.hidden_size, heads, causal=config.is_causal, dropout=config.attention_dropout)
+
+
+def build_mlp(config: ModelConfig) -> MLP | GatedMLP:
+    """The MLP of a block."""
+    sizes = config.hidden_size, config.mlp_size(), config.activation
+    return GatedMLP(*sizes, bias=config.mlp_bias) if config.has_gated_mlp() else MLP(*sizes)
+
+
+def build_block(config: ModelConfig, norm: Callable[[], nn.Module], *, has_normed_input: bool = False) -> Block:
+    """A pre-norm block. `has_normed_input`: its input is normed already, so that it has no attention norm."""
+    return Block(
+        nn.Identity() if has_normed_input else norm(),
+        build_attention(config),
+        norm(),
+        build_mlp(config),
+        parallel=config.parallel_residual,
+        dropout=config.hidden_dropout,
+    )

@@ -25,7 +25,7 @@ from megahead.models.attention_backends import (
     attend_with_mask,
 )
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.layers import MLP, GatedMLP, LayerNorm, RMSNorm, Rotation, apply_rotary, dropout
+from megahead.models.layers import MLP, GatedMLP, LayerNorm, Rotation, apply_rotary, dropout
 
 # Self-attention: with a fused QKV projection (GPT-NeoX), or separate query, key and value projections (BERT, Llama).
 
@@ -44,8 +44,11 @@ class HeadLayout(NamedTuple):
 
     output_bias: bool = True
 
-    norm_eps: float | None = None
-    """Epsilon of the norms of each head's queries and keys; None: no norms."""
+    norm: Callable[[int], nn.Module] | None = None
+    """Builds the norms of each head's queries and keys; None: no norms."""
+
+    query_factor: float = 1.0
+    """Multiplies queries, where scores are not divided by sqrt(head_size)."""
 
     fused_qkv: bool = False
     """Whether one projection computes queries, keys and values. Its rows are ordered by head, within a head q, k, v, so
@@ -70,6 +73,7 @@ class SelfAttention(nn.Module):
     def __init__(self, hidden_size: int, heads: HeadLayout, *, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.head_size, self.fused_qkv, self.causal, self.dropout = heads.head_size, heads.fused_qkv, causal, dropout
+        self.query_factor = heads.query_factor
         self.group = Group()  # ranks with the other heads: each has its own dropout masks
         self.attend: AttentionFunction = attend
         width = heads.num_query_heads * heads.head_size
@@ -124,11 +128,12 @@ class SelfAttention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_size))
             for layer, x in ((self.query, x_query), (self.key, x_BTD), (self.value, x_BTD))
         )
-        return self.query_norm(q), self.key_norm(k), v
+        q, k = self.query_norm(q), self.key_norm(k)
+        return q if self.query_factor == 1.0 else q * self.query_factor, k, v
 
 
 def _head_norm(heads: HeadLayout) -> nn.Module:
-    return nn.Identity() if heads.norm_eps is None else RMSNorm(heads.head_size, eps=heads.norm_eps)
+    return nn.Identity() if heads.norm is None else heads.norm(heads.head_size)
 
 
 def attend_at_targets(
@@ -175,7 +180,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_BTD: Tensor, rotation: Rotation, documents: Documents, targets: TargetPositions | None = None
+        self, x_BTD: Tensor, rotation: Rotation | None, documents: Documents, targets: TargetPositions | None = None
     ) -> Tensor:
         """[B, T, D]: the residual stream after this block.
 

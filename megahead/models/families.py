@@ -1,4 +1,4 @@
-"""The backbone families: GPT-NeoX, Llama, BERT, RoBERTa, ModernBERT; their sharding over ranks and initial weights.
+"""The backbone families: their classes, their sharding over ranks, and their initial weights.
 
 B rows, T tokens per row, t of them on this rank, D hidden size.
 """
@@ -17,44 +17,13 @@ from torch.nn import functional as F
 from megahead.config.model import ROBERTAS, ModelConfig
 from megahead.distributed.group import scatter_to_group
 from megahead.distributed.tensors import block_ranges
-from megahead.models.backbone import Backbone, Decoder
-from megahead.models.blocks import Block, HeadLayout, PostNormBlock, SelfAttention
+from megahead.models.backbone import Backbone, Decoder, build_attention, build_block
+from megahead.models.blocks import PostNormBlock
 from megahead.models.documents import Documents
-from megahead.models.layers import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotation, dropout, rotary_tables
+from megahead.models.gemma import Gemma3
+from megahead.models.gpt2 import GPT2
+from megahead.models.layers import MLP, Embedding, LayerNorm, RMSNorm, Rotation, dropout, rotary_tables
 from megahead.models.parallel import HEAD_SHARDING, TOKEN_SHARDING, WEIGHT_SHARDING
-
-# The parts of blocks. A family fixes the settings of other families (`FIXED` in megahead/config/model.py).
-
-
-def _attention(config: ModelConfig) -> SelfAttention:
-    heads = HeadLayout(
-        num_query_heads=config.num_heads,
-        num_key_heads=config.key_heads(),
-        head_size=config.head_size(),
-        bias=config.attention_bias != "none",
-        output_bias=config.attention_bias == "all",
-        norm_eps=config.norm_eps if config.qk_norm else None,
-        fused_qkv=config.family == "gpt_neox",
-    )
-    return SelfAttention(config.hidden_size, heads, causal=config.is_causal, dropout=config.attention_dropout)
-
-
-def _mlp(config: ModelConfig) -> MLP | GatedMLP:
-    sizes = config.hidden_size, config.mlp_size(), config.activation
-    return GatedMLP(*sizes, bias=config.mlp_bias) if config.has_gated_mlp() else MLP(*sizes)
-
-
-def _block(config: ModelConfig, norm: Callable[[], nn.Module], *, has_normed_input: bool = False) -> Block:
-    """`has_normed_input`: its input is normed already, so that it has no attention norm."""
-    return Block(
-        nn.Identity() if has_normed_input else norm(),
-        _attention(config),
-        norm(),
-        _mlp(config),
-        parallel=config.parallel_residual,
-        dropout=config.hidden_dropout,
-    )
-
 
 # Decoders.
 
@@ -65,7 +34,7 @@ class GPTNeoX(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
-        super().__init__(config, partial(_block, config, norm), norm)
+        super().__init__(config, partial(build_block, config, norm), norm)
 
 
 class Llama(Decoder):
@@ -74,7 +43,7 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps)
-        super().__init__(config, partial(_block, config, norm), norm)
+        super().__init__(config, partial(build_block, config, norm), norm)
 
 
 # Encoders. Rows are packed, so that there is little padding; the padding of a row is a document of its own.
@@ -113,7 +82,7 @@ class Bert(Backbone):
 def _post_norm_block(config: ModelConfig) -> PostNormBlock:
     sizes = config.hidden_size, config.mlp_size(), config.activation
     settings = {"norm_eps": config.norm_eps, "dropout": config.hidden_dropout}
-    return PostNormBlock(config.hidden_size, _attention(config), MLP(*sizes), **settings)
+    return PostNormBlock(config.hidden_size, build_attention(config), MLP(*sizes), **settings)
 
 
 class ModernBert(Backbone):
@@ -131,11 +100,11 @@ class ModernBert(Backbone):
         self.head_size = config.head_size()
         self.rotary_base, self.local_rotary_base = config.rotary_base, config.local_rotary_base
         self.is_local = [config.is_local(layer) for layer in range(config.num_layers)]
-        self.window = config.local_window // 2  # to each side
+        self.window = config.window_radius()
         self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
         self.embedding_norm = norm()
         layers = range(config.num_layers)
-        self.blocks = nn.ModuleList(_block(config, norm, has_normed_input=layer == 0) for layer in layers)
+        self.blocks = nn.ModuleList(build_block(config, norm, has_normed_input=layer == 0) for layer in layers)
         self.final_norm = norm()
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
@@ -161,22 +130,22 @@ class ModernBert(Backbone):
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
     "gpt_neox": GPTNeoX,
     "llama": Llama,
+    "gpt2": GPT2,
+    "gemma3": Gemma3,
     "bert": Bert,
     **dict.fromkeys(ROBERTAS, Bert),
     "modernbert": ModernBert,
 }
 
 _GATE_SHARDING = {"blocks.*.mlp.gate": "column"}
+_LLAMA_SHARDING = WEIGHT_SHARDING | HEAD_SHARDING | TOKEN_SHARDING | _GATE_SHARDING
+_LLAMA_SHARDING |= dict.fromkeys(("blocks.*.attention.query_norm", "blocks.*.attention.key_norm"), "head_norm")
 
 SHARDING: dict[str, dict[str, str]] = {
     "gpt_neox": WEIGHT_SHARDING | TOKEN_SHARDING | {"blocks.*.attention.qkv": "column"},  # whole heads
-    "llama": WEIGHT_SHARDING
-    | HEAD_SHARDING
-    | TOKEN_SHARDING
-    | _GATE_SHARDING
-    | dict.fromkeys(
-        ("blocks.*.attention.query_norm", "blocks.*.attention.key_norm"), "head_norm"
-    ),  # shared by all heads
+    "llama": _LLAMA_SHARDING,
+    "gpt2": WEIGHT_SHARDING | HEAD_SHARDING | TOKEN_SHARDING,
+    "gemma3": _LLAMA_SHARDING | dict.fromkeys(("blocks.*.attention_output_norm", "blocks.*.mlp_output_norm"), "norm"),
     **dict.fromkeys(("bert", *ROBERTAS), WEIGHT_SHARDING | HEAD_SHARDING),  # positions and types are small: replicated
     "modernbert": WEIGHT_SHARDING | HEAD_SHARDING | TOKEN_SHARDING | {"embedding_norm": "norm"} | _GATE_SHARDING,
 }
@@ -220,7 +189,7 @@ def _initial_blocks(
     for rows in blocks:
         size = (len(rows), *shape[1:])
         if name.endswith("norm.weight"):
-            yield torch.ones(size)
+            yield torch.zeros(size) if config.has_zero_centered_norms() else torch.ones(size)
         elif name.endswith(".bias"):
             yield torch.zeros(size)
         else:

@@ -87,11 +87,26 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 class RMSNorm(nn.RMSNorm):
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension; `zero_centered`: with `1 + weight` (Gemma)."""
+
+    eps: float
+
+    def __init__(self, size: int, eps: float, *, zero_centered: bool = False) -> None:
+        super().__init__(size, eps=eps)
+        self.zero_centered = zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D], in the dtype of `x`, also under autocast, which leaves the weight in fp32."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        """[..., D], in the dtype of `x`."""
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """`x` [..., D] normed, in its dtype, also under autocast, which leaves the weight in fp32. `zero_centered` norms
+    compute in fp32, since in bf16 small weights would be lost in `1 + weight`."""
+    if not zero_centered:
+        return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight_D.shape, 1 + weight_D.to(wide), eps).to(x.dtype)
 
 
 class Embedding(nn.Embedding):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from megahead.distributed.group import Group, copy_to_group, reduce_from_group, reduce_scatter_to_group
 from megahead.errors import ConfigError
 from megahead.models.blocks import HeadsLinear
-from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, look_up
+from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, look_up, rms_norm
 
 # Parallel layers: each computes the function of a plain layer with the weights split over a tensor group.
 #
@@ -141,13 +141,12 @@ class ReplicatedRMSNorm(nn.Module):
     def __init__(self, layer: RMSNorm, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.normalized_shape, self.eps = layer.normalized_shape, layer.eps
+        self.eps, self.zero_centered = layer.eps, layer.zero_centered
         self.weight = layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D]; an all-reduce of [D] backward."""
-        weight = copy_to_group(self.weight, self.group).to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, copy_to_group(self.weight, self.group), self.eps, self.zero_centered)
 
 
 def _choose_by_heads(split: ParallelLayerFactory, replicated: ParallelLayerFactory) -> ParallelLayerFactory:

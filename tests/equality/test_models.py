@@ -1,4 +1,4 @@
-"""Llamas, and encoders that learn by masked diffusion or RetroMAE, train on every mesh what plain torch does."""
+"""Llamas, GPT-2s, Gemmas, and encoders by masked diffusion or RetroMAE train on every mesh what plain torch does."""
 
 from __future__ import annotations
 
@@ -49,6 +49,30 @@ def test_a_llama_with_a_table_of_rows_equals_plain_torch(
 ) -> None:
     write_text(tmp_path)
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | ROWS)), llama)
+
+
+GPT2 = {"model.family": "gpt2", "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}
+GEMMA3 = {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_window": 6, "model.global_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "changes"),
+    [
+        ("headless", 2, 1, 2, GPT2 | ROWS),
+        long("vanilla", 1, 2, 2, GPT2),
+        long("headless", 3, 2, 1, GPT2 | {"parallel.sequence": True}),
+        ("headless", 3, 1, 2, GEMMA3),
+        long("headless", 2, 2, 2, GEMMA3 | ROWS),
+        long("tied", 1, 2, 1, GEMMA3 | {"parallel.sequence": True}),
+    ],
+    ids=str,
+)
+def test_a_gpt2_and_a_gemma_equal_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
 
 
 BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}

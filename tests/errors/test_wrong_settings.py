@@ -51,11 +51,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "`seed` must be at least 0, but is -1 instead."),
     (
         {"model.size": "pythia-15m"},
-        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, roberta-base, roberta-large, xlm-r-base, xlm-r-large, modernbert-15m, modernbert-base, modernbert-large, mmbert-small, mmbert-base, but is 'pythia-15m' instead; did you mean `pythia-31m`?",
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gemma-3-270m, gemma-3-1b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, roberta-base, roberta-large, xlm-r-base, xlm-r-large, modernbert-15m, modernbert-base, modernbert-large, mmbert-small, mmbert-base, but is 'pythia-15m' instead; did you mean `pythia-31m`?",
     ),
     (
         {"model.size": {"a": 1}},
-        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, roberta-base, roberta-large, xlm-r-base, xlm-r-large, modernbert-15m, modernbert-base, modernbert-large, mmbert-small, mmbert-base, but is {'a': 1} instead; or leave it out and give the shape.",
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gemma-3-270m, gemma-3-1b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, roberta-base, roberta-large, xlm-r-base, xlm-r-large, modernbert-15m, modernbert-base, modernbert-large, mmbert-small, mmbert-base, but is {'a': 1} instead; or leave it out and give the shape.",
     ),
     ({"model.num_heads": 3}, "`model.hidden_size` must be a multiple of num_heads (3), but is 128 instead."),
     (

@@ -81,8 +81,8 @@ def test_settings_of_old_versions_are_understood(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         (
-            {"model_type": "gpt2"},
-            "model_type` must be one of gpt_neox, llama, .*distilbert, .*modernbert-decoder, but is gpt2",
+            {"model_type": "opt"},
+            "model_type` must be one of gpt_neox, llama, .*distilbert, .*modernbert-decoder, but is opt",
         ),
         ({"hidden_act": "relu"}, "hidden_act` must be one of"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "no scaling"),

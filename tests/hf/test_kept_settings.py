@@ -46,6 +46,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {**SHAPE, "num_key_value_heads": 2, "sliding_window": None},
     "qwen2": {**SHAPE, "num_key_value_heads": 2, "max_window_layers": 7},
     "qwen3": {**SHAPE, "num_key_value_heads": 2, "head_dim": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "summary_type": "mean"},
+    "gemma3_text": {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
     "bert": {**SHAPE, "classifier_dropout": 0.2},
     "roberta": {**SHAPE, "type_vocab_size": 1, "classifier_dropout": 0.2, "max_position_embeddings": 64 + IDS - 1},
     "xlm-roberta": {**SHAPE, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "max_position_embeddings": 64 + IDS - 1},

@@ -15,8 +15,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedTokenizerFast,
@@ -52,8 +57,8 @@ def mmbert_tokenizer(folder: Path) -> None:
 @dataclass(frozen=True)
 class RandomFolder:
     model: Callable[[], Any]
-    special_tokens: dict[str, Any]
-    """The masking section of model.yaml: the tokens that the folder names."""
+    special_tokens: dict[str, Any] | None = None
+    """The masking section of model.yaml: the tokens that the folder names; None for a decoder."""
 
     dtype: str = "float32"
     shard: str = "1GB"
@@ -86,6 +91,16 @@ FOLDERS = {
         lambda: ModernBertForMaskedLM(ModernBertConfig(**SHAPE, vocab_size=301, local_attention=8, **MMBERT)),
         {"mask_token": 4, "cls_token": 2, "sep_token": 1, "special_tokens": []},
     ),
+    "GPT-2": RandomFolder(
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=301)),
+        shard="20KB",
+        options=["--shard-size", "0.00002"],
+    ),
+    "Gemma 3": RandomFolder(
+        lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(**SHAPE, vocab_size=301, num_key_value_heads=1, head_dim=8, sliding_window=8)
+        ),
+    ),
 }
 
 
@@ -102,14 +117,13 @@ def test_it_goes_in_and_out_with_equal_logits(tmp_path: Path, monkeypatch: pytes
     if folder.write_tokenizer is not None:
         folder.write_tokenizer(theirs)
     run_convert(monkeypatch, "from-hf", "--model", theirs, "--output", run)
-    assert yaml.safe_load((run / "model.yaml").read_text())["masking"] == folder.special_tokens
+    assert yaml.safe_load((run / "model.yaml").read_text()).get("masking") == folder.special_tokens
     run_convert(monkeypatch, "to-hf", "--checkpoint", run, "--output", back, "--head", "trained", *folder.options)
     assert len([*back.glob("*.safetensors")]) == len([*theirs.glob("*.safetensors")])
+    auto_class: Any = AutoModelForCausalLM if folder.special_tokens is None else AutoModelForMaskedLM
     ids = torch.randint(5, 300, (2, 40))
     with torch.no_grad():
-        before, after = (
-            AutoModelForMaskedLM.from_pretrained(path, dtype="float32")(ids).logits for path in (theirs, back)
-        )
+        before, after = (auto_class.from_pretrained(path, dtype="float32")(ids).logits for path in (theirs, back))
     assert torch.equal(before, after)
     if folder.write_tokenizer is not None:
         one, two = (AutoTokenizer.from_pretrained(path) for path in (theirs, back))

@@ -67,7 +67,7 @@ def trained(
     return hidden.detach(), grads, size, operations.get_total_flops()
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gpt2", "gemma3", "bert"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_gradients_are_the_same_and_memory_is_less(recompute: Recompute, dropout: float, family: str) -> None:

@@ -10,7 +10,7 @@ from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gpt2", "gemma3", "bert"])
 @pytest.mark.parametrize("max_per_row", [None, 2])
 def test_whole_rows_need_no_mask_and_no_lengths(family: str, max_per_row: int | None) -> None:
     """Lengths would make a GPU wait, and a mask is T x T."""

@@ -59,7 +59,7 @@ class Counting:
         return graph
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma3", "bert"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_one_graph_serves_all_layers_and_computes_the_same(family: str, dropout: float, recompute: bool) -> None:

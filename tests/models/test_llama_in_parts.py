@@ -1,4 +1,4 @@
-"""A Llama over a tensor group is the whole one, also with fewer key heads than ranks, and with its tokens split."""
+"""A Llama, GPT-2 or Gemma over a tensor group is the whole one, also with fewer key heads or a part of the tokens."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_heads": 2, "head_dim": 12, "qk_norm": True},
     "one key head": {"num_key_heads": 1, "attention_bias": "qkv"},
     "all biases": {"num_key_heads": 2, "attention_bias": "all", "mlp_bias": True},
+    "gpt2": {"family": "gpt2", "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "gemma3": {"family": "gemma3", "num_key_heads": 2, "head_dim": 12, "local_window": 2, "global_every": 2},
 }
 
 
@@ -44,7 +46,7 @@ def in_parts(group: Group, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]
     """Hidden states and whole gradients."""
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
-    parallelize_(backbone, SHARDING["llama"], group, sequence=config.parallel.sequence)
+    parallelize_(backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
     load_weights_(backbone, group, FullTensors(whole.get_parameter))
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()

@@ -18,6 +18,8 @@ VARIANTS = {
     "a modernbert": stage(1)
     | {"model.family": "modernbert", "model.num_layers": 2, "model.local_window": 4, "model.hidden_dropout": 0.1}
     | {"masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59}},
+    "a gemma": stage(1)
+    | {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_window": 4, "model.global_every": 2},
     "a llama": stage(2) | {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True},
 }
 

@@ -1,0 +1,218 @@
+"""Hugging Face's names of parameters and settings of Llama, Qwen 2, Qwen 3 and Mistral, and of ERNIE 4.5.
+
+Qwen 2, Qwen 3 and Mistral are Llamas with other settings. A Mistral is exported as a Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megahead.config.model import ModelConfig
+from megahead.errors import FieldError
+from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, SILU_NAMES, Family, ParameterNames, SettingNames
+
+_LLAMA = SettingNames(
+    COMMON_SETTINGS
+    | {
+        "num_key_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "norm_eps": "rms_norm_eps",
+        "attention_dropout": "attention_dropout",
+    },
+    activations=SILU_NAMES | GELU_NAMES,
+    defaults={"family": "llama", "norm_eps": 1e-6, "max_positions": 2048},
+)
+_QWEN_AND_MISTRAL = replace(_LLAMA, required=(*_LLAMA.required, "num_key_heads"))
+_SCALING_NAMES = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_positions": "original_max_position_embeddings",
+}
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """Returns the `model_type` of a Llama that supports all settings of `model`."""
+    if model.qk_norm:
+        return "qwen3"
+    return "qwen2" if model.attention_bias == "qkv" else "llama"
+
+
+def llama_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the content of `config.json` for the shape of `model`; its `model_type` is that of `model_type_of`.
+
+    Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older versions; llama.cpp reads
+    the positions of `llama3` from the top level.
+    """
+    model_type, rope = model_type_of(model), rotary_parameters(model)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    rotary = {
+        "rope_parameters": rope,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None if model.rotary_scaling is None else scaling,
+    }
+    rotary |= {name: value for name, value in scaling.items() if name == _SCALING_NAMES["original_positions"]}
+    biases: dict[str, Any] = {
+        "llama": {"attention_bias": model.attention_bias == "all", "mlp_bias": model.mlp_bias},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"attention_bias": model.attention_bias == "all", "use_sliding_window": False},
+    }[model_type]
+    return {"model_type": model_type, **_LLAMA.hf_config(model), **rotary, **biases, "use_cache": True}
+
+
+def rotary_parameters(model: ModelConfig) -> dict[str, Any]:
+    """Returns the base and scaling of the rotary frequencies as transformers 5 has them."""
+    scaling = model.rotary_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": model.rotary_base}
+    names = ("factor",) if scaling.kind == "linear" else tuple(_SCALING_NAMES)
+    factors = {_SCALING_NAMES[name]: getattr(scaling, name) for name in names}
+    return {"rope_type": scaling.kind, **factors, "rope_theta": model.rotary_base}
+
+
+def llama_settings(model_type: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Returns a function from the `config.json` of a `model_type` to the settings of a ModelConfig; FieldError for what
+    our Llama does not support."""
+
+    def model_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
+        window = hf_config.get("sliding_window", 4096 if model_type == "mistral" else None)
+        if window is not None and (model_type == "mistral" or hf_config.get("use_sliding_window", False)):
+            raise FieldError("config.json: sliding_window", "be null (each token sees all before it)", got=window)
+        if any(layer != "full_attention" for layer in hf_config.get("layer_types") or ()):
+            raise FieldError("config.json: layer_types", "be full_attention for all", got="others")
+        has_all_biases = hf_config.get("attention_bias", False)
+        return {
+            **({"head_dim": 128} if model_type == "qwen3" else {}),
+            **settings,
+            "qk_norm": model_type == "qwen3",
+            "attention_bias": "qkv" if model_type == "qwen2" else "all" if has_all_biases else "none",
+            "mlp_bias": model_type == "llama" and hf_config.get("mlp_bias", False),
+            **rotary_settings(hf_config),
+        }
+
+    return model_settings
+
+
+def rotary_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rotary_base, and rotary_scaling if the frequencies are scaled."""
+    rope = {**(hf_config.get("rope_parameters") or {}), **(hf_config.get("rope_scaling") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "linear", "llama3"):
+        rule = "be default, linear or llama3"
+        raise FieldError("config.json: rope_parameters.rope_type", rule, got=rope_type)
+    rotary_pct = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if rotary_pct != 1.0:
+        raise FieldError("config.json: partial_rotary_factor", "be 1", got=rotary_pct)
+    base = {"rotary_base": rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))}
+    if rope_type == "default":
+        return base
+    names = ("factor",) if rope_type == "linear" else tuple(_SCALING_NAMES)
+    rope.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings", 2048))
+    for name in names:
+        hf_name = _SCALING_NAMES[name]
+        if hf_name not in rope:
+            raise FieldError(f"config.json: rope_parameters.{hf_name}", f"be given for {rope_type}", got="missing")
+    return {**base, "rotary_scaling": {"kind": rope_type, **{name: rope[_SCALING_NAMES[name]] for name in names}}}
+
+
+LLAMA = Family(
+    title="Llama",
+    class_prefix="Llama",
+    head_type="CausalLM",
+    base_model_prefix="model.",
+    head_prefixes=("lm_head.",),
+    names=ParameterNames(
+        {
+            "backbone.embedding": "model.embed_tokens",
+            "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
+            "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
+            "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
+            "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
+            "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
+            "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
+            "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
+            "backbone.blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+            "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+            "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
+            "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+            "backbone.final_norm": "model.norm",
+            "head": "lm_head",
+        }
+    ),
+    model_settings=llama_settings("llama"),
+    hf_config=llama_config,
+    modules_on_disk=("embed_tokens", "layers"),
+    modules_on_cpu=("norm", "rotary_emb"),
+    ignored_keys=(".rotary_emb.inv_freq",),  # a buffer of old versions
+)
+
+
+# A Llama whose head has a bias: ERNIE 4.5 of Hugging Face without its experts.
+#
+# No class that Hugging Face calls Llama or Qwen has a bias in its head, and behind an RMS norm none can be folded in:
+# its outputs are on an ellipsoid around 0, on which no linear form is constant. `Ernie4_5_MoeForCausalLM` has all
+# blocks of a Llama, and biases everywhere with `use_bias`, the head included; those that a Llama lacks are stored as
+# zeros. Its rotary embedding rotates neighbours, 2i and 2i + 1, where Llama's rotates i and i + d/2 (of d dimensions of
+# a head): rows of queries and keys are permuted. Its outputs stay exactly the same. It has no norms of queries and
+# keys.
+
+
+def ernie_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the content of `config.json` for the shape of `model`."""
+    hf_config = llama_config(model)
+    for name in ("attention_bias", "mlp_bias", "attention_dropout", "use_sliding_window"):
+        hf_config.pop(name, None)
+    no_experts = {
+        "moe_layer_start_index": model.num_layers,
+        "moe_layer_end_index": model.num_layers,
+        "moe_num_experts": 1,
+        "moe_num_shared_experts": 0,
+        "moe_k": 1,
+        "moe_intermediate_size": model.mlp_size(),
+    }
+    return {**hf_config, **no_experts, "model_type": "ernie4_5_moe", "use_bias": True}
+
+
+def ernie_tensor(model: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+    """Returns the parameter `name` as ERNIE stores it, with rows of queries and keys in its rotary order."""
+    if not name.rpartition(".")[0].endswith(("attention.query", "attention.key")):
+        return tensor
+    pairs: Tensor = tensor.unflatten(0, (-1, 2, model.head_size() // 2)).transpose(1, 2)  # heads, pairs, halves
+    return pairs.flatten(0, 2)
+
+
+def ernie_zero_biases(model: ModelConfig) -> dict[str, int]:
+    """Returns the sizes of the biases that `model` lacks, by their names in ERNIE."""
+    key_size = model.key_heads() * model.head_size()
+    sizes = {"self_attn.o_proj": model.hidden_size} if model.attention_bias != "all" else {}
+    if model.attention_bias == "none":
+        sizes |= {"self_attn.q_proj": model.num_heads * model.head_size()}
+        sizes |= {"self_attn.k_proj": key_size, "self_attn.v_proj": key_size}
+    if not model.mlp_bias:
+        sizes |= {"mlp.gate_proj": model.mlp_size(), "mlp.up_proj": model.mlp_size()}
+        sizes |= {"mlp.down_proj": model.hidden_size}
+    layers = range(model.num_layers)
+    return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in sizes.items()}
+
+
+_TITLES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+LLAMAS = {"llama": LLAMA} | {
+    name: replace(LLAMA, title=title, class_prefix=title, model_settings=llama_settings(name))
+    for name, title in _TITLES.items()
+}
+"""By `model_type`."""
+
+LLAMA_WITH_HEAD_BIAS = replace(
+    LLAMA,
+    title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
+    class_prefix="Ernie4_5_Moe",
+    hf_config=ernie_config,
+    head_bias_name="lm_head.bias",
+    to_stored=ernie_tensor,
+    zero_biases=ernie_zero_biases,
+)
