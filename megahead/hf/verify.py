@@ -183,7 +183,7 @@ def _max_error(outputs: Tensor, expected: Tensor) -> float:
 def _token_rows(model: TrainedModel) -> Tensor:
     """[B, T] rows of random ids, and of the run's dataset."""
     vocab_size = model.config.model.vocab_size
-    window = model.config.model.window_radius() if model.config.model.local_layers() else 0
+    window = model.config.model.local_window if model.config.model.local_layers() else 0
     needed = _ROW_TOKENS + window  # beyond the window of local layers
     max_tokens = max(1 + window, _MAX_LOGITS // (2 * _NUM_ROWS * vocab_size))
     length = min(needed, model.config.data.sequence_length, max_tokens)
