@@ -39,16 +39,29 @@ def test_equal_to_counted_matrix_products():
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 
-@pytest.mark.parametrize("more", [{}, {"num_key_heads": 1, "head_dim": 24, "qk_norm": True}], ids=str)
+GEMMA3 = {"family": "gemma3", "num_key_heads": 1, "head_dim": 24}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"num_key_heads": 1, "head_dim": 24, "qk_norm": True}, GEMMA3 | {"global_every": 1}], ids=str
+)
 def test_a_llama_is_counted_with_its_gate_and_its_key_heads(more: dict[str, Any]) -> None:
     shape = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
-    config = ModelConfig(family="llama", **shape, **more)
+    config = ModelConfig(**{"family": "llama"} | shape | more)
     rows = torch.randn(2, 10, 48, requires_grad=True)
     candidates = torch.randn(7, 48, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         (build_backbone(config).encode(rows, Documents.whole_rows(2, 10)) @ candidates.T).sum().backward()
     estimate = training_flops(config, sequence_length=10, candidate_rows=7, context=10)
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
+
+
+def test_a_local_layer_of_a_gemma_attends_to_its_window_alone() -> None:
+    """Of 10 tokens the n-th sees min(n, 4): 34 in all."""
+    shape = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "vocab_size": 61}
+    config = ModelConfig(**GEMMA3 | shape | {"global_every": 2, "local_window": 4})
+    flops = training_flops(config, sequence_length=10, candidate_rows=7)
+    assert flops.attention == pytest.approx(3 * 4 * (3.4 + 5.5) * 3 * 24)
 
 
 def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
