@@ -45,7 +45,7 @@ def main() -> None:
     if not arguments.model and not arguments.write_tasks:
         raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
     tasks = (arguments.tasks or default_tasks(arguments.model)).split(",")
-    files = task_files(tasks, arguments.data, arguments.cloze, arguments.text, arguments.items)
+    files = task_files(tasks, arguments.data, arguments.cloze, arguments.text, arguments.items, arguments.articles)
     console = terminal()
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
@@ -141,6 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--cloze", type=existing_path, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
     add("--text", type=existing_path, metavar="FILE", help="text for the task bits_per_byte")
     add("--items", type=Path, metavar="PREFIX", help="dataset of item sequences for the task next_item")
+    articles = 'jsonl of {"title", "text"} for the task retrieval'
+    add("--articles", type=existing_path, metavar="FILE", help=articles)
     add("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
     add("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     add("--output", type=Path, metavar="JSON", help="store results there, and continue from them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -222,6 +223,34 @@ def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
     return Score(metric, value, sqrt(spread) / len(paradigms))
 
 
+# Texts that are compared by vectors: articles with what they are searched by, and pairs with their similarity.
+
+_SENTENCE_END = re.compile(r"(?<=[.!?؟۔।])\s+|(?<=[。！？])|\n")
+"""After the mark that ends a sentence in most scripts, or after a line."""
+
+
+def read_articles(file: Path, limit: int | None) -> list[Row]:
+    """Reads JSON lines of {"title", "text"} as {"title", "sentence", "rest"}: an article's first sentence and all after
+    it. A title that begins the text is left out of both. Skips articles without a title or a second sentence."""
+    articles = []
+    for row in jsonl_reader("title", "text")(file):
+        title, text = str(row["title"]).strip(), str(row["text"]).strip()
+        sentence, *rest = _SENTENCE_END.split(text.removeprefix(title).strip(), maxsplit=1)
+        if title and sentence and rest and rest[0].strip():
+            articles.append({"title": title, "sentence": sentence, "rest": rest[0].strip()})
+    return articles[:limit]
+
+
+def read_similarities(file: Path, limit: int | None) -> list[Row]:
+    """Reads STS-B's tab-separated lines as {"sentence1", "sentence2", "score"}."""
+    table = csv.DictReader(read_text(file).splitlines(keepends=True), delimiter="\t", quoting=csv.QUOTE_NONE)
+
+    def convert(row: Row) -> Row:
+        return {"sentence1": row["sentence1"], "sentence2": row["sentence2"], "score": float(row["score"])}
+
+    return convert_rows(file, list(table)[:limit], convert)
+
+
 # Tasks with local files: how each is scored (by a definition that lm-eval ships, or a function here), and its data.
 #
 # A new task is a line in `TASKS`: its shipped YAML (or its score function), its file, and a reader of that file.
@@ -258,7 +287,7 @@ class LogProbabilityTask:
 
 @dataclass(frozen=True)
 class ModelTask:
-    """A task that this package scores, with a model's folder, which needs no tokenizer."""
+    """A task that this package scores, with a model's folder."""
 
     file: str | None
     """As in `LMEvalTask`."""
@@ -276,6 +305,18 @@ def _score_next_item(*arguments: Any) -> TaskResult:
     from megahead.evaluate.next_item import next_item  # imports torch
 
     return next_item(*arguments)
+
+
+def _score_retrieval(*arguments: Any) -> TaskResult:
+    from megahead.evaluate.retrieval import retrieval  # imports torch
+
+    return retrieval(*arguments)
+
+
+def _score_stsb(*arguments: Any) -> TaskResult:
+    from megahead.evaluate.retrieval import stsb  # imports torch
+
+    return stsb(*arguments)
 
 
 _ARC = jsonl_reader("question", "answerKey", convert=convert_arc)
@@ -303,11 +344,13 @@ TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
     "next_item": ModelTask(None, read_sequences, _score_next_item, for_encoders=False),
+    "retrieval": ModelTask(None, read_articles, _score_retrieval, for_encoders=True),
+    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _score_stsb, for_encoders=True),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
 `bits_per_byte`: any text that `megahead preprocess` reads. `next_item`: a dataset that `megahead preprocess --table`
-makes.
+makes. `retrieval`: a jsonl of {"title", "text"}, whose articles are searched.
 
 `blimp`: accuracy over all of BLiMP's paradigms, and over those of each field of grammar (`field`); `blimp_paradigms`:
 over all, and in each paradigm (`UID`).
@@ -322,15 +365,17 @@ def task_files(
     cloze: Path | None = None,
     text: Path | None = None,
     items: Path | None = None,
+    articles: Path | None = None,
 ) -> dict[str, Path]:
-    """Returns the file of each task: in the folder `data`, or `cloze`, `text`, or the index of the dataset `items`.
-    Each is read once, to validate it.
+    """Returns the file of each task: in the folder `data`, or `cloze`, `text`, `articles`, or the index of the dataset
+    `items`. Each is read once, to validate it.
 
     Raises FieldError (its field is an option of `megahead eval-harness`) or DataError.
     """
     files = {}
     index = None if items is None else dataset_paths(items)[1]
     options = {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text), "next_item": ("--items", index)}
+    options["retrieval"] = "--articles", articles
     for name in names:
         if name not in TASKS:
             raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name, hint=did_you_mean(name, TASKS))

@@ -93,11 +93,12 @@ class TaskResult:
     """Largest number of examples that were scored; None: all."""
 
     num_truncated: int = 0
-    """Requests of lm-eval (a text and a continuation) that exceed the context and were truncated on the left."""
+    """Requests that exceed the context: of lm-eval (a text and a continuation), truncated on the left; texts to be
+    encoded, truncated on the right."""
 
     def truncation_note(self) -> str:
         """Returns a line about truncated requests; empty without any."""
-        note = f"{self.task}: {pluralize(self.num_truncated, 'request')} longer than the context lost the beginning"
+        note = f"{self.task}: {pluralize(self.num_truncated, 'request')} longer than the context, and truncated"
         return note if self.num_truncated else ""
 
 

@@ -64,6 +64,18 @@ def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return _load(AutoModelForMaskedLM, folder, dtype, {})
 
 
+def load_encoder(folder: Path) -> Any:
+    """Returns the body of the encoder in `folder` in fp32, in evaluation mode, without its head or pooler, if it has
+    one; CheckpointError if weights of the body are missing."""
+    has_pooler = _hf_config_or_empty(folder).get("model_type") in encoders.WITH_POOLER
+    options = {"add_pooling_layer": False} if has_pooler else {}
+    model, report = _load_with_report(AutoModel, folder, torch.float32, options)
+    if report["missing_keys"]:
+        missing = sorted(map(str, report["missing_keys"]))[0]
+        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing}.")
+    return model.eval()
+
+
 def load_classifier(folder: Path, num_outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
     """Returns the model in `folder` in fp32 with a new, random head of `num_outputs` values a sequence, drawn by
     torch's seed.

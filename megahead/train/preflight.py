@@ -17,6 +17,7 @@ _SETTING_BY_OPTION = {
     "--cloze": "tasks.cloze",
     "--text": "tasks.text",
     "--items": "tasks.items",
+    "--articles": "tasks.articles",
 }
 _SPECIAL_TOKENS = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
 """Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
@@ -90,7 +91,8 @@ def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
     """The run's task files by task (`task_files`). Errors name settings instead of the command's options."""
     from megahead.evaluate.harness_tasks import require_for_encoder, task_files
 
-    folders = [None if path is None else Path(path) for path in (config.data, config.cloze, config.text, config.items)]
+    paths = config.data, config.cloze, config.text, config.items, config.articles
+    folders = [None if path is None else Path(path) for path in paths]
     try:
         if encoder:
             require_for_encoder(config.names)

@@ -1,0 +1,144 @@
+"""The tasks `retrieval` and `stsb`: how well an encoder's vectors find articles, and rank pairs of sentences by
+similarity, without fine-tuning.
+
+Q queries, N articles, n articles of a block, B texts of a batch, T tokens, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.errors import CheckpointError
+from megahead.evaluate.harness_tasks import read_articles, read_similarities
+from megahead.evaluate.results import Score, TaskResult
+from megahead.evaluate.scoring import special_ids
+from megahead.hf.loading import context_length, is_encoder, load_encoder, load_tokenizer_folder
+
+CUTOFF = 10
+"""k of recall@k and MRR@k."""
+
+TOLERANCE = 1e-6
+"""Largest difference of cosines that count as equal: those of one text twice, by fp32 and other padding."""
+
+MAX_TOKENS = 512
+"""Tokens that are read of a text, [CLS] and [SEP] included, where the context has room for more."""
+
+_BATCH_TOKENS = 1 << 14
+_BLOCK_ARTICLES = 1 << 16
+
+
+def retrieval(model_dir: Path, file: Path, limit: int | None = None, batch_size: int | None = None) -> TaskResult:
+    """Searches the rest of each article of `file` by its title, and by its first sentence, among all articles: exactly,
+    by the cosine of vectors of the encoder in `model_dir`, in fp32, on a GPU if there is one.
+
+    Scores of both kinds of queries and vectors ([CLS], and the mean over tokens): recall@1, recall@10 and MRR@10 with
+    standard errors over queries. Articles that are equally near as the right one count half before it.
+    """
+    articles, encoder = read_articles(file, limit), TextEncoder(model_dir, batch_size)
+    vectors = {field: encoder.vectors([row[field] for row in articles]) for field in ("title", "sentence", "rest")}
+    scores = [
+        score
+        for query in ("title", "sentence")
+        for pooling, vectors_ND in vectors["rest"].items()
+        for score in _summarize(f"{query}_{pooling}", rank_own(vectors[query][pooling], vectors_ND))
+    ]
+    return TaskResult("retrieval", len(articles), scores, limit, encoder.num_truncated)
+
+
+def stsb(model_dir: Path, file: Path, limit: int | None = None, batch_size: int | None = None) -> TaskResult:
+    """Spearman's correlation of the cosine of two sentences' vectors and the similarity that people gave them (STS-B:
+    Cer et al. 2017, arXiv 1708.00055), for both kinds of vectors."""
+    pairs, encoder = read_similarities(file, limit), TextEncoder(model_dir, batch_size)
+    first, second = (encoder.vectors([row[field] for row in pairs]) for field in ("sentence1", "sentence2"))
+    labels = [row["score"] for row in pairs]
+    scores = []
+    for pooling, vectors_ND in first.items():
+        cosines_N = (vectors_ND * second[pooling]).sum(1)
+        scores.append(Score(f"spearman_{pooling}", float(spearmanr(labels, cosines_N.cpu()).statistic), None))
+    return TaskResult("stsb", len(pairs), scores, limit, encoder.num_truncated)
+
+
+class TextEncoder:
+    """The vectors of texts by a Hugging Face encoder: its body, in fp32, on a GPU if there is one."""
+
+    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
+        """`batch_size`: texts at once; None: 16,384 tokens. CheckpointError for a folder of another kind of model."""
+        if not is_encoder(folder):
+            raise CheckpointError(f"`{folder}` must hold an encoder, whose [CLS] reads the whole text, but does not.")
+        self._model = load_encoder(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+        self._tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
+        self._start, self._end, _ = special_ids(self._tokenizer)
+        self._max_text = min(context_length(self._model), MAX_TOKENS) - 2
+        self.num_truncated = 0
+        """Texts so far that were truncated."""
+
+    @torch.inference_mode()
+    def vectors(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """[N, D] each, of length 1: `cls`, the hidden state of [CLS], and `mean`, that over all tokens, [CLS] and [SEP]
+        included as in sentence-transformers. Texts of similar lengths are encoded together."""
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        self.num_truncated += sum(len(ids) > self._max_text for ids in encoded)
+        rows = [[self._start, *ids[: self._max_text], self._end] for ids in encoded]
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        hidden: dict[str, list[Tensor]] = {"cls": [], "mean": []}
+        for batch in self._batches([rows[index] for index in order]):
+            for pooling, vectors_BD in self._pooled(batch).items():
+                hidden[pooling].append(F.normalize(vectors_BD, dim=1))
+        inverse = torch.tensor(order).argsort().to(self._model.device)
+        return {pooling: torch.cat(parts)[inverse] for pooling, parts in hidden.items()}
+
+    def _batches(self, rows: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
+        """Consecutive rows, of which the last is the longest."""
+        start = 0
+        while start < len(rows):
+            end = start + 1
+            while end < len(rows) and self._has_room(end + 1 - start, len(rows[end])):
+                end += 1
+            yield rows[start:end]
+            start = end
+
+    def _has_room(self, texts: int, longest: int) -> bool:
+        return texts <= self._batch_size if self._batch_size else texts * longest <= _BATCH_TOKENS
+
+    def _pooled(self, rows: Sequence[list[int]]) -> Mapping[str, Tensor]:
+        ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        lengths_B = torch.tensor([len(row) for row in rows])
+        is_text_BT = torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
+        ids_BT, is_text_BT = (x.to(self._model.device) for x in (ids_BT, is_text_BT))
+        hidden_BTD: Tensor = self._model(input_ids=ids_BT, attention_mask=is_text_BT).last_hidden_state
+        summed_BD = (hidden_BTD * is_text_BT[..., None]).sum(1)
+        return {"cls": hidden_BTD[:, 0], "mean": summed_BD / is_text_BT.sum(1, keepdim=True)}
+
+
+def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_ARTICLES) -> Tensor:
+    """float64 [Q]: the rank of vector i for query i by their products, among all vectors; 1 for the best, half a place
+    for each other vector of an equal product. Memory: a few times Q x `block` products."""
+    own_Q = (queries_QD * vectors_QD).sum(1)
+    ranks_Q = torch.full((len(queries_QD),), 0.5, dtype=torch.float64, device=queries_QD.device)
+    for first in range(0, len(vectors_QD), block):
+        gaps_Qn = queries_QD @ vectors_QD[first : first + block].T - own_Q[:, None]
+        ranks_Q += (gaps_Qn > TOLERANCE).sum(1) + (gaps_Qn.abs() <= TOLERANCE).sum(1) / 2
+    return ranks_Q
+
+
+def _summarize(prefix: str, ranks_Q: Tensor) -> list[Score]:
+    is_found_Q = ranks_Q <= CUTOFF
+    gains: dict[str, Any] = {
+        "recall@1": ranks_Q <= 1,
+        f"recall@{CUTOFF}": is_found_Q,
+        f"mrr@{CUTOFF}": is_found_Q / ranks_Q,
+    }
+    return [_mean_score(f"{prefix}_{metric}", gain_Q.double()) for metric, gain_Q in gains.items()]
+
+
+def _mean_score(metric: str, gains_Q: Tensor) -> Score:
+    count = len(gains_Q)
+    stderr = float(gains_Q.std()) / count**0.5 if count > 1 else None
+    return Score(metric, float(gains_Q.mean()), stderr)
