@@ -9,7 +9,7 @@ from typing import Any
 
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
 from megahead.config.model import ModelConfig
-from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS
+from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
@@ -373,7 +373,7 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     element_size = 4 if precision == "fp32" else 2
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
     embedding = sharded_embedding_bytes(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
-    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, element_size)
+    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, precision)
     return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, host)
 
 
@@ -454,18 +454,18 @@ def rank_parameters(config: RunConfig) -> int:
     return replicated + (counts.total - excluded - replicated) // tensor
 
 
-def _loss_bytes(config: RunConfig, element_size: int) -> float:
+def _loss_bytes(config: RunConfig, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is also accumulated in fp32, and residuals are separate from scores.
+    In half precision the rows' gradient is in fp32, and scores that are products are a GPU kernel's.
     """
-    is_half, derivatives, total = element_size == 2, 4 if config.objective.score == "harmonic" else 0, 0.0
+    is_half, is_product, total = precision != "fp32", config.objective.score != "harmonic", 0.0
+    sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_half and is_product else (CPU_CHUNKS, 4)
     for targets_per_row, candidates in ((config.targets_per_row(), candidate_rows(config)), _own_targets(config)):
         targets, rows = config.batch.micro_size * targets_per_row, candidates / config.parallel.tensor
         if not targets:
             continue
-        chunk = (GPU_CHUNKS if is_half else CPU_CHUNKS).outputs_per_chunk(targets, math.ceil(rows), score_size=4)
-        matrices = 2 * element_size * (targets + rows) + (4 * rows if is_half else 0)
-        scores = ((4 + element_size if is_half else 4) + derivatives) * chunk * rows
-        total += matrices * config.model.hidden_size + scores
+        chunk = sizes.outputs_per_chunk(targets, math.ceil(rows), score_size)
+        matrices = 2 * (2 if is_half else 4) * (targets + rows) + (4 * rows if is_half else 0)
+        total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
     return total

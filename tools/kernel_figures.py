@@ -5,8 +5,8 @@ tools/kernel_figures.py --micro-steps
 
 First, for each architecture and each set of kernel arguments: registers a thread, bytes spilled to memory, bytes of
 shared memory, blocks a multiprocessor has registers and warps for, and the most bytes a thread loads and stores at
-once. Then, for some losses: chunks, kernels, operations and bytes, their time at assumed rates without overlap, and the
-host's time to launch the kernels, as measured on an H200.
+once. Then, for some losses and for the plain forms that store all scores: operations, gigabytes they move, and the
+milliseconds of these and of three products at assumed rates, without overlap.
 
 With --micro-steps, for a model of 6 layers and for the engine at each ZeRO stage, in bf16 with the settings of GPUs,
 but counted on a CPU: operations of a micro-step, each at least a kernel unless compiled, and the bytes they read and

@@ -61,7 +61,7 @@ class ChunkSize:
     """How the loss splits its outputs into chunks; also read by estimates."""
 
     score_bytes: int
-    """Limit on the bytes of one chunk's scores."""
+    """Limit on the bytes of one chunk's scores, with residuals where they have memory of their own."""
 
     min_outputs: int
     """Outputs that a chunk may have whatever the number of candidates: each chunk costs a pass over the gradient of
@@ -83,11 +83,17 @@ CPU_CHUNKS = ChunkSize(score_bytes=8 * 2**20, min_outputs=256, multiple=1)
 512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs are 1.7
 times as fast as 41)."""
 
-GPU_CHUNKS = ChunkSize(score_bytes=512 * 2**20, min_outputs=1024, multiple=128)
-"""float32 scores and half-precision residuals, 768 MiB together: 16,384 outputs against 8,192 candidates are one chunk,
-against 50,304 ids seven. Each chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over
+GPU_CHUNKS = ChunkSize(score_bytes=2 * 2**30, min_outputs=1024, multiple=128)
+"""The memory for scores in one shot: with 2 bytes a score in bf16, 16,384 outputs against 50,304 ids or 65,536 against
+16,384 candidates. Each further chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over
 the rows' gradient in float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: n outputs
 move 8 bytes for 2 n operations. Products are tiled by 128 outputs."""
+
+
+def gpu_score_bytes(precision: str) -> int:
+    """The bytes of a score of a loss on GPUs, and of its residual: one memory for both, but for fp16, whose scores are
+    float32."""
+    return {"bf16": 2, "fp16": 6, "fp32": 4}[precision]
 
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")

@@ -1,4 +1,4 @@
-"""The softmax over candidates in three products of N x w x D, in chunks of outputs: never stores N x w scores.
+"""The softmax over candidates in three products of N x w x D: in one chunk of outputs where memory for scores allows.
 
 One product gives a chunk's scores, a `ChunkSoftmax` their residuals (on CPUs with torch operations, on GPUs with a
 kernel), two products both gradients: in the forward pass, so that nothing is computed twice. Never synchronizes the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -237,10 +237,13 @@ class Bf16ChunkSoftmax(TorchChunkSoftmax):
         return residuals._replace(matrix_nw=self._bf16_buffer[: len(outputs_nD)].copy_(residuals.matrix_nw))
 
     def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
-        result.copy_(torch.mm(left, right))
+        result.copy_(self._multiply(left, right))
 
     def add_matmul_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        total.add_(torch.mm(left.to(self._bf16_buffer.dtype), right.to(self._bf16_buffer.dtype)))
+        total.add_(self._multiply(left, right))
+
+    def _multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.mm(left.to(self._bf16_buffer.dtype), right.to(self._bf16_buffer.dtype))
 
     def _fill_biased_scores_(self, scores_nw: Tensor, outputs_nD: Tensor) -> None:
         rounded_nw = torch.mm(outputs_nD, self._rows_wD.T, out=self._bf16_buffer[: len(outputs_nD)])
@@ -277,7 +280,7 @@ def softmax_stats(
         return SoftmaxStats(*outputs_ND.new_zeros(4, 0))
     dtype = product_dtype(outputs_ND, rows_wD, score)
     outputs_ND = outputs_ND.to(dtype)
-    softmax = build_chunk_softmax(outputs_ND, rows_wD.to(dtype), candidates, score, group)
+    softmax = build_chunk_softmax(outputs_ND, rows_wD.to(dtype), candidates, score, group, for_loss=False)
     parts = [softmax.stats(outputs_ND[part], candidates.target_N[part]) for part in _chunk_slices(softmax, outputs_ND)]
     return SoftmaxStats(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -334,18 +337,19 @@ def _input_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
 
 
 def build_chunk_softmax(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group, for_loss: bool = True
 ) -> ChunkSoftmax:
-    """The implementation for the inputs' device, with buffers for chunks of these outputs."""
-    softmax_class: type[ChunkSoftmax] = Bf16ChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
+    """The implementation for the inputs' device, with buffers for chunks of these outputs: with `for_loss` also for
+    residuals, and in bf16 for rounded scores."""
     if uses_kernel(outputs_ND, score):
-        softmax_class = _triton_chunk_softmax()
+        return _triton_chunk_softmax()(outputs_ND, rows_wD, candidates, score, group, for_loss)
+    softmax_class = Bf16ChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
     return softmax_class(outputs_ND, rows_wD, candidates, score, group)
 
 
 @cache
-def _triton_chunk_softmax() -> type[ChunkSoftmax]:
-    """Imported when it is first used: only torch for CUDA installs triton."""
+def _triton_chunk_softmax() -> Callable[..., ChunkSoftmax]:
+    """The class, imported when it is first used: only torch for CUDA installs triton."""
     softmax_class: type[ChunkSoftmax] = importlib.import_module("megahead.losses.triton_kernel").TritonChunkSoftmax
     return softmax_class
 
@@ -393,13 +397,20 @@ class _FusedSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
-        factor = grad_loss * ctx.scale
-        scaled = ((gradient * factor).to(ctx.dtype) for gradient in (grad_outputs, grad_rows))
+        factor = grad_loss if ctx.scale == 1.0 else grad_loss * ctx.scale
+        scaled = (_multiply(gradient, factor, ctx.dtype) for gradient in (grad_outputs, grad_rows))
         gradients = *scaled, None if grad_bias is None else grad_bias * grad_loss
         if torch.is_grad_enabled():  # create_graph=True
             zero = _RefuseSecondDerivative.apply(grad_loss.new_zeros((), requires_grad=True))
             gradients = tuple(grad if grad is None else grad + zero.to(grad.dtype) for grad in gradients)
         return *gradients, None, None, None
+
+
+def _multiply(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gradient * factor`, rounded once to `dtype`; in one GPU kernel, unless it must be differentiable."""
+    if torch.is_grad_enabled():
+        return (gradient * factor).to(dtype)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):
@@ -425,7 +436,7 @@ class _Gradients:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
         self._inputs, self._softmax = (outputs_ND, rows_wD), softmax
         self.outputs = torch.empty_like(outputs_ND, dtype=softmax.gradient_dtype)
-        self.rows = torch.zeros_like(rows_wD, dtype=total_dtype)
+        self.rows, self._is_empty = torch.empty_like(rows_wD, dtype=total_dtype), True
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if needs_bias else None
 
     def add(self, part: slice, residuals: Residuals) -> None:
@@ -443,4 +454,6 @@ class _Gradients:
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)
             outputs_nD = outputs_nD * weight_n1
-        self._softmax.add_matmul_(self.rows, matrix_nw.T, outputs_nD)
+        add_to_rows = self._softmax.matmul_ if self._is_empty else self._softmax.add_matmul_
+        add_to_rows(self.rows, matrix_nw.T, outputs_nD)
+        self._is_empty = False

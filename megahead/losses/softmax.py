@@ -46,8 +46,8 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
     subtracted, so that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives 0,
     connected to its inputs.
 
-    On CUDA in half precision (or under autocast to it) gradients use probabilities rounded to it; also in bf16 on CPUs
-    that support it, where scores are rounded, too.
+    On CUDA in half precision (or under autocast to it) gradients use probabilities rounded to it. In bf16, also on CPUs
+    that support it, scores are rounded, too: an output's loss changes by at most 2^-7 times its largest score.
     """
     return Softmax(outputs_ND, rows_UD, candidates, score).loss()
 

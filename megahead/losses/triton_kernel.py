@@ -1,7 +1,11 @@
 """The softmax of a chunk of outputs as one Triton kernel, between cuBLAS products: one program for each output.
 
 A program reads its row of scores once for their logsumexp, and again, from a cache, to write residuals in the dtype of
-the following products. For candidates split over ranks the kernel runs twice, with a small all-gather in between.
+the following products: in bf16 and float32 over the scores. For candidates split over ranks the kernel runs twice, with
+a small all-gather in between.
+
+Bytes moved for a score, forward and backward, residuals and their two products included: in bf16 10, and 2 where the
+second read misses the cache (float32 scores and residuals beside them: 14 and 4).
 
 Shapes: n outputs of a chunk, w candidates of this rank, D features. With `TRITON_INTERPRET=1` in the environment before
 this module is imported, the kernel runs on the CPU, for tests.
@@ -22,7 +26,7 @@ from megahead.losses.fused_softmax import ChunkSoftmax, Residuals, SoftmaxStats
 from megahead.losses.scores import Score
 
 BLOCK = 1024
-"""Scores per iteration of a program, 8 for each thread of 4 warps: two loads of 16 bytes."""
+"""Scores per iteration of a program, 8 for each thread of 4 warps: 16 bytes in bf16."""
 
 WARPS = 4
 
@@ -32,18 +36,33 @@ ALIGNMENT = 16
 
 
 class TritonChunkSoftmax(ChunkSoftmax):
-    """A `ChunkSoftmax` for GPUs, for scores that are products, on half-precision or float32 inputs of one dtype; scores
-    and statistics are float32."""
+    """A `ChunkSoftmax` for GPUs, for scores that are products, on half-precision or float32 inputs of one dtype.
 
-    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
+    Statistics are float32. So are scores, but in bf16 those of a loss are rounded once: relative errors of at most
+    2^-8. With s the largest score of an output, its loss changes by at most 2^-7 s and a probability by at most that
+    factor, to first order. float16 scores could overflow, and stay float32."""
+
+    def __init__(
+        self,
+        outputs_ND: Tensor,
+        rows_wD: Tensor,
+        candidates: Candidates,
+        score: Score,
+        group: Group,
+        for_loss: bool = True,
+    ) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
         biases = candidates.bias_U, candidates.target_bias_U
         bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
         self._biases = None if bias_w is None else _pad_bias(bias_w), target_bias_w
-        self.chunk_size = GPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
+        dtype = self.gradient_dtype = rows_wD.dtype
+        score_dtype = torch.bfloat16 if for_loss and dtype == torch.bfloat16 else torch.float32
+        is_separate = for_loss and dtype != score_dtype
+        score_size = score_dtype.itemsize + (dtype.itemsize if is_separate else 0)
+        self.chunk_size = GPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], len(rows_wD), score_size)
         shape = self.chunk_size, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
-        self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
-        self._residuals, self.gradient_dtype = rows_wD.new_empty(shape), rows_wD.dtype
+        self._scores = rows_wD.new_empty(shape, dtype=score_dtype)
+        self._residuals = rows_wD.new_empty(shape) if is_separate else self._scores
 
     def stats(self, outputs_nD: Tensor, target_n: Tensor) -> SoftmaxStats:
         return self._reduce_over_ranks(self._run_kernel(self._compute_scores(outputs_nD), target_n, residuals=False))
@@ -53,30 +72,41 @@ class TritonChunkSoftmax(ChunkSoftmax):
         is_single_rank = self._group.size == 1
         stats = self._reduce_over_ranks(self._run_kernel(scores_nw, target_n, residuals=is_single_rank))
         if not is_single_rank:
-            self._run_kernel(scores_nw, target_n, residuals=True, lse_n=stats.lse)
+            self._run_kernel(scores_nw, target_n, residuals=True, stats=stats)
         loss_n = stats.lse - self._target_logit(stats.target_score, stats.biased_target_score)
         return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
 
+    def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        if left.dtype == result.dtype:
+            torch.mm(left, right, out=result)
+        elif left.device.type == "cpu":  # torch lacks this mixed-dtype product there
+            torch.mm(left.to(result.dtype), right.to(result.dtype), out=result)
+        else:
+            torch.mm(left, right, out_dtype=result.dtype, out=result)
+
     def add_matmul_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        if left.is_cuda:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-        else:  # torch lacks this mixed-dtype product on CPUs
+        if left.device.type == "cpu":
             total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
     def _compute_scores(self, outputs_nD: Tensor) -> Tensor:
         """[n, w]: the products, without temperature and biases."""
-        scores_nw, columns_Dw = self._scores[: len(outputs_nD), : len(self._rows_wD)], self._rows_wD.T
-        if outputs_nD.is_cuda:
-            return torch.mm(outputs_nD, columns_Dw, out_dtype=torch.float32, out=scores_nw)
-        return torch.mm(outputs_nD.float(), columns_Dw.float(), out=scores_nw)
+        scores_nw = self._scores[: len(outputs_nD), : len(self._rows_wD)]
+        self.matmul_(scores_nw, outputs_nD, self._rows_wD.T)
+        return scores_nw
 
-    def _run_kernel(self, scores_nw: Tensor, target_n: Tensor, residuals: bool, lse_n: Tensor | None = None) -> Tensor:
-        """Runs the kernel. Returns this rank's `SoftmaxStats`, [4, n], unless `lse_n` is passed; fills the residual
-        buffer if `residuals`."""
-        (count, width), sums_4n = scores_nw.shape, scores_nw.new_empty(4, len(scores_nw))
-        buffers = (scores_nw, self._residuals if residuals else None, sums_4n, lse_n)
-        numbers = (self._score.scale, count, width, scores_nw.stride(0))
-        _softmax_kernel[(count,)](*buffers, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+    def _run_kernel(
+        self, scores_nw: Tensor, target_n: Tensor, residuals: bool, stats: SoftmaxStats | None = None
+    ) -> Tensor:
+        """Runs the kernel. Returns this rank's `SoftmaxStats`, [4, n], unless those of all ranks are passed; fills the
+        residual buffer if `residuals`."""
+        count, width = scores_nw.shape
+        sums_4n = scores_nw.new_empty(4, count, dtype=torch.float32)
+        buffers = scores_nw, self._residuals if residuals else None, sums_4n
+        known = (None, None) if stats is None else (stats.lse, stats.biased_target_score)
+        numbers = self._score.scale, count, width, scores_nw.stride(0)
+        _softmax_kernel[(count,)](*buffers, *known, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
         return sums_4n
 
     def _reduce_over_ranks(self, sums_4n: Tensor) -> SoftmaxStats:
@@ -95,28 +125,42 @@ def _pad_bias(bias_w: Tensor) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_kernel(  # type: ignore[no-untyped-def]
-    scores, residuals, sums, lse, target, bias, target_bias, scale, count, width, stride, BLOCK: tl.constexpr
+    scores,
+    residuals,
+    sums,
+    lse,
+    known_score,
+    target,
+    bias,
+    target_bias,
+    scale,
+    count,
+    width,
+    stride,
+    BLOCK: tl.constexpr,
 ):
-    """Writes one output's statistics, unless `lse` is passed, and its residuals, if that buffer is passed."""
+    """Writes one output's statistics, unless `lse` and the target's biased score are passed, and its residuals, if
+    that buffer is passed. It may be the scores': all warps meet in the statistics' reductions after they have read the
+    target's score, and where it is passed they do not read it."""
     n = tl.program_id(0)
     scores += n.to(tl.int64) * stride
     index = tl.load(target + n)
     is_local = (index >= 0) & (index < width)
     index = tl.where(is_local, index, -1)  # another rank's index may be within the padding
-    score = tl.load(scores + index, mask=is_local, other=0.0) * scale
-    target_score = score
-    if target_bias is not None:
-        target_score += tl.load(target_bias + index, mask=is_local, other=0.0)
-    elif bias is not None:
-        target_score += tl.load(bias + index, mask=is_local, other=0.0)
     if lse is None:
+        score = tl.load(scores + index, mask=is_local, other=0.0).to(tl.float32) * scale
+        target_score = score
+        if target_bias is not None:
+            target_score += tl.load(target_bias + index, mask=is_local, other=0.0)
+        elif bias is not None:
+            target_score += tl.load(bias + index, mask=is_local, other=0.0)
         total, best_other = _reduce_scores(scores, bias, index, target_score, scale, width, stride, BLOCK)
         tl.store(sums + n, total)
         tl.store(sums + count + n, score)
         tl.store(sums + 2 * count + n, target_score)
         tl.store(sums + 3 * count + n, best_other)
     else:
-        total = tl.load(lse + n)
+        total, target_score = tl.load(lse + n), tl.load(known_score + n)
     if residuals is not None:
         residuals += n.to(tl.int64) * stride
         for first in range(0, width, BLOCK):
@@ -152,7 +196,7 @@ def _load_biased_scores(scores, bias, index, target_score, u, scale, width, stri
 
     Loads up to `stride`, which unlike `width` is a multiple of `ALIGNMENT`.
     """
-    biased = tl.load(scores + u, mask=u < stride, other=0.0) * scale
+    biased = tl.load(scores + u, mask=u < stride, other=0.0).to(tl.float32) * scale
     if bias is not None:
         biased += tl.load(bias + u, mask=u < stride, other=0.0)
     return tl.where(u == index, target_score, tl.where(u < width, biased, -float("inf")))

@@ -8,20 +8,22 @@ from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, ChunkSize
 
 
 @pytest.mark.parametrize(
-    ("total", "candidates", "outputs"),
+    ("total", "candidates", "score_size", "outputs"),
     [
-        (16384, 8192, 16384),
-        (65536, 4608, 21888),  # 29,056 would fit: three chunks either way, and the last is not a remnant
-        (1000, 4608, 1000),
-        (16384, 50304, 2432),
-        (16384, 262144, 1024),  # no fewer, though they do not fit
-        (1100, 262144, 640),
+        (16384, 50304, 2, 16384),
+        (65536, 16384, 2, 65536),
+        (65536, 50304, 2, 16384),  # 21,248 would fit: four chunks either way, and the last is not a remnant
+        (1000, 4608, 6, 1000),
+        (16384, 50304, 6, 5504),
+        (16384, 1048576, 2, 1024),
+        (16384, 2097152, 2, 1024),  # no fewer, though they do not fit
+        (1100, 2097152, 2, 640),
     ],
 )
 def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(
-    total: int, candidates: int, outputs: int
+    total: int, candidates: int, score_size: int, outputs: int
 ) -> None:
-    assert GPU_CHUNKS.outputs_per_chunk(total, candidates, 4) == outputs
+    assert GPU_CHUNKS.outputs_per_chunk(total, candidates, score_size) == outputs
 
 
 @pytest.mark.parametrize("size", [CPU_CHUNKS, GPU_CHUNKS, ChunkSize(1, 1, 1)])

@@ -98,14 +98,15 @@ def test_a_table_of_rows_is_divided_by_all_ranks_and_lighter_rules_are_lighter()
 @pytest.mark.parametrize("vocab_size", [1024, 50 * 1024])
 def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> None:
     settings = f"model.vocab_size={vocab_size}", "objective.name=vanilla", "parallel.tensor=1", "batch.micro_size=2"
-    full, half = (planned(*settings, f"engine.precision={precision}", ranks=1) for precision in ("fp32", "bf16"))
+    full, *halves = (planned(*settings, f"engine.precision={name}", ranks=1) for name in ("fp32", "bf16", "fp16"))
     targets, hidden = 2 * full.config.data.sequence_length, full.config.model.hidden_size
     matrices = 2 * (targets + vocab_size) * hidden
     scores = vocab_size * CPU_CHUNKS.outputs_per_chunk(targets, vocab_size, 4)
     assert rank_memory(full).loss == 4 * matrices + 4 * scores
-    scores = vocab_size * GPU_CHUNKS.outputs_per_chunk(targets, vocab_size, 4)
     in_float32 = 4 * vocab_size * hidden
-    assert rank_memory(half).loss == 2 * matrices + in_float32 + (4 + 2) * scores
+    for half, score_size in zip(halves, (2, 4 + 2), strict=True):
+        scores = vocab_size * GPU_CHUNKS.outputs_per_chunk(targets, vocab_size, score_size)
+        assert rank_memory(half).loss == 2 * matrices + in_float32 + score_size * scores
 
 
 def test_recomputed_activations_are_an_order_less() -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megahead.config.objective import ChunkSize
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
+from megahead.losses.fused_softmax import TorchChunkSoftmax, build_chunk_softmax
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
 from support.on_ranks import on_ranks
@@ -47,7 +48,7 @@ def test_without_biases_it_equals_the_reference(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("apart", [False, True])
-def test_half_precision_rounds_residuals_and_results_and_nothing_else(
+def test_half_precision_rounds_bf16_scores_residuals_and_results_alone(
     device: torch.device, dtype: torch.dtype, apart: bool
 ) -> None:
     outputs, rows, candidates = drawn(21, 35, 24, dtype, device, apart)
@@ -55,6 +56,32 @@ def test_half_precision_rounds_residuals_and_results_and_nothing_else(
     assert loss.dtype == torch.float32
     assert [gradient.dtype for gradient in torch.autograd.grad(loss, [outputs, rows], retain_graph=True)] == [dtype] * 2
     assert_rounded_once(solved(loss, [outputs, rows]), truth(outputs, rows, candidates, 1.0), dtype)
+
+
+@pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (21, 35, 24), (33, 130, 40), (8, 17, 64)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rounded_score_changes_a_loss_by_2_to_the_minus_7_of_the_largest(
+    device: torch.device, n: int, u: int, d: int, apart: bool
+) -> None:
+    """The bounds of the docstring, for every output and every probability."""
+    outputs, rows, candidates = (
+        x if isinstance(x, Candidates) else x.detach() for x in drawn(n, u, d, torch.bfloat16, device, apart)
+    )
+    score = Dot(TEMPERATURE)
+    exact = TorchChunkSoftmax(outputs.double(), rows.double(), candidates, score, Group())
+    softmax = build_chunk_softmax(outputs, rows, candidates, score, Group())
+    for part in (slice(first, first + softmax.chunk_size) for first in range(0, n, softmax.chunk_size)):
+        truth, mine = (
+            each.residuals(outputs[part].to(dtype), candidates.target_N[part])
+            for each, dtype in ((exact, torch.float64), (softmax, torch.bfloat16))
+        )
+        largest_n = (outputs[part].double() @ rows.double().T).abs().amax(1) * score.scale
+        assert ((mine.loss_n - truth.loss_n).abs() <= 2**-7 * largest_n + 1e-5).all()
+        probability_nU = truth.matrix_nw * truth.weight_n1
+        is_own_nU = torch.arange(u, device=device) == candidates.target_N[part, None]
+        bound_nU = (probability_nU + is_own_nU) * (2**-7 * largest_n[:, None]).expm1() + 2**-8
+        assert ((mine.matrix_nw - probability_nU).abs() <= bound_nU).all()
+    assert u == 2 or mine.matrix_nw.data_ptr() == softmax._scores.data_ptr()
 
 
 @pytest.mark.gpu

@@ -23,13 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.command import build_config
 from benchmarks.engines import build_engine
-from benchmarks.rows import build_run_objective, micro_batch, token_rows
+from benchmarks.rows import build_run_objective, token_rows
+from benchmarks.rows import micro_batch as build_micro_batch
 from benchmarks.timing import run_interleaved
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.losses import fused_softmax
 from megahead.models import layers
+from megahead.objectives import micro_batch
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 
@@ -139,9 +141,10 @@ class PlainDecoder(nn.Module):
 def plain_step() -> Callable[[], None]:
     """Forward and backward of the paper's N x N form."""
     decoder, rows = PlainDecoder().bfloat16(), torch.randint(0, VOCABULARY, (1, TOKENS + 1))
+    parameters = list(decoder.parameters())
 
     def step() -> None:
-        clear(decoder)
+        clear(parameters)
         targets_N = rows[:, 1:].flatten()
         scores_NN = decoder(rows[:, :-1]) @ decoder.embedding.weight[targets_N].T
         F.cross_entropy(scores_NN, torch.arange(len(targets_N))).backward()
@@ -155,10 +158,10 @@ def module_step(config: RunConfig) -> Callable[[], None]:
     load_weights_(module, Group(), initial_weights(config))
     module.bfloat16()
     module.backbone.set_attention(dense_attention)
-    micro = prepared(config)
+    micro, parameters = prepared(config), list(module.parameters())
 
     def step() -> None:
-        clear(module)
+        clear(parameters)
         module(micro.to(CPU)).backward()
 
     return step
@@ -179,8 +182,8 @@ def engine_step(config: RunConfig) -> Callable[[], None]:
     return step
 
 
-def clear(module: nn.Module) -> None:
-    for parameter in module.parameters():
+def clear(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
         parameter.grad = None
 
 
@@ -188,7 +191,7 @@ def prepared(config: RunConfig) -> MicroBatch:
     """A micro-batch as the loader gives it."""
     (row,) = token_rows(config, None, 1)
     with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
-        return micro_batch(config, build_run_objective(config, [row]), row).prepare_for(torch.device("cuda"))
+        return build_micro_batch(config, build_run_objective(config, [row]), row).prepare_for(torch.device("cuda"))
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: object, dropout: float, causal: bool) -> Tensor:
@@ -211,13 +214,8 @@ def gpu_code_paths() -> Iterator[None]:
     from megahead.losses import triton_kernel
 
     class WithoutKernel(triton_kernel.TritonChunkSoftmax):
-        def _compute_scores(self, outputs_nD: Tensor) -> Tensor:
-            scores_nw = self._scores[: len(outputs_nD), : len(self._rows_wD)]
-            torch.mm(outputs_nD, self._rows_wD.T)
-            return scores_nw
-
         def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
-            torch.mm(left, right, out=result.to(left.dtype))
+            torch.mm(left, right, out=result if result.dtype == left.dtype else None)
 
         def add_matmul_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
             torch.mm(left, right)
@@ -226,6 +224,9 @@ def gpu_code_paths() -> Iterator[None]:
         mock.patch.object(fused_softmax, "supports_kernel", return_value=True),
         mock.patch.object(triton_kernel, "_softmax_kernel", new=_NotLaunched()),
         mock.patch.object(triton_kernel, "TritonChunkSoftmax", WithoutKernel),
+        mock.patch.object(
+            micro_batch, "CANDIDATE_MULTIPLE", 16
+        ),  # 512 candidates take as long to compute as to dispatch
         mock.patch.object(layers, "layer_norm", new=_layer_norm),
         mock.patch.object(layers, "look_up", F.embedding),
         torch.backends.mkldnn.flags(enabled=False),

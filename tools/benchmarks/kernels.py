@@ -12,37 +12,42 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.command import build_config, report
 from benchmarks.engines import DEEPSPEED_CONFIGS, build_engine, zipf_micro_batch
 from benchmarks.timing import run_in_child
-from megahead.config.objective import GPU_CHUNKS
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.estimate import count_parameters
+from megahead.losses import fused_softmax
+from megahead.losses.candidates import Candidates
+from megahead.losses.softmax import candidate_loss
 from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 
+FINAL = {"lse": "*fp32", "known_score": "*fp32"}
 KERNEL_ARGUMENTS = {
-    "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
-    "sums (evaluation, split)": {"lse": "constexpr", "residuals": "constexpr"},
-    "residuals (split)": {"lse": "*fp32", "residuals": "*bf16"},
+    "sums and residuals": {"scores": "*bf16", "residuals": "*bf16"},
+    "sums (split)": {"scores": "*bf16"},
+    "residuals (split)": {"scores": "*bf16", "residuals": "*bf16"} | FINAL,
+    "sums (evaluation)": {"scores": "*fp32"},
+    "sums and residuals (fp16)": {"scores": "*fp32", "residuals": "*fp16"},
 }
 # Assumed of an H100: FLOP/s of large bf16 products, and bytes a second of its memory
 MATMUL_FLOPS, MEMORY_BANDWIDTH = 650e12, 3.35e12
-# Measured on an H200: the host's seconds to launch the kernels of a loss, and of each of its chunks
-LOSS_LAUNCH_SECONDS, CHUNK_LAUNCH_SECONDS = 1.0e-3, 0.2e-3
 Row = dict[str, object]
 
 
 def print_figures() -> None:
     """Prints the two tables of the kernel."""
-    sizes = ((16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512))
+    sizes = [(outputs, candidates, 512) for outputs in (4096, 16384, 65536) for candidates in (4608, 50304, 262144)]
     report(
         [kernel_row(capability, variant) for capability in (80, 90, 100) for variant in KERNEL_ARGUMENTS],
         [loss_row(*one) for one in sizes],
@@ -59,7 +64,8 @@ def kernel_row(capability: int, variant: str) -> Row:
 
     from megahead.losses import triton_kernel
 
-    pointers = {"scores": "*fp32", "sums": "*fp32", "target": "*i64", "bias": "*fp32", "target_bias": "constexpr"}
+    absent = dict.fromkeys(("residuals", *FINAL, "target_bias"), "constexpr")
+    pointers = {"sums": "*fp32", "target": "*i64", "bias": "*fp32"} | absent
     scalars = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
     type_by_name = pointers | scalars | KERNEL_ARGUMENTS[variant]
     types = {name: type_by_name[name] for name in triton_kernel._softmax_kernel.arg_names}
@@ -105,20 +111,59 @@ def resources(binary: bytes) -> tuple[int, int, int]:
 
 
 def loss_row(outputs: int, candidates: int, features: int) -> Row:
-    """Estimates one loss, forward and backward, on one rank in bf16."""
-    chunks = -(-outputs // GPU_CHUNKS.outputs_per_chunk(outputs, candidates, 4))
-    kernels = 5 * chunks + 10  # three products, the row step, a difference; then biases, sums and scaling
-    flops = 6 * outputs * candidates * features
-    row_bytes = 18 * outputs * candidates  # at most: scores and residuals written and read twice
-    num_bytes = 2 * outputs * features * 4 + 8 * candidates * features * chunks + 12 * candidates * features
-    matmul_s, row_s = flops / MATMUL_FLOPS, row_bytes / MEMORY_BANDWIDTH
-    host_s = LOSS_LAUNCH_SECONDS + CHUNK_LAUNCH_SECONDS * chunks
-    return {
-        "N": f"{outputs:,}", "U": f"{candidates:,}", "D": f"{features:,}", "chunks": chunks, "kernels": kernels,
-        "TFLOP": f"{flops / 1e12:.2f}", "products ms": f"{matmul_s * 1e3:.2f}", "rows ms": f"{row_s * 1e3:.2f}",
-        "memory MB": f"{num_bytes / 1e6:,.0f}", "memory ms": f"{num_bytes / MEMORY_BANDWIDTH * 1e3:.2f}",
-        "host ms": f"{host_s * 1e3:.2f}", "products' share": f"{matmul_s / max(matmul_s + row_s, host_s):.0%}",
-    }  # fmt: skip
+    """Computes one loss in bf16, forward and backward, beside the plain form that stores all scores: what a GPU would
+    launch and move, and the milliseconds of that and of three products, one after the other."""
+    row: Row = {"N": f"{outputs:,}", "U": f"{candidates:,}", "D": features}
+    for name, loss in {"": candidate_loss_on_gpu, ", plain": plain_loss}.items():
+        operations, moved_bytes = count_loss(loss, outputs, candidates, features).totals()
+        seconds = 6 * outputs * candidates * features / MATMUL_FLOPS + moved_bytes / MEMORY_BANDWIDTH
+        row |= {f"operations{name}": operations, f"GB{name}": f"{moved_bytes / 1e9:.2f}"}
+        row |= {f"ms{name}": f"{seconds * 1e3:.2f}"}
+    return row
+
+
+def candidate_loss_on_gpu(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor) -> Tensor:
+    """The mean loss by the kernel."""
+    bias_U = torch.empty(len(rows_UD), device=rows_UD.device)
+    return candidate_loss(outputs_ND, rows_UD, Candidates(None, bias_U, target_N)) / len(target_N)
+
+
+def plain_loss(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor) -> Tensor:
+    """The same without biases by torch."""
+    return F.cross_entropy(outputs_ND @ rows_UD.T, target_N)
+
+
+def count_loss(loss: Callable[..., Tensor], outputs: int, candidates: int, features: int) -> OperationCounter:
+    """Counts forward and backward in bf16 without computing them."""
+    from megahead.losses import triton_kernel
+
+    shapes = (outputs, features), (candidates, features)
+    inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    target_N = torch.empty(outputs, device="meta", dtype=torch.int64)
+    counter = OperationCounter()
+    with (
+        mock.patch.object(fused_softmax, "supports_kernel", return_value=True),
+        mock.patch.object(triton_kernel, "_softmax_kernel", CountedKernel(counter)),
+        mock.patch.object(torch, "is_autocast_enabled", return_value=False),  # it does not know the meta device
+        counter,
+    ):
+        torch.autograd.grad(loss(*inputs, target_N), inputs)
+    return counter
+
+
+class CountedKernel:
+    """Counts launches of the loss's kernel, which reads scores twice and writes residuals."""
+
+    def __init__(self, counter: OperationCounter) -> None:
+        self.counter = counter
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._count
+
+    def _count(self, scores_nw: Tensor, residuals: Tensor | None, *_: object, **options: object) -> None:
+        self.counter.operations += 1
+        written_bytes = 0 if residuals is None else scores_nw.numel() * residuals.itemsize
+        self.counter.bytes += 2 * scores_nw.nbytes + written_bytes
 
 
 CPU = torch.device("cpu")
@@ -127,9 +172,9 @@ FREE_OPERATIONS = (
     *("empty", "new_empty", "detach", "alias"),
     *("_local_scalar_dense", "promote_types", "set_", "_unsafe_view"),
 )
-WRITE_ONLY = ("zero_", "fill_", "zeros", "ones", "full", "new_zeros", "zeros_like", "arange")
+WRITE_ONLY = ("zero_", "fill_", "zeros", "ones", "full", "new_zeros", "zeros_like", "arange", "nll_loss_backward")
 # They read only the rows that they look up
-ROW_LOOKUPS = ("embedding", "index", "index_select", "gather")
+ROW_LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
 # They read the addends, and read and write the rows they add to: in place, except under the counter
 ROW_ADDITIONS = ("index_add", "index_add_")
 
