@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megahead.lazy import slow_imports_reported
 from megahead.wording import pluralize
 
 
@@ -83,11 +84,12 @@ def run_command(
 ) -> None:
     """Runs a command's `main` and exits with its code (0 for None), or with 2 after a UserError or OSError.
 
-    `immediate_exit`: exit after an error without joining threads, which may wait for other processes. `report` prints
-    the error, on some ranks only.
+    Reports the first slow import, so that no command is silent for long. `immediate_exit`: exit after an error without
+    joining threads, which may wait for other processes. `report` prints the error, on some ranks only.
     """
     try:
-        sys.exit(main() or 0)
+        with slow_imports_reported():
+            sys.exit(main() or 0)
     except (UserError, OSError) as error:
         report(str(error))
         exit_immediately(2) if immediate_exit else sys.exit(2)

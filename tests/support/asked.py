@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megahead.lazy import SLOW_PACKAGES
+
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "deepspeed", "lm_eval", "datasets", "matplotlib", "scipy", "sklearn")
-"""Packages whose import takes from half a second to several."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _become(command: Sequence[str], said: int, writer: int) -> None:
     def ended(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(writer, " ".join(name for name in HEAVY if name in sys.modules).encode())
+        os.write(writer, " ".join(name for name in SLOW_PACKAGES if name in sys.modules).encode())
         leave(code)
 
     os._exit = ended  # type: ignore[assignment]
