@@ -171,7 +171,7 @@ def spoken_without_a_head(folder: Path) -> None:
 
 
 def foreign_model(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "config.json").write_text('{"model_type": "opt"}')
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     from_hf(folder, folder / "out")
 
@@ -231,7 +231,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (wrong_tokenizer, "`F/t.json` must have at most 61 ids (model.vocab_size), but has 278 instead."),
     (wrong_head, "`--head trained` needs a run that trained a head, but this one was headless; use pmi, tied or none."),
     (spoken_without_a_head, "`F/out` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its checkpoint with --head pmi, or name the run itself."),
-    (foreign_model, "`config.json: model_type` must be one of gpt_neox, llama, mistral, qwen2, qwen3, bert, distilbert, roberta, xlm-roberta, modernbert, modernbert-decoder, but is gpt2 instead."),
+    (foreign_model, "`config.json: model_type` must be one of gpt_neox, llama, mistral, qwen2, qwen3, gpt2, gemma3_text, bert, distilbert, roberta, xlm-roberta, modernbert, modernbert-decoder, but is opt instead."),
     (ensure_hf_folder, "`F` must be a Hugging Face model folder, a run or a checkpoint, but is none."),
     (id_too_large, "token ids must lie below the vocabulary size 5, but one near document 0 is 9 instead; use the tokenizer the ids were made with."),
     (no_tokenizer, "`F/t.json` must be a tokenizer.json file, but cannot be read as one: Model missing. at line 1 column 2."),

@@ -160,6 +160,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ("tasks.data", "dry", tasks(data=None), "`tasks.data` must name the folder"),
     ("tasks.cloze", "dry", tasks(names=["cloze"], cloze="F/garbage.json"), "`F/garbage.json`"),
     ("tasks.text", "dry", tasks(names=["bits_per_byte"], text="F/garbage.json"), "F/garbage.json"),
+    ("tasks.items", "start", tasks(names=["next_item"], items="F/none"), "`F/none.idx` must exist"),
 )
 
 
