@@ -161,6 +161,12 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ("tasks.cloze", "dry", tasks(names=["cloze"], cloze="F/garbage.json"), "`F/garbage.json`"),
     ("tasks.text", "dry", tasks(names=["bits_per_byte"], text="F/garbage.json"), "F/garbage.json"),
     ("tasks.items", "start", tasks(names=["next_item"], items="F/none"), "`F/none.idx` must exist"),
+    (
+        "tasks.articles",
+        "dry",
+        tasks(names=["retrieval"], articles="F/none.jsonl") | ENCODER,
+        "`F/none.jsonl` must be a readable text",
+    ),
 )
 
 
