@@ -116,7 +116,8 @@ class WordStreamer(TextStreamer):
 
 def context_length(model: Any) -> int:
     """Returns the most tokens that a model reads; 2,048 if its config has no limit (Bloom, Mamba)."""
-    return max_positions(model.config.to_dict()) or 2048
+    model_type = getattr(model.config, "model_type", None)  # of its class
+    return max_positions({**vars(model.config), "model_type": model_type}) or 2048
 
 
 def load_tokenizer_folder(folder: Path) -> Any:

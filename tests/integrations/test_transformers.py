@@ -22,8 +22,8 @@ from transformers import (
     ElectraForMaskedLM,
     FuyuConfig,
     FuyuForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     Qwen3Config,
@@ -129,9 +129,9 @@ def test_other_families_have_it_where_the_head_has_a_bias(tmp_path: Path, model:
     ("model", "head", "sentence"),
     [
         (
-            lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),
+            lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**SMALL)),
             "pmi",
-            "pmi needs a bias in the head, but a GPT2LMHeadModel has none; use",
+            "pmi needs a bias in the head, but a GPTBigCodeForCausalLM has none; use",
         ),
         (
             lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.5, eos_token_id=0, bos_token_id=0)),
