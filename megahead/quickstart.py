@@ -180,7 +180,7 @@ def start(
     ending = "stopped"
     with suppress(KeyboardInterrupt):
         pretrain(config)
-        ending = json.loads(load_config(config).folder().ending.read_text(encoding="utf-8"))["ending"]
+        ending = json.loads(load_config(config).folder().session_end.read_text(encoding="utf-8"))["ending"]
     if ending == "stopped":
         report("the same command goes on from here")
         raise KeyboardInterrupt

@@ -333,7 +333,7 @@ class Store:
             ) from None
 
     def _result(self, future: Future[T], timeout: float) -> T:
-        done = future.done()  # looked at once: it may end from here on
+        done = future.done()  # read once, since it may end meanwhile
         error = future.exception() if done else None
         if isinstance(error, FileNotFoundError):
             raise error

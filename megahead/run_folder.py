@@ -70,10 +70,10 @@ class RunFolder:
     model = _File("model.yaml")
     """The `model` section of a config, in folders of `convert`, from which a run starts."""
 
-    published_files = _File("published.zip")
+    source_hf_files = _File("published.zip")
     """The files other than weights of the Hugging Face folder that the run started from, see `hf/settings.py`."""
 
-    ending = _File("ending.json")
+    session_end = _File("ending.json")
     """How the last session ended; missing while one runs, or if it was killed."""
 
     session = _File("session")

@@ -28,7 +28,7 @@ from megahead.checkpoints.format import (
     Manifest,
     Snapshot,
     check_lengths,
-    run_long_on_all_ranks,
+    exhaust_on_all_ranks,
     run_on_first_rank,
 )
 from megahead.checkpoints.store import (
@@ -213,7 +213,7 @@ def write_collectively(
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
-        results = run_long_on_all_ranks(group, write(partial_folder), describe_error)
+        results = exhaust_on_all_ranks(group, write(partial_folder), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:
@@ -244,7 +244,7 @@ def copy_newest_valid(
     problems = list[str]()
     while True:
         try:
-            name, num_bytes = run_long_on_all_ranks(group, source.select_next())[0]
+            name, num_bytes = exhaust_on_all_ranks(group, source.select_next())[0]
             if num_bytes:
                 write_collectively(disk, name, num_bytes, source.write, source.write_manifest, group, rules)
             return name, problems

@@ -125,7 +125,7 @@ class _Fetch(Source):
             return None, 0
         self.tried.append(name)
         try:
-            self.manifest_text, self.manifest = self.remote.manifest_with_text(name)
+            self.manifest_bytes, self.manifest = self.remote.manifest_with_bytes(name)
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
         self.validate(Checkpoint(self.disk.root / name, self.manifest))
@@ -143,7 +143,7 @@ class _Fetch(Source):
         for candidate in self.disk.names():
             folder = self.disk.root / candidate
             is_same_step = step_of(candidate) == self.manifest.step
-            if is_same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.manifest_text:
+            if is_same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.manifest_bytes:
                 return candidate
         is_free = is_checkpoint_name(name) and not is_complete(self.disk.root / name)
         return name if is_free else new_checkpoint_name(self.manifest.step)
@@ -156,7 +156,7 @@ class _Fetch(Source):
         return with_progress(received, join_url(self.remote.url, self.remote.path(name)), self.manifest.total_bytes)
 
     def write_manifest(self, partial_folder: Path, results: list[Any]) -> None:
-        (partial_folder / MANIFEST).write_bytes(self.manifest_text)
+        (partial_folder / MANIFEST).write_bytes(self.manifest_bytes)
         fsync(partial_folder / MANIFEST)
         _write_files(self.contents)
 
@@ -186,7 +186,7 @@ def fetch_to_cache(url: str) -> Path:
     run = RunFolder(cache_folder(url))
     with _locked(run):
         folder = fetch_checkpoint(url, run)
-        paths = run.tokenizer_json, run.tokenizer_model, run.published_files, run.metrics
+        paths = run.tokenizer_json, run.tokenizer_model, run.source_hf_files, run.metrics
         _write_files(read_small_files(_run_url(url), SINGLE_RANK, *paths))
     return folder
 

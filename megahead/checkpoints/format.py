@@ -316,7 +316,7 @@ def run_on_first_rank(
     return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
 
 
-def run_long_on_all_ranks(
+def exhaust_on_all_ranks(
     group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = message_of
 ) -> list[Any]:
     """Exhausts `work` on every rank as in `run_on_all_ranks`; returns the return values of generators in rank order.

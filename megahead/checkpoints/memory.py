@@ -29,7 +29,7 @@ from megahead.checkpoints.format import (
     Manifest,
     Snapshot,
     check_files,
-    run_long_on_all_ranks,
+    exhaust_on_all_ranks,
     run_on_all_ranks,
 )
 from megahead.checkpoints.reading import RecoveryResult, open_verified
@@ -176,7 +176,7 @@ class ReplicaSource(Source):
         node_ranks = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
         folders = memory.replicas(session_id) + (shared_disk.replicas(session_id) if node_ranks[0] == 0 else [])
         files = [file for folder in folders if step_of(folder) > newer_than for file in self._list_files(folder)]
-        run_long_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
+        exhaust_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
         problems_by_rank = group.all_gather_objects(self.problems)
         self.problems = list(dict.fromkeys(problem for problems in problems_by_rank for problem in problems))
         valid_files = {replica: set(files) for replica, files in self._valid_files.items()}

@@ -17,7 +17,7 @@ from megahead.checkpoints.format import (
     Manifest,
     check_files,
     check_lengths,
-    run_long_on_all_ranks,
+    exhaust_on_all_ranks,
     run_on_all_ranks,
     run_on_first_rank,
     share_of,
@@ -163,7 +163,7 @@ class Checkpoint:
         ranks."""
         assigned = share_of(self.files, group)
         unread = {name: entry for name, entry in assigned.items() if name not in self._verified}
-        run_long_on_all_ranks(group, check_files(self.folder, unread))
+        exhaust_on_all_ranks(group, check_files(self.folder, unread))
         self._verified.update(self.files)
 
     def _verify_once(self, file: str) -> None:
@@ -212,7 +212,7 @@ def target_samples(checkpoint: Checkpoint) -> int:
     """Samples of the targets in the counter `targets`: those of steps that were applied and not rolled back. For
     checkpoints without this counter: their step times `batch.global_size`."""
     batch = checkpoint.config.get("batch")
-    rows = batch.get("global_size") if isinstance(batch, dict) else None
-    default = checkpoint.step * rows if isinstance(rows, int) else None
+    global_size = batch.get("global_size") if isinstance(batch, dict) else None
+    default = checkpoint.step * global_size if isinstance(global_size, int) else None
     samples: int = checkpoint.state_value("target_samples", int, default)
     return samples

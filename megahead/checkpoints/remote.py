@@ -75,16 +75,16 @@ class RemoteStorage(Storage):
         return [name for name, files in self._list_files().items() if MANIFEST in files]
 
     def manifest(self, name: str) -> Manifest:
-        return self.manifest_with_text(name)[1]
+        return self.manifest_with_bytes(name)[1]
 
-    def manifest_with_text(self, name: str) -> tuple[bytes, Manifest]:
+    def manifest_with_bytes(self, name: str) -> tuple[bytes, Manifest]:
         """The manifest's bytes and content; CheckpointError if it is damaged or missing."""
-        text = self.store.read_if_exists(self.path(name, MANIFEST))
-        if text is None:
+        content = self.store.read_if_exists(self.path(name, MANIFEST))
+        if content is None:
             raise CheckpointError(
                 f"`{join_url(self.url, self.path(name))}` must stay while it is read, but was removed."
             )
-        return text, Manifest.parse(text, join_url(self.url, self.path(name, MANIFEST)))
+        return content, Manifest.parse(content, join_url(self.url, self.path(name, MANIFEST)))
 
     @property
     def latest(self) -> Latest:
@@ -122,9 +122,9 @@ class RemoteStorage(Storage):
 
         `check_lease`, called before each file, raises if the session has lost its lease.
         """
-        name, text = folder.name, (folder / MANIFEST).read_bytes()
-        files, stored = Manifest.parse(text, str(folder / MANIFEST)).files, self._list_files().get(name, {})
-        if MANIFEST not in stored or self.store.read_if_exists(self.path(name, MANIFEST)) != text:
+        name, manifest = folder.name, (folder / MANIFEST).read_bytes()
+        files, stored = Manifest.parse(manifest, str(folder / MANIFEST)).files, self._list_files().get(name, {})
+        if MANIFEST not in stored or self.store.read_if_exists(self.path(name, MANIFEST)) != manifest:
             stored = {}
         missing = {file: entry for file, entry in files.items() if stored.get(file) != entry.bytes}
         self._send(folder, missing, check_lease)
@@ -135,7 +135,7 @@ class RemoteStorage(Storage):
                 raise DamagedError(f"`{url}` must stay while its checkpoint is sent, but is gone.")
         check_lease()
         try:
-            self.store.write(self.path(name, MANIFEST), text)
+            self.store.write(self.path(name, MANIFEST), manifest)
         except BaseException:
             with suppress(UserError):  # a partial one would count as a damaged checkpoint
                 self.store.remove(self.path(name, MANIFEST))
@@ -288,20 +288,20 @@ class RemoteLease:
     def __init__(self, store: Store, folder: RunFolder, session_id: str, state: RemoteState) -> None:
         """`session_id`: as in the run's folder."""
         self._store, self._folder, self._session_id, self._remote_state = store, folder, session_id.encode(), state
-        self._is_taken = self._is_complete = False
+        self._is_taken = self._is_written = False
 
     def acquire(self) -> bool:
         """Takes the lease if this session does not have it, or if the store was emptied; returns whether it did.
         LeaseLostError if another run or session has the store."""
-        must_take = not self._is_complete or (
+        must_take = not self._is_written or (
             _read_nonempty(self._store, SESSION) is None and _read_nonempty(self._store, ID) is None
         )
         if must_take:
-            self._is_complete = False
+            self._is_written = False
             self.check()
             self._write_lease()
         self.check()
-        self._is_complete = True
+        self._is_written = True
         return must_take
 
     def check(self) -> None:
@@ -312,8 +312,8 @@ class RemoteLease:
         ):
             raise LeaseLostError(
                 f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
-                f"begun on {str(remote_value, errors='replace').strip()}; this one ends, and what it has not saved is "
-                "the other's to do again."
+                f"begun on {str(remote_value, errors='replace').strip()}; this one ends, and the "
+                "other repeats what it has not saved."
             )
 
     def _write_lease(self) -> None:

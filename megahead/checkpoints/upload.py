@@ -174,7 +174,7 @@ class Uploader:
         def action() -> None:
             if upload is not None:
                 remove_superseded(self._remote, upload.folder.name, self._rules)
-            self._put(self._folder.metrics, self._folder.ending)
+            self._put(self._folder.metrics, self._folder.session_end)
 
         self._attempt(action, {}, "the run's log is not in the remote store")
 
@@ -206,9 +206,9 @@ class Uploader:
         if self._lease.acquire():
             self._has_sent_config = False
         if not self._has_sent_config:
-            self._remote.store.remove(self._folder.ending.name)
+            self._remote.store.remove(self._folder.session_end.name)
             tokenizers = self._folder.tokenizer_json, self._folder.tokenizer_model
-            self._put(self._folder.config, *tokenizers, self._folder.published_files)
+            self._put(self._folder.config, *tokenizers, self._folder.source_hf_files)
             self._has_sent_config = True
 
     def _put(self, *paths: Path) -> None:

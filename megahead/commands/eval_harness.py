@@ -30,7 +30,7 @@ from megahead.run_folder import RunFolder
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
-    from megahead.hf.export import Origin
+    from megahead.hf.export import ExportOrigin
 
 PAPER_TASKS = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
@@ -105,7 +105,7 @@ def evaluate_model(
     return HarnessResult(str(model), [result for result in results.values() if result])
 
 
-def run_names(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> list[str]:
+def run_names(origins: Mapping[Path, ExportOrigin], folders: Mapping[Path, Path]) -> list[str]:
     """The name of each model's run; runs of the same name are named by their folders, if known."""
     run_folders = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
     runs = {(origins[model].run, run_folder) for model, run_folder in run_folders.items()}

@@ -149,7 +149,7 @@ class MaskingConfig(Settings):
         require(replaced_share <= 1, "random_share", rule, got=self.random_share)
         rule = "be above 0, or random_share, for targets that are not all read as they are"
         require(replaced_share, "mask_share", rule, got=0)
-        rule = "be left out where it is the rate that it begins with"
+        rule = "differ from rate, with which it begins"
         require(self.final_rate != self.rate, "final_rate", rule, got=self.final_rate)
         if self.final_rate is None:
             refuse("rate_course", self.rate_course != "linear" and self.rate_course, "without final_rate")
@@ -199,7 +199,7 @@ class MaskingConfig(Settings):
             share, rule = getattr(self, field), f"leave a row of data.sequence_length ({length}) a target"
             has_target, hint = share is None or round(share * (length - 2)), f"set at least {1 / (length - 2):.2g}"
             require(has_target, f"masking.{field}", rule, got=share, hint=hint)
-        rule = "leave a held-out row, 15 % of whose text are targets, one"
+        rule = "leave a target in a held-out row, of which 15 % are masked"
         has_target = data.validation is None or length >= 6
         require(has_target, "data.sequence_length", rule, got=length, hint="set at least 6")
 
@@ -234,8 +234,8 @@ class MaskingConfig(Settings):
         often into a row's fixed number of targets. True for a user's strategy."""
         if self.strategy_is_custom():
             return True
-        fits_units = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
-        return fits_units or self.strategy in ("frequency", "informative", "hardest", "weights")
+        fills_fixed_count = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
+        return fills_fixed_count or self.strategy in ("frequency", "informative", "hardest", "weights")
 
     def uses_id_weights(self) -> bool:
         """Whether `data.id_weights` is needed."""

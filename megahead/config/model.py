@@ -205,7 +205,7 @@ class ModelConfig(Settings):
 
     is_causal: bool = True
     """Causal attention, and next tokens as targets. False in an encoder (bert, modernbert); true trains it as a
-    decoder, on framed rows without masks. For the first part of a run see objective.schedule.causal_share."""
+    decoder, on unmasked [CLS] text [SEP]. For the first part of a run see objective.schedule.causal_share."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""

@@ -38,7 +38,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
     metric_prefix: ClassVar = "detection"
     samples_tokens: ClassVar = True
     predictor_label: ClassVar = "generator's "
-    no_head_reason: ClassVar = "tells replaced tokens and predicts none"
+    no_head_reason: ClassVar = "detects replaced tokens and predicts no tokens"
     dense_embedding_reason: ClassVar = (
         "replaced tokens are drawn",
         "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once",
@@ -65,7 +65,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
         if objective.name == "vanilla":
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
             require(self.draws == "group", f"{_SECTION}.draws", rule, got=self.draws)
-        _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
+        _refuse("masking.diffusion", masking.diffusion, "whose model predicts no tokens")
         for field, value in masking.changed(*SUBSET_FIELDS).items():
             _refuse(f"masking.{field}", value, "whose model reads all tokens, and no mask tokens")
         _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")

@@ -46,7 +46,7 @@ class RunConfig(Settings):
     model: ModelConfig
     data: DataConfig
     masking: MaskingConfig | None = None
-    """How an encoder's rows are framed and masked; none for decoders."""
+    """An encoder's special tokens, and how its rows are masked; none for decoders."""
 
     masked_inputs: MaskedInputsConfig | None = None
     """Masks some tokens that a decoder reads; none by default."""
@@ -185,7 +185,7 @@ def _unused_settings(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "masking", field, "with model.is_causal: nothing is masked where next tokens are learned"
         elif strategies_needed and not strategies.intersection(strategies_needed):
             settings = [
-                setting for setting, known in STRATEGIES_BY_SETTING.items() if set(known) & set(strategies_needed)
+                setting for setting, names in STRATEGIES_BY_SETTING.items() if set(names) & set(strategies_needed)
             ]
             yield "masking", field, f"without {' or '.join(settings)}: {' or '.join(strategies_needed)}"
     if config.data.id_weights is not None and (masking is None or causal or not masking.uses_id_weights()):
@@ -208,7 +208,7 @@ def _check_causal(config: RunConfig) -> None:
         setting = "model.is_causal" if model.is_causal else setting
         for field, value in masking.changed(*SUBSET_FIELDS).items():
             refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
-        rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
+        rule = f"be one that does not follow errors at masked tokens with {setting}, by which there are none at first"
         require(not masking.is_adaptive(), "masking.strategy", rule, got=masking.strategy)
     if model.is_encoder():
         why = "of a run whose encoder is causal at first or throughout: they are those of masked tokens"
@@ -234,7 +234,7 @@ def _check_corrected_bias(config: RunConfig) -> None:
 
 def check_consistency(config: RunConfig) -> None:
     """Raises ConfigError for the first conflict between sections."""
-    _check_rows(config)
+    _check_lengths_and_ids(config)
     _check_masking(config)
     if config.masked_inputs:
         config.masked_inputs.check(config.model, config.data)
@@ -257,7 +257,7 @@ def check_consistency(config: RunConfig) -> None:
     _check_init(config)
 
 
-def _check_rows(config: RunConfig) -> None:
+def _check_lengths_and_ids(config: RunConfig) -> None:
     model, length, end = config.model, config.data.sequence_length, config.data.end_token
     config.parallel.check(model, length)
     rule = f"be at most model.max_positions ({model.max_positions})"
@@ -301,7 +301,7 @@ def _check_masking_schedule(config: RunConfig) -> None:
     masking, objective = config.masking, config.objective
     if masking is not None and (objective.negatives or objective.bias == "once"):
         setting = "negatives" if objective.negatives else "bias: once"
-        why = f"with objective.{setting}, whose training-free head knows one number of targets"
+        why = f"with objective.{setting}, whose training-free head assumes a constant number of targets"
         refuse("masking.final_rate", masking.final_rate, why)
 
 

@@ -73,7 +73,7 @@ def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
     if masking.mask_decoder_layers:
         rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
         require(model.family != "modernbert", "masking.mask_decoder_layers", rule, got=masking.mask_decoder_layers)
-        why = "with mask_decoder_layers, where masks enter behind all of the model's layers"
+        why = "with mask_decoder_layers, where mask tokens enter after the model's last layer"
         refuse("masking.masks_from_layer", first_masked, why)
         why = "with mask_decoder_layers: there are no mask tokens to be kept before it"
         refuse("masking.dropping", masking.dropping and "given", why)

@@ -11,11 +11,11 @@ from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, CausalCollator, RowCollator
 from megahead.data.blending import RowSource
-from megahead.data.framing import Framing, MaskedInputCollator, NextTokenCollator
+from megahead.data.encoder_rows import EncoderRowBuilder, MaskedInputCollator, NextTokenCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.masking import DiffusionCollator, MaskingCollator
 from megahead.data.strategies import Uniform, build_strategy
-from megahead.data.strategy import ErrorCounts, TrainingText
+from megahead.data.strategy import TargetErrorCounts, TrainingText
 from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError
 
@@ -39,19 +39,19 @@ class BatchReader:
 def training_collator(
     config: RunConfig,
     datasets: Sequence[IndexedDataset],
-    error_counts: ErrorCounts | None = None,
+    target_error_counts: TargetErrorCounts | None = None,
     steps_before_masking: int = 0,
 ) -> RowCollator:
     """The collator of the training samples of a run, or of a phase. `steps_before_masking`: steps of the run before the
     first that masks.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
-    text. Some strategies read the text to count bigrams; `error_counts` is for those that adapt.
+    text. Some strategies read the text to count bigrams; `target_error_counts` is for those that adapt.
     """
     if config.masked_inputs is not None:
         _require_absent(config.masked_inputs.mask_token, datasets)
         return MaskedInputCollator(config.masked_inputs, config.data, config.seed)
-    text = TrainingText(config, datasets, "masking.strategy", error_counts)
+    text = TrainingText(config, datasets, "masking.strategy", target_error_counts)
     return _make_collator(config, text, steps_before_masking)
 
 
@@ -66,21 +66,21 @@ def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_be
     if config.masking is None:
         return CausalCollator(config.data)
     masking = config.masking.for_evaluation() if text is None else config.masking
-    framing = Framing(masking, config.data.end_token, config.data.isolate_documents)
+    row_builder = EncoderRowBuilder(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
-        return NextTokenCollator(framing, config.data.boundary_targets)
+        return NextTokenCollator(row_builder, config.data.boundary_targets)
     strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
-        return DiffusionCollator(framing, seed, strategy)
+        return DiffusionCollator(row_builder, seed, strategy)
     return MaskingCollator(
-        framing,
+        row_builder,
         strategy,
         config.model.vocab_size,
         seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
         steps_before_masking=steps_before_masking,
-        subsets=TokenSubsets.from_settings(framing, config.model, text),
+        subsets=TokenSubsets.from_settings(row_builder, config.model, text),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import Batch, RowCollator
-from megahead.data.framing import FramedRows, Framing
+from megahead.data.encoder_rows import EncoderRowBuilder, EncoderRows
 from megahead.data.indexed import Array, DatasetInfo
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
@@ -27,7 +27,7 @@ class MaskingCollator(RowCollator):
     """Masks rows. The masks depend on the sample's number alone, not on ranks or micro-batches; those of an adaptive
     strategy also on the run's earlier errors. The rows of a batch belong to one step."""
 
-    framing: Framing
+    row_builder: EncoderRowBuilder
     strategy: Strategy
     vocab_size: int
     seed: int
@@ -44,20 +44,20 @@ class MaskingCollator(RowCollator):
 
     @property
     def config(self) -> MaskingConfig:
-        return self.framing.masking
+        return self.row_builder.masking
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as in `Framing.frame`."""
-        return self.mask_rows(self.framing.frame(text, document_starts), text, sample_indices)
+        """Arguments as in `EncoderRowBuilder.build`."""
+        return self.mask_rows(self.row_builder.build(text, document_starts), text, sample_indices)
 
     def mask_rows(
         self,
-        rows: FramedRows,
+        rows: EncoderRows,
         text: Array,
         sample_indices: Sequence[int] | Array,
         adapt_strategy: Callable[[Strategy], Strategy] | None = None,
     ) -> Batch:
-        """As `batch`, for framed rows; `adapt_strategy` replaces the strategy of this step."""
+        """As `batch`, for `rows` of this text; `adapt_strategy` replaces the strategy of this step."""
         rng = CounterRng(self.seed, sample_indices)
         step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
@@ -109,11 +109,11 @@ class MaskingCollator(RowCollator):
     def _corrupt(self, tokens_BT: Array, is_target_BT: Array, other_BT: Array, rng: CounterRng) -> Array:
         """The input ids: some targets are replaced by the mask token, some by a random token, and some of the other
         tokens (`other_BT`) by a random token, too."""
-        treatment_BT = rng.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
-        masked_BT = is_target_BT & (treatment_BT < self.config.mask_share)
-        random_BT = is_target_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        random_BT |= other_BT & (treatment_BT < self.config.noise_share)
-        special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
+        kind_draw_BT = rng.uniform(Purpose.MASK_OR_RANDOM, tokens_BT.shape[1])
+        masked_BT = is_target_BT & (kind_draw_BT < self.config.mask_share)
+        random_BT = is_target_BT & ~masked_BT & (kind_draw_BT < self.config.mask_share + self.config.random_share)
+        random_BT |= other_BT & (kind_draw_BT < self.config.noise_share)
+        special = sorted({id_ for id_ in self.row_builder.unmaskable() if id_ < self.vocab_size})
         draw_BT = rng.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
         input_ids_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
@@ -171,27 +171,27 @@ class DiffusionCollator(RowCollator):
 
     upper_bound: ClassVar = True
 
-    framing: Framing
+    row_builder: EncoderRowBuilder
     seed: int
     strategy: Strategy = field(default_factory=Uniform)
     """By its weights some tokens are masked before others, which does not change the number of masked tokens."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as in `Framing.frame`. All targets are read as the mask token; special tokens are no targets.
+        """Arguments as in `EncoderRowBuilder.build`. Targets are read as the mask token; special tokens are no targets.
 
         The shares of any range of consecutive samples are evenly spaced (MDLM's low-discrepancy sampler).
         """
-        rows = self.framing.frame(text, document_starts)
+        rows = self.row_builder.build(text, document_starts)
         rng = CounterRng(self.seed, sample_indices)
         tokens_B = rows.maskable_BT.sum(1)
         masked_B = np.ceil(rng.low_discrepancy(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
         weight_BT = self.strategy.weights(rows.tokens_BT)
         is_target_BT = rng.choice(Purpose.DIFFUSION_POSITIONS, rows.maskable_BT, masked_B, weight_BT)
-        input_ids_BT = np.where(is_target_BT, self.framing.masking.mask_token, rows.tokens_BT)
+        input_ids_BT = np.where(is_target_BT, self.row_builder.masking.mask_token, rows.tokens_BT)
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
         return replace(rows.to_batch(is_target_BT, input_ids_BT), weight_N=torch.from_numpy(weight_N))
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int:
         """All tokens that are not special."""
-        unmaskable = set(self.framing.unmaskable())
+        unmaskable = set(self.row_builder.unmaskable())
         return sum(count for id_, count in enumerate(info.token_counts) if id_ not in unmaskable)

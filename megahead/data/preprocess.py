@@ -22,7 +22,7 @@ import numpy as np
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, max_documents, read_chunks, total_bytes
-from megahead.data.tokenizer import PIECE_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
+from megahead.data.tokenizer import SEGMENT_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -151,7 +151,9 @@ def suitable_workers(total_bytes: int | None, cores: int) -> int:
 def _utf8_bytes(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(len(text[start : start + PIECE_CHARACTERS].encode()) for start in range(0, len(text), PIECE_CHARACTERS))
+    return sum(
+        len(text[start : start + SEGMENT_CHARACTERS].encode()) for start in range(0, len(text), SEGMENT_CHARACTERS)
+    )
 
 
 def _initialize_worker() -> None:

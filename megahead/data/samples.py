@@ -238,7 +238,7 @@ class Purpose(IntEnum):
     """What random numbers are for. Runs depend on these values: never change one, or reuse one for another purpose."""
 
     MASKING_ORDER = 1
-    MASKING_TREATMENT = 2
+    MASK_OR_RANDOM = 2
     MASKING_REPLACEMENT = 3
     SPAN_LENGTHS = 17
     MASKED_INPUTS = 33

@@ -16,9 +16,9 @@ from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategy import (
     EqualWeights,
-    ErrorCounts,
     PairCounts,
     Strategy,
+    TargetErrorCounts,
     TrainingText,
     WeightedIds,
     split_long_units,
@@ -102,7 +102,7 @@ class Hardest(WeightedIds):
     Shall Receive").
     """
 
-    error_counts: ErrorCounts
+    target_error_counts: TargetErrorCounts
     _cache: list[tuple[Tensor, Hardest]] = field(default_factory=list)
     """The latest counts and the strategy made of them: one pass over the vocabulary per period."""
 
@@ -110,16 +110,16 @@ class Hardest(WeightedIds):
     def build(masking: MaskingConfig, text: TrainingText) -> Hardest:
         """From the run's error counts. Requires the token counts that the training-free head needs."""
         text.token_counts()
-        assert text.error_counts is not None
-        return Hardest(np.ones(text.vocab_size), text.error_counts)
+        assert text.target_error_counts is not None
+        return Hardest(np.ones(text.vocab_size), text.target_error_counts)
 
     def at(self, step: int) -> Hardest:
-        counts_V2 = self.error_counts.at(step)
+        counts_V2 = self.target_error_counts.at(step)
         if not self._cache or self._cache[0][0] is not counts_V2:
             errors_V, targets_V = counts_V2.numpy().astype(np.float64).T
             error_rate = (errors_V.sum() + PRIOR_TARGETS) / (targets_V.sum() + PRIOR_TARGETS)
             weight_V = WEIGHT_FLOOR + (errors_V + PRIOR_TARGETS * error_rate) / (targets_V + PRIOR_TARGETS)
-            self._cache[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.error_counts))]
+            self._cache[:] = [(counts_V2, Hardest(weight_V[: len(self.weight_V)], self.target_error_counts))]
         return self._cache[0][1]
 
 

@@ -135,7 +135,7 @@ def split_long_units(max_tokens: int, starts_BT: Array, keep_joined_BT: Array | 
 # so that prefetching never waits. V vocabulary.
 
 
-class ErrorCounts:
+class TargetErrorCounts:
     """Errors and targets of each id in applied steps, halved after each period.
 
     The training thread calls `end_step` after each step. The prefetching thread calls `at`.
@@ -200,7 +200,7 @@ class TrainingText:
     setting: str
     """The setting that names the strategy, for errors."""
 
-    error_counts: ErrorCounts | None = None
+    target_error_counts: TargetErrorCounts | None = None
     """Error counts of the run, for an adaptive strategy (`MaskingConfig.is_adaptive`)."""
 
     @property

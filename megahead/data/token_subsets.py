@@ -8,7 +8,7 @@ import numpy as np
 
 from megahead.config.model import ModelConfig
 from megahead.data.batch import SubsetIndex
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import STRATEGIES
@@ -18,7 +18,7 @@ from megahead.data.strategy import Strategy, TrainingText
 # The paper keeps a running mean of the masked-LM loss of each id, and the tokens of a row whose ids have the highest;
 # special tokens, mask tokens among them, are always kept. Importance depends on the input id, so that only masks reveal
 # which tokens are targets. Here it is the weight of a masking strategy, by default an id's error rate: a ratio of whole
-# numbers (`error_counts`), which are the same on any mesh. B rows, T tokens per row.
+# numbers (`target_error_counts`), which are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in which they are kept
 
@@ -27,7 +27,7 @@ _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in wh
 class TokenDropping:
     """Keeps a share of each row's tokens: mask tokens, then other special ones, then those of the largest weight."""
 
-    framing: Framing
+    row_builder: EncoderRowBuilder
     layers: range
     share: float
     importance: Strategy
@@ -45,8 +45,8 @@ class TokenDropping:
 
     def _token_kinds(self, input_ids_BT: Array, text: Array) -> Array:
         """int64 [B, T]: _MASK, _SPECIAL, _TEXT or _EMPTY."""
-        kind_BT = np.where(np.isin(input_ids_BT, self.framing.unmaskable()), _SPECIAL, _TEXT)
-        kind_BT[input_ids_BT == self.framing.masking.mask_token] = _MASK
+        kind_BT = np.where(np.isin(input_ids_BT, self.row_builder.unmaskable()), _SPECIAL, _TEXT)
+        kind_BT[input_ids_BT == self.row_builder.masking.mask_token] = _MASK
         kind_BT[np.arange(input_ids_BT.shape[1]) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
         return kind_BT
 
@@ -64,13 +64,15 @@ class TokenSubsets:
     """Token dropping in middle layers; None: no tokens are dropped."""
 
     @staticmethod
-    def from_settings(framing: Framing, model: ModelConfig, text: TrainingText | None = None) -> TokenSubsets:
+    def from_settings(
+        row_builder: EncoderRowBuilder, model: ModelConfig, text: TrainingText | None = None
+    ) -> TokenSubsets:
         """The subsets of a run's settings. Held-out rows, without a training `text` to weigh tokens by, drop none."""
-        masking, settings = framing.masking, framing.masking.dropping
+        masking, settings = row_builder.masking, row_builder.masking.dropping
         if text is None or settings is None:
             return TokenSubsets(masking.mask_token, masking.first_masked_layer(model))
         importance = STRATEGIES[settings.by](masking, replace(text, setting="masking.dropping.by"))
-        dropping = TokenDropping(framing, settings.layers(model), settings.keep_share, importance)
+        dropping = TokenDropping(row_builder, settings.layers(model), settings.keep_share, importance)
         return TokenSubsets(masking.mask_token, masking.first_masked_layer(model), dropping)
 
     def select(

@@ -1,4 +1,4 @@
-"""One tokenizer interface over three libraries; very long texts are encoded in pieces."""
+"""One tokenizer interface over three libraries; very long texts are encoded in segments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megahead.files import write_atomically
 from megahead.remote_files import local_file
 from megahead.run_folder import RunFolder
 
-PIECE_CHARACTERS = 1 << 20
-"""Approximate characters of a piece."""
+SEGMENT_CHARACTERS = 1 << 20
+"""Approximate characters of a segment."""
 
 CONTEXT_CHARACTERS = 256
 """Characters on either side of a cut that are tokenized with and without it."""
@@ -36,14 +36,14 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 def split_text(text: str, encode: Encode) -> Iterator[str]:
-    """`text` in pieces of about a million characters, whose ids by `encode`, concatenated, are the ids of `text`.
+    """`text` in segments of about a million characters, whose ids by `encode`, concatenated, are the ids of `text`.
 
     Cuts before the space in front of a word, if the ids around the cut are the same with and without it. That is exact,
     since all common tokenizers pre-tokenize there. If there is no such cut, the rest stays whole.
     """
     start = 0
-    while len(text) - start >= 2 * PIECE_CHARACTERS:
-        cut = _find_cut(text, start + PIECE_CHARACTERS, encode)
+    while len(text) - start >= 2 * SEGMENT_CHARACTERS:
+        cut = _find_cut(text, start + SEGMENT_CHARACTERS, encode)
         yield text[start:cut]
         start = cut
     if start < len(text):
@@ -102,8 +102,8 @@ class Tokenizer:
         except DataError:  # of a `.model` that no tokenizer.json equals
             return TokenizerIdentity(self.path.name, sha256, sha256)
         encoding_parts = {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-        vocabulary = hashlib.sha256(orjson.dumps(encoding_parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        return TokenizerIdentity(self.path.name, sha256, vocabulary)
+        vocabulary_sha256 = hashlib.sha256(orjson.dumps(encoding_parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return TokenizerIdentity(self.path.name, sha256, vocabulary_sha256)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Uses as many cores as the engine may."""
@@ -113,13 +113,13 @@ class Tokenizer:
         return self._reference.encode(list(texts))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
-        """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
-        if all(len(text) < 2 * PIECE_CHARACTERS for text in texts):
+        """(ids of all texts, concatenated; number of ids of each), without a Python object per token."""
+        if all(len(text) < 2 * SEGMENT_CHARACTERS for text in texts):
             return self._encode_whole(texts)
         dtype, parts = token_dtype(self.vocab_size), []
         for text in texts:
-            pieces = split_text(text, self.encode_batch)
-            parts.append(np.concatenate([self._encode_whole([piece])[0].astype(dtype) for piece in pieces]))
+            segments = split_text(text, self.encode_batch)
+            parts.append(np.concatenate([self._encode_whole([segment])[0].astype(dtype) for segment in segments]))
         return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
 
     def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:

@@ -110,7 +110,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process, or one above it. A batch script has PROCID 0, too, but belongs to no step."""
+    """Whether srun started this process or an ancestor. A batch script has PROCID 0, too, but belongs to no step."""
     if environment.get("SLURM_STEP_ID") in (_INTERACTIVE_STEP, _BATCH_STEP):
         return False
     return (

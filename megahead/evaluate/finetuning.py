@@ -363,12 +363,12 @@ class FineTuningResults:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TaskSummary:
     """One metric of a model on one evaluation set (or the mean of several), over seeds."""
 
     model: str
     task: str
-    test: str
+    evaluation_set: str
     metric: str
     values: list[float]
     """A value for each seed, at its best epoch."""
@@ -387,26 +387,26 @@ class Summary:
         return f"{100 * self.mean():.1f}{spread}{epochs}"
 
 
-def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
+def summarise(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
     """Returns every metric of every evaluation set of one model's tasks, then the means over tasks."""
     rows = []
     for task in dict.fromkeys(result.task for result in results):
         runs = [result for result in results if result.task == task]
         scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
-        for test, metric in ((test, metric) for test, metrics in scores[0].items() for metric in metrics):
-            values = [score[test][metric] for score in scores]
-            rows.append(Summary(runs[0].model, task, test, metric, values, epochs))
+        for name, metric in ((name, metric) for name, metrics in scores[0].items() for metric in metrics):
+            values = [score[name][metric] for score in scores]
+            rows.append(TaskSummary(runs[0].model, task, name, metric, values, epochs))
         if len(scores[0]) > 1:
             metric = TASKS[task].metric
             means = [fmean(metrics[metric] for metrics in score.values()) for score in scores]
-            rows.append(Summary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
+            rows.append(TaskSummary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
     return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
 
 
 _EXCLUDED_TASKS = {"glue/rte", "glue/wnli"}  # excluded from the GLUE average, as in the paper
 
 
-def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
+def _suite_mean(suite: str, rows: Sequence[TaskSummary]) -> TaskSummary | None:
     """Returns for each seed the mean over a suite's tasks, each by the metric that the paper reports; None for a single
     task, and if tasks have run with different seeds."""
     tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _EXCLUDED_TASKS
@@ -414,7 +414,9 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
     if len(summaries) < 2 or len({len(row.values) for row in summaries}) > 1:
         return None
     seeds = zip(*(row.values for row in summaries), strict=True)
-    return Summary(summaries[0].model, suite, f"mean of {len(summaries)}", "", [fmean(values) for values in seeds], [])
+    return TaskSummary(
+        summaries[0].model, suite, f"mean of {len(summaries)}", "", [fmean(values) for values in seeds], []
+    )
 
 
 def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
@@ -424,10 +426,12 @@ def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
 
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, seed: int) -> dict[str, Any]:
-    """Everything that a result depends on. With random weights only the folder's shape and tokenizer count."""
+    """Everything that a result depends on. With random weights only the folder's config and tokenizer count."""
     folder = initial_model.folder
-    shape = [folder / "config.json", folder / "tokenizer.json"]
-    weights = f"random, {fingerprint_files(shape)}" if initial_model.random_weights else fingerprint_model(folder)
+    without_weights = [folder / "config.json", folder / "tokenizer.json"]
+    weights = (
+        f"random, {fingerprint_files(without_weights)}" if initial_model.random_weights else fingerprint_model(folder)
+    )
     run = {"model": initial_model.name, "task": data.name, "seed": seed}
     return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
 
@@ -508,7 +512,7 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
         tasks_on_dev = {result.task for result in model_results if result.trains_on_dev}
         for summary in summarise(model_results):
             task = summary.task + (" (half of dev)" if summary.task in tasks_on_dev else "")
-            test = "" if summary.test == summary.task.split("/")[-1] else summary.test
+            test = "" if summary.evaluation_set == summary.task.split("/")[-1] else summary.evaluation_set
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})

@@ -172,7 +172,7 @@ def bits_per_byte(model: LanguageModel, texts: Sequence[str]) -> list[Score]:
 # BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one per file.
 # Sentences are scored whole, after a space, as in lm-eval.
 
-_PAIRS = jsonl_reader(
+_read_pairs = jsonl_reader(
     "sentence_good",
     "sentence_bad",
     "field",
@@ -186,7 +186,7 @@ def read_blimp(folder: Path, limit: int | None) -> list[Row]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise DataError(f"`{folder}` must hold BLiMP's .jsonl files, but holds none.")
-    return [row for file in files for row in _PAIRS(file)[:limit]]
+    return [row for file in files for row in _read_pairs(file)[:limit]]
 
 
 def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score]]:
@@ -319,27 +319,27 @@ def _score_stsb(*arguments: Any) -> TaskResult:
     return stsb(*arguments)
 
 
-_ARC = jsonl_reader("question", "answerKey", convert=convert_arc)
-_RACE = jsonl_reader("article", "questions", "options", "answers", convert=convert_race)
-_BOOLQ = jsonl_reader("passage", "question", "label", convert=convert_boolq)
-_OPENBOOKQA = jsonl_reader("question_stem", "choices", "answerKey")
-_SCIQ = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+_read_arc = jsonl_reader("question", "answerKey", convert=convert_arc)
+_read_race = jsonl_reader("article", "questions", "options", "answers", convert=convert_race)
+_read_boolq = jsonl_reader("passage", "question", "label", convert=convert_boolq)
+_read_openbookqa = jsonl_reader("question_stem", "choices", "answerKey")
+_read_sciq = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, read_passages),
     "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", read_passages),
-    "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _ARC),
-    "arc_challenge": LMEvalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", _ARC),
-    "boolq": LMEvalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", _BOOLQ),
+    "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _read_arc),
+    "arc_challenge": LMEvalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", _read_arc),
+    "boolq": LMEvalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", _read_boolq),
     "crows_pairs_english": LMEvalTask(
         "crows_pairs/crows_pairs_english.yaml", "eval/crows_pairs/crows_pairs_anonymized.csv", read_crows_pairs
     ),
-    "race": LMEvalTask("race/race.yaml", "eval/race/test-high.jsonl", _RACE),
-    "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _SCIQ),
+    "race": LMEvalTask("race/race.yaml", "eval/race/test-high.jsonl", _read_race),
+    "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _read_sciq),
     "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", read_pubmedqa),
     "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
     "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", jsonl_reader("goal", "sol1", "sol2", "label")),
-    "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _OPENBOOKQA),
+    "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _read_openbookqa),
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),

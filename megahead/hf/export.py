@@ -298,18 +298,18 @@ def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) 
     return output
 
 
-class Origin(NamedTuple):
+class ExportOrigin(NamedTuple):
     """The run that an export is from, and how many tokens it had been trained on."""
 
     run: str
     tokens: int
 
 
-def read_origin(folder: Path) -> Origin:
+def read_origin(folder: Path) -> ExportOrigin:
     """Returns the origin of an export by megahead; CheckpointError for another folder."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))["megahead"]
-        return Origin(content["run"], int(content["tokens"]))
+        return ExportOrigin(content["run"], int(content["tokens"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(
             f"`{folder}` must name its run and tokens to be drawn on a curve, but does not; name the run's checkpoints."

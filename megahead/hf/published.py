@@ -55,7 +55,7 @@ class StoredSlice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PublishedModel:
+class HFModel:
     """A Hugging Face folder with a model; weights are read on demand."""
 
     folder: Path
@@ -70,7 +70,7 @@ class PublishedModel:
     """By our names of parameters."""
 
     @staticmethod
-    def open(folder: Path) -> PublishedModel:
+    def open(folder: Path) -> HFModel:
         """Opens a folder in safetensors; UserError for one without a model of a supported family."""
         files, hf_config = weight_files(folder), read_hf_config(folder)
         family = find_family(hf_config)
@@ -78,7 +78,7 @@ class PublishedModel:
         for hf_name in files:
             names = family.parameter_names(hf_name)
             slices.update({name: StoredSlice(hf_name, part, len(names)) for part, name in enumerate(names)})
-        return PublishedModel(folder, hf_config, family, files, slices)
+        return HFModel(folder, hf_config, family, files, slices)
 
     def model_settings(self) -> dict[str, Any]:
         """Returns the settings of a ModelConfig; FieldError for a setting in config.json that is unsupported."""
@@ -231,7 +231,7 @@ def from_hf(
     neither these nor a tokenizer, model.yaml leaves out the tokens that config.json does not name.
     target_counts_V: how often each id was a target in a headless model's training, if known.
     """
-    published, hf_settings = PublishedModel.open(model_dir), HFSettings.from_folder(model_dir)
+    published, hf_settings = HFModel.open(model_dir), HFSettings.from_folder(model_dir)
     files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = next((file for file in files if file.is_file()), None)
     named_ids = None
@@ -266,7 +266,7 @@ def save_initial_checkpoint(
         copy_tokenizer(tokenizer, run)
 
 
-def _run_config(published: PublishedModel, hf_settings: HFSettings, named_ids: Mapping[str, int] | None) -> RunConfig:
+def _run_config(published: HFModel, hf_settings: HFSettings, named_ids: Mapping[str, int] | None) -> RunConfig:
     """Returns a run's config with the folder's model, objective and special tokens; other settings have no meaning.
 
     named_ids: an encoder's special tokens; unused ids stand for those that are missing.
@@ -319,9 +319,7 @@ def _named_special_ids(
     return {role: id_ for role, id_ in ids.items() if id_ is not None}
 
 
-def _checkpoint_tensors(
-    published: PublishedModel, config: RunConfig, counts_V: Tensor | None
-) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_tensors(published: HFModel, config: RunConfig, counts_V: Tensor | None) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter of the model, and the target counts. CheckpointError if the folder lacks a parameter or
     its shape differs."""
     for name, shape in weight_shapes(config).items():

@@ -198,8 +198,8 @@ def _appended_mask_ids(config: RunConfig, old: ByteVocabulary, new: ByteVocabula
 
 def _find_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int | None:
     """Returns the new id of a special token: that of the same text, else of the same role, else None."""
-    spelled = old.spellings[id_] if id_ < len(old.spellings) else None
-    return new.special_ids.get(spelled or "", new.id_of_role(role))
+    text = old.spellings[id_] if id_ < len(old.spellings) else None
+    return new.special_ids.get(text or "", new.id_of_role(role))
 
 
 def _require_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int:
@@ -235,8 +235,8 @@ def _new_tensors(
 def _translate_rows(old_V: Tensor, vocabulary_map: VocabularyMap, method: str, counts_V: Tensor | None) -> Tensor:
     """[W, D], or [W] of a bias: old rows of shared ids, computed rows for all others."""
     old_VD = old_V.view(len(old_V), -1)
-    new_ids = [id_ for id_, kept in enumerate(vocabulary_map.old_id_V) if kept is None]
-    rows_WD = old_VD[torch.tensor([kept or 0 for kept in vocabulary_map.old_id_V])]
+    new_ids = [id_ for id_, old_id in enumerate(vocabulary_map.old_id_V) if old_id is None]
+    rows_WD = old_VD[torch.tensor([old_id or 0 for old_id in vocabulary_map.old_id_V])]
     if new_ids:
         pieces = [vocabulary_map.old_pieces_V[id_] for id_ in new_ids]
         generator = torch.Generator().manual_seed(_SEED)

@@ -66,14 +66,14 @@ class HFSettings:
     def from_run(run: RunFolder) -> HFSettings | None:
         """Reads a run's copy of the files of the folder that it started from; None if it started from none, or an
         earlier version made it. CheckpointError for a damaged file."""
-        if not run.published_files.is_file():
+        if not run.source_hf_files.is_file():
             return None
         try:
-            with ZipFile(run.published_files) as archive:
+            with ZipFile(run.source_hf_files) as archive:
                 return HFSettings({name: archive.read(name) for name in archive.namelist()})
         except (BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
             raise CheckpointError(
-                f"`{run.published_files}` must be a zip archive of settings, but cannot be read ({error}); remove it "
+                f"`{run.source_hf_files}` must be a zip archive of settings, but cannot be read ({error}); remove it "
                 "to export with the run's own settings."
             ) from None
 
@@ -83,7 +83,7 @@ class HFSettings:
         with ZipFile(buffer, "w", ZIP_DEFLATED) as archive:
             for name, content in self.files.items():
                 archive.writestr(name, content)
-        write_atomically(run.published_files, buffer.getvalue())
+        write_atomically(run.source_hf_files, buffer.getvalue())
 
     def write(self, folder: Path) -> None:
         """Writes all files but config.json and generation_config.json into an export's folder."""
@@ -176,7 +176,7 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
     else:
         original.write(folder)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
-            tokenizer = model.run_folder().published_files
+            tokenizer = model.run_folder().source_hf_files
         hf_config, generation = _updated_hf_config(target, original), original.read_json(GENERATION_FILE)
     write_json(folder / CONFIG_FILE, hf_config)
     if target.has_head() and not target.is_masked_lm() and generation:

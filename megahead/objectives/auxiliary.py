@@ -19,7 +19,7 @@ from megahead.data.batch import Batch, RowCollator
 from megahead.data.indexed import DatasetInfo, IndexedDataset
 from megahead.data.loader import held_out_collator, training_collator
 from megahead.data.samples import CounterRng
-from megahead.data.strategy import ErrorCounts
+from megahead.data.strategy import TargetErrorCounts
 from megahead.errors import ConfigError
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone
@@ -230,11 +230,13 @@ def add_auxiliary(collator: RowCollator, config: RunConfig, seed: int, *, held_o
 def training_row_collator(
     config: RunConfig,
     datasets: Sequence[IndexedDataset],
-    error_counts: ErrorCounts | None = None,
+    target_error_counts: TargetErrorCounts | None = None,
     steps_before_masking: int = 0,
 ) -> RowCollator:
     """The collator of a run or phase for training samples; arguments as in `training_collator`."""
-    return add_auxiliary(training_collator(config, datasets, error_counts, steps_before_masking), config, config.seed)
+    return add_auxiliary(
+        training_collator(config, datasets, target_error_counts, steps_before_masking), config, config.seed
+    )
 
 
 def held_out_row_collator(config: RunConfig) -> RowCollator:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, RowCollator
-from megahead.data.framing import FramedRows
+from megahead.data.encoder_rows import EncoderRows
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import Strategy
@@ -120,7 +120,7 @@ class SharedPhrases:
     """int64: numbers of tokens."""
 
     @staticmethod
-    def of(rows: FramedRows, settings: PhrasesConfig) -> SharedPhrases:
+    def of(rows: EncoderRows, settings: PhrasesConfig) -> SharedPhrases:
         """The phrases, selected from left to right, the longest one at each token. The first row starts a group."""
         phrase_ids_LM = _compute_phrase_ids(rows, settings)
         length_M = np.sum([phrase_id_M >= 0 for phrase_id_M in phrase_ids_LM], axis=0)
@@ -178,7 +178,7 @@ class PhraseCollator(RowCollator):
     settings: PhrasesConfig
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        rows = self.inner.framing.frame(text, document_starts)
+        rows = self.inner.row_builder.build(text, document_starts)
         phrases = SharedPhrases.of(rows, self.settings)
         batch = self.inner.mask_rows(rows, text, sample_indices, phrases.wrap_strategy)
         is_masked_BT = np.zeros(rows.tokens_BT.shape, bool)
@@ -215,7 +215,7 @@ class _PhraseStrategy(Strategy):
         return weights_BT
 
 
-def _compute_phrase_ids(rows: FramedRows, settings: PhrasesConfig) -> list[Array]:
+def _compute_phrase_ids(rows: EncoderRows, settings: PhrasesConfig) -> list[Array]:
     """`SharedPhrases.phrase_ids_LM`, int64 [M] for each length. Phrases of length n + 1 extend those of length n."""
     num_rows, row_length = rows.tokens_BT.shape
     token_M = np.where(rows.maskable_BT, rows.tokens_BT, -1).reshape(-1)

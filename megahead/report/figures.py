@@ -51,7 +51,7 @@ def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
     return output
 
 
-# Curves of one or several runs: loss and held-out perplexity against tokens and time, and their health.
+# Curves of runs: loss and held-out perplexity against tokens and time; learning rate, gradient norm and speed.
 
 OVER_TIME = " over time"
 LARGE, SMALL = ("loss", "perplexity"), ("learning_rate", "gradient_norm", "tokens_per_second")

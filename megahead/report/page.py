@@ -74,7 +74,7 @@ def _summary(run: Run) -> dict[str, str]:
         "time trained": format_duration(last["seconds"]),
         "tokens/s (median)": format_si(median(speeds)) if speeds else "",
         "steps skipped": format_value(training[-1].get("skipped_steps")) if training else "",
-        "ending": run.ending or "not noted",
+        "ending": run.ending or "unknown",
     }
 
 

@@ -57,7 +57,7 @@ TRAINING = (
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, from_zero=True),
 )
 GEOMETRY = (
-    Panel("gradient_share", "Gradient that the head lets through", "of the loss's, by scores", percent=True, dots=True),
+    Panel("gradient_share", "Gradient that passes the head", "share of its squared norm", percent=True, dots=True),
     Panel("output_rank", "Effective rank of outputs", "at most the width", from_zero=True, dots=True),
     Panel("embedding_rank", "Effective rank of the embedding", "at most the width", from_zero=True, dots=True),
     Panel("output_anisotropy", "Anisotropy of outputs", "mean cosine of two", dots=True),

@@ -170,7 +170,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             _read_config(folder.config),
             _read_geometry(folder.geometry),
             _read_samples(folder.samples),
-            _read_ending(folder.ending),
+            _read_ending(folder.session_end),
         )
         for folder, metrics in zip(map(RunFolder, folders), read_all_metrics(folders), strict=True)
     ]

@@ -17,7 +17,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     each other) of a resumed run; by default the config's."""
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
-    rows = group_samples or plan.group_samples()
+    group_samples = group_samples or plan.group_samples()
     warmup_steps = schedule.num_warmup_steps(steps)
     warm_up = f"{pluralize(warmup_steps, 'step')} of warm-up" if warmup_steps else "no warm-up"
     precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
@@ -26,7 +26,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ("run", f"{config.name} -> {config.folder()}"),
         ("model", _shape(config.model)),
         ("parameters", _parameters(config)),
-        ("objective", _objective(config, rows)),
+        ("objective", _objective(config, group_samples)),
         *describe_phases(config),
         (
             "batch",
@@ -127,16 +127,15 @@ def _parameters(config: RunConfig) -> str:
     return f"{counts.total:,} ({', '.join(parts)})"
 
 
-def _objective(config: RunConfig, rows: int) -> str:
+def _objective(config: RunConfig, group_samples: int) -> str:
     objective = config.objective
     parts = ["headless" if objective.name == "headless" else f"vanilla, {'tied' if objective.tied else 'untied'}"]
     if objective.name == "vanilla":
         parts.append(f"all {config.model.vocab_size:,} ids")
         parts += ["with a bias"] if objective.output_bias else []
     else:
-        parts.append(
-            f"candidates from {pluralize(rows, 'row')} ({pluralize(rows * config.targets_per_row(), 'target')})"
-        )
+        targets = pluralize(group_samples * config.targets_per_row(), "target")
+        parts.append(f"candidates from {pluralize(group_samples, 'row')} ({targets})")
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
         parts += [pluralize(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
@@ -156,6 +155,6 @@ def _masking(model: ModelConfig, masking: MaskingConfig) -> list[str]:
     if model.is_causal:
         return ["next tokens by causal attention"]
     parts = ["masked diffusion" if masking.diffusion else f"{masking.rate:.0%} of the tokens masked"]
-    parts += [f"{masking.final_rate:.0%} at last"] if masking.final_rate else []
+    parts += [f"{masking.final_rate:.0%} at the last step"] if masking.final_rate else []
     parts += [f"by {masking.strategy}"] if masking.strategy != "uniform" else []
     return [*parts, *describe_token_subsets(model, masking)]

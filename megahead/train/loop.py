@@ -155,8 +155,8 @@ def _advance(run: Training, batches: StepBatches, stopwatch: Stopwatch) -> bool:
         for batch in batches.raw_batches:
             state.count_targets(batch)
         run.fault_policy.record_loss(report.loss, state.recent_losses)
-    if state.error_counts is not None:
-        state.error_counts.end_step(state.samples, report.applied, progress.data_group)
+    if state.target_error_counts is not None:
+        state.target_error_counts.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
     run.logger.log_step(report, state, last=state.step >= run.end_step)
     handle_fault(run, report, first_sample)

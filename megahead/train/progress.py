@@ -27,7 +27,7 @@ from megahead.checkpoints.store import (
 )
 from megahead.config.plan import Phase, same_objective
 from megahead.data.batch import Batch
-from megahead.data.strategy import ErrorCounts
+from megahead.data.strategy import TargetErrorCounts
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import is_finite
 from megahead.engine.engine import Engine
@@ -103,7 +103,7 @@ class TrainingState:
     local_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: counts of these targets by id on this rank; rank 0's include the resumed counts."""
 
-    error_counts: ErrorCounts | None = None
+    target_error_counts: TargetErrorCounts | None = None
     """Counts of mispredicted targets by id, for adaptive masking; not changed by a rollback."""
 
     dataset_counts: Tensor = field(init=False)
@@ -137,7 +137,11 @@ class TrainingState:
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """The tensors of this state for a checkpoint, by name. Collective over the data ranks."""
         counts = {"state/target_counts": self.target_counts(group), "state/dataset_counts": self.dataset_counts}
-        return counts if self.error_counts is None else counts | {_ERROR_COUNTS: self.error_counts.state(group)}
+        return (
+            counts
+            if self.target_error_counts is None
+            else counts | {_ERROR_COUNTS: self.target_error_counts.state(group)}
+        )
 
     @property
     def evaluated(self) -> bool:
@@ -158,8 +162,8 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
         """Restores everything in `counters` and `tensors` from `checkpoint`."""
         self._restore_counters(_DATA_COUNTERS, checkpoint)
-        if self.error_counts is not None:
-            self.error_counts.restore(checkpoint.read(_ERROR_COUNTS), self.samples, group)
+        if self.target_error_counts is not None:
+            self.target_error_counts.restore(checkpoint.read(_ERROR_COUNTS), self.samples, group)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:

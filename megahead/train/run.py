@@ -18,7 +18,7 @@ import torch
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
-from megahead.data.strategy import ErrorCounts
+from megahead.data.strategy import TargetErrorCounts
 from megahead.distributed.group import Group, Mesh, has_fast_bf16
 from megahead.distributed.launch import Launch, choose_device, distributed_session, stand_by
 from megahead.distributed.tensors import TensorSource
@@ -123,7 +123,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
         )
     with hand_over_replicas(config, launch):
         stand_by(launch, config.engine.timeout_seconds, shared_settings(config))
-    ending = json.loads(config.folder().ending.read_text(encoding="utf-8"))
+    ending = json.loads(config.folder().session_end.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
 
 
@@ -366,9 +366,9 @@ def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, 
 def _build_step_metrics(session: Session, progress: Progress) -> StepMetrics:
     """Creates the accumulator of the model's metrics, and sets the model's callbacks for metrics and mispredictions."""
     step_metrics = StepMetrics(session.world_group, session.mesh.tensor_group.size)
-    model, error_counts = cast(Pretraining, progress.engine.module), progress.state.error_counts
+    model, target_error_counts = cast(Pretraining, progress.engine.module), progress.state.target_error_counts
     model.on_metrics = step_metrics.record
-    model.on_errors = None if error_counts is None else error_counts.record
+    model.on_errors = None if target_error_counts is None else target_error_counts.record
     return step_metrics
 
 
@@ -379,7 +379,7 @@ def _build_state(session: Session, plan: RunPlan, start: ResumePoint) -> Trainin
     state.dataset_counts = session.datasets.token_counts
     masking, batch = plan.config.masking, plan.config.batch
     if masking is not None and masking.is_adaptive():
-        state.error_counts = ErrorCounts(state.padded_vocab_size, masking.adapt_every, batch.global_size)
+        state.target_error_counts = TargetErrorCounts(state.padded_vocab_size, masking.adapt_every, batch.global_size)
     if start.checkpoint is not None:
         require_same_run(start.checkpoint, session.plan.config, state.data_fingerprints)
     return state
@@ -416,7 +416,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         device=session.device,
         half=config.engine.precision != "fp32",
         static_shapes=captures_micro_steps(plan, session.device),
-        collator=training_row_collator(config, session.datasets.train, state.error_counts, steps_before_masking),
+        collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
         auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,

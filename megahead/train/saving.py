@@ -56,8 +56,8 @@ class Lease:
         if holder not in (None, self.session_id.encode()):
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
-                f"on {str(holder, errors='replace').strip()}; this one ends, and what it has not saved is the other's "
-                "to do again."
+                f"on {str(holder, errors='replace').strip()}; this one ends, and the other repeats "
+                "what it has not saved."
             )
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from megahead.checkpoints.fetch import fetch_newer
-from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks, run_on_first_rank
+from megahead.checkpoints.format import exhaust_on_all_ranks, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica, share_replicas
 from megahead.checkpoints.reading import RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
@@ -179,7 +179,7 @@ class Session:
         """Waits for the uploads until `deadline`, and returns their events. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
-        run_long_on_all_ranks(
+        exhaust_on_all_ranks(
             self.world_group, iter(()) if self.uploads is None else self.uploads.wait_until_done(deadline)
         )
         return [] if self.uploads is None else self.uploads.events()
@@ -202,7 +202,7 @@ class Session:
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
-            write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
+            write_atomically(self.plan.config.folder().session_end, json.dumps(content) + "\n")
         if self.lease is not None:
             self.lease.release()
         if self.replicas is not None:
@@ -223,13 +223,13 @@ def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
         source = Path(local_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # the config may name the run's own copy
             copy_tokenizer(source, folder)
-    if config.init is not None and not folder.published_files.is_file():
-        _copy_published_files(folder, config.init)
-    folder.ending.unlink(missing_ok=True)
+    if config.init is not None and not folder.source_hf_files.is_file():
+        _copy_source_hf_files(folder, config.init)
+    folder.session_end.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-def _copy_published_files(folder: RunFolder, init: InitConfig) -> None:
+def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
     """Copies the files beside the weights in `init`'s Hugging Face folder, for exports; not for a new vocabulary."""
     published = None
     if init.mode != "table" and init.from_hf is not None:

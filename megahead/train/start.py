@@ -22,7 +22,7 @@ from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, MappedTensors, TensorSource
 from megahead.errors import CheckpointError, ConfigError
-from megahead.hf.published import PublishedModel
+from megahead.hf.published import HFModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
 from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial_weights, weight_shapes
 from megahead.optim import learning_rate_ratio
@@ -189,7 +189,7 @@ def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
     return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
 
 
-_NOT_PUBLISHED = (TEMPERATURE, OUTPUT_BIAS)
+_NOT_IN_HF_FOLDERS = (TEMPERATURE, OUTPUT_BIAS)
 """Parameters that a Hugging Face folder cannot have: their initial values are those of a new run."""
 
 
@@ -201,14 +201,14 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     Collective; CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:  # rows as last updated: `resume_from` restores their pending updates
+    if resumed is not None:  # `late/` is a sharded embedding as saved: `resume_from` restores its pending updates
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)
     copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
     needed = {name: shape for name, shape in shapes.items() if name not in copies}
     source: TensorSource = (
-        _published_weights(config, init, world_group)
+        _hf_weights(config, init, world_group)
         if init.from_checkpoint is None
         else _init_weights(_open_init(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
@@ -261,35 +261,35 @@ def _checkpoint_weights(
 
 
 @dataclass(frozen=True)
-class _PublishedWeights:
+class _HFWeights:
     """The weights of a Hugging Face folder, and initial ones for parameters that it cannot have."""
 
-    model: PublishedModel
+    model: HFModel
     initial: InitialWeights
 
     def read(self, name: str, /) -> Tensor:
-        if name in _NOT_PUBLISHED:
+        if name in _NOT_IN_HF_FOLDERS:
             return self.initial.read(name)
         return self.model.weight(name, self.initial.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        if name in _NOT_PUBLISHED:
+        if name in _NOT_IN_HF_FOLDERS:
             return self.initial.blocks(name)
         return self.model.blocks(name, self.initial.shapes[name])
 
 
-def _published_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _PublishedWeights:
+def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _HFWeights:
     """The weights in the folder `init.from_hf`; CheckpointError if its model differs from `config.model`."""
     path, objective = Path(init.from_hf or ""), config.objective
 
     def check() -> None:
         if not path.is_dir():
             raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
-        model = PublishedModel.open(path)
+        model = HFModel.open(path)
         model.require_same_architecture(config.model)
         if objective.name == "vanilla" and not init.copies_embedding() and objective.tied != model.is_tied():
             rule = f"be {str(model.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    return _PublishedWeights(PublishedModel.open(path), initial_weights(config))
+    return _HFWeights(HFModel.open(path), initial_weights(config))

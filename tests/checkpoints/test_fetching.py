@@ -104,9 +104,9 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
 def test_no_more_is_read_than_the_first_that_may_be_used(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, names = RemoteStorage.manifest_with_text, []
+    read, names = RemoteStorage.manifest_with_bytes, []
     monkeypatch.setattr(
-        RemoteStorage, "manifest_with_text", lambda remote, name: names.append(name) or read(remote, name)
+        RemoteStorage, "manifest_with_bytes", lambda remote, name: names.append(name) or read(remote, name)
     )
     assert without_digits(fetch_checkpoint(url, RunFolder(tmp_path / "first")).name) == "step-00000006"
     assert set(names) == {folder_of(tmp_path / "store", 6).name}

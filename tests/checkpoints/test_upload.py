@@ -345,6 +345,6 @@ def test_an_ending_is_there_only_after_one(places: Places, tmp_path: Path) -> No
     with mirror(url, run) as sending:
         finish(sending)
         assert not there.exists()
-        RunFolder(run).ending.write_text(json.dumps({"ending": "finished"}))
+        RunFolder(run).session_end.write_text(json.dumps({"ending": "finished"}))
         sending.enqueue_files()
     assert json.loads(there.read_text()) == {"ending": "finished"}

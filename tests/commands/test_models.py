@@ -13,7 +13,7 @@ import pytest
 from megahead.commands.eval_harness import run_names
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
-from megahead.hf.export import Origin, export
+from megahead.hf.export import ExportOrigin, export
 from support.blimp import write_blimp
 from support.named import folder_of
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -191,6 +191,6 @@ def test_runs_that_share_a_name_are_lines_of_their_own_on_a_curve(tmp_path: Path
     step = "checkpoints/step-00000001"
     folders = {tmp_path / run / step: tmp_path / run / "exports" / "step-1-pmi" for run in ("a", "b", "c")}
     elsewhere = tmp_path / "published"
-    origins = dict(zip(folders, map(Origin, ("same", "same", "other"), (1, 1, 1)), strict=True))
-    named = run_names({**origins, elsewhere: Origin("other", 9)}, {**folders, elsewhere: elsewhere})
+    origins = dict(zip(folders, map(ExportOrigin, ("same", "same", "other"), (1, 1, 1)), strict=True))
+    named = run_names({**origins, elsewhere: ExportOrigin("other", 9)}, {**folders, elsewhere: elsewhere})
     assert named == [str(tmp_path / "a"), str(tmp_path / "b"), "other", "other"]

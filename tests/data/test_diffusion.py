@@ -11,7 +11,7 @@ import pytest
 
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import Batch
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.masking import DiffusionCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import WeightedIds
@@ -21,7 +21,7 @@ CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
 def diffusion(seed: int = 7, isolate: bool = True) -> DiffusionCollator:
     masking = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, special_tokens=[PAD], diffusion=True)
-    return DiffusionCollator(Framing(masking, END, isolate), seed)
+    return DiffusionCollator(EncoderRowBuilder(masking, END, isolate), seed)
 
 
 def texts(rows: int, length: int = 30, ends: float = 0.0) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_all_targets_are_read_as_masks_all_else_as_it_is_and_special_tokens_are_
     text[:, 20:] = -1
     text[::3, 5] = PAD
     batch = diffusion().batch(text, range(400))
-    read, plain = batch.input_ids_BT.numpy(), diffusion().framing.frame(text)
+    read, plain = batch.input_ids_BT.numpy(), diffusion().row_builder.build(text)
     chosen = np.zeros(read.size, bool)
     chosen[batch.target_index_N.numpy()] = True
     assert (read.reshape(-1)[chosen] == MASK).all()

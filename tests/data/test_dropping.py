@@ -14,12 +14,12 @@ from megahead.config.masking import DroppingConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import STRATEGIES, Hardest, Uniform
-from megahead.data.strategy import ErrorCounts, Strategy, WeightedIds
+from megahead.data.strategy import Strategy, TargetErrorCounts, WeightedIds
 from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
@@ -33,10 +33,10 @@ MODEL = ModelConfig(**SMALL)
 def collator(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> MaskingCollator:
     asked = DroppingConfig(from_layer=1, keep_share=keep_share)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, dropping=asked, **settings)
-    framing = Framing(config, SEP, False)
-    dropping = TokenDropping(framing, asked.layers(MODEL), asked.keep_share, importance)
+    row_builder = EncoderRowBuilder(config, SEP, False)
+    dropping = TokenDropping(row_builder, asked.layers(MODEL), asked.keep_share, importance)
     subsets = TokenSubsets(MASK, dropping=dropping)
-    return MaskingCollator(framing, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
+    return MaskingCollator(row_builder, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
 
 
 def texts(rows: int, length: int = 62) -> np.ndarray:
@@ -104,12 +104,12 @@ def test_what_is_kept_depends_on_the_sample_alone(rows: range) -> None:
 
 
 def test_ids_that_are_missed_more_often_are_kept_two_periods_later() -> None:
-    error_counts = ErrorCounts(V, EVERY, SAMPLES)
+    target_error_counts = TargetErrorCounts(V, EVERY, SAMPLES)
     hard = torch.arange(V) >= 60
     for step in range(EVERY):
-        error_counts.record(torch.arange(V), hard)
-        error_counts.end_step((step + 1) * SAMPLES, True, Group())
-    text, adapting = texts(SAMPLES), collator(Hardest(np.ones(V), error_counts), keep_share=0.4)
+        target_error_counts.record(torch.arange(V), hard)
+        target_error_counts.end_step((step + 1) * SAMPLES, True, Group())
+    text, adapting = texts(SAMPLES), collator(Hardest(np.ones(V), target_error_counts), keep_share=0.4)
 
     def share_of_hard(step: int) -> float:
         batch = adapting.batch(text, range(step * SAMPLES, (step + 1) * SAMPLES))
@@ -142,7 +142,7 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=V) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
     dataset = IndexedDataset(tmp_path / "text")
-    made = training_collator(run_config(by), [dataset], ErrorCounts(V, 5, 4))
+    made = training_collator(run_config(by), [dataset], TargetErrorCounts(V, 5, 4))
     assert isinstance(made, MaskingCollator)
     assert made.subsets.dropping is not None
     assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeightedIds))
@@ -150,4 +150,4 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     assert by in STRATEGIES
     (tmp_path / "text.json").unlink()
     with pytest.raises(ConfigError, match=rf"`masking.dropping.by` must have a dataset with .* but is {by} instead"):
-        training_collator(run_config(by), [IndexedDataset(tmp_path / "text")], ErrorCounts(V, 5, 4))
+        training_collator(run_config(by), [IndexedDataset(tmp_path / "text")], TargetErrorCounts(V, 5, 4))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import WEIGHT_FLOOR, Hardest
-from megahead.data.strategy import ErrorCounts
+from megahead.data.strategy import TargetErrorCounts
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 from support.on_ranks import on_ranks
@@ -27,16 +27,16 @@ def noted(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def follow(group: Group, steps: int, begun: int = 0, state: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What rows are masked by at each step, and the state at the end."""
-    error_counts = ErrorCounts(V, EVERY, SAMPLES)
+    target_error_counts = TargetErrorCounts(V, EVERY, SAMPLES)
     if state is not None:
-        error_counts.restore(state, begun * SAMPLES, group)
+        target_error_counts.restore(state, begun * SAMPLES, group)
     seen = []
     for step in range(begun, steps):
-        seen.append(error_counts.at(step))
+        seen.append(target_error_counts.at(step))
         ids, missed = (part.view(group.size, -1)[group.rank] for part in noted(step))
-        error_counts.record(ids, missed)
-        error_counts.end_step((step + 1) * SAMPLES, step != 4, group)  # the fifth step was not applied
-    return [*seen, error_counts.state(group)]
+        target_error_counts.record(ids, missed)
+        target_error_counts.end_step((step + 1) * SAMPLES, step != 4, group)  # the fifth step was not applied
+    return [*seen, target_error_counts.state(group)]
 
 
 def counts(steps: list[int]) -> torch.Tensor:
@@ -58,12 +58,12 @@ def test_a_period_is_masked_by_what_was_counted_before_the_one_before() -> None:
 
 def test_only_at_the_end_of_a_period_counts_come_to_the_host() -> None:
     """`meta` tensors have no numbers that could be copied."""
-    error_counts = ErrorCounts(V, EVERY, SAMPLES)
+    target_error_counts = TargetErrorCounts(V, EVERY, SAMPLES)
     for step in range(EVERY - 1):
-        error_counts.record(torch.zeros(5, dtype=torch.int64, device="meta"), torch.ones(5, device="meta"))
-        error_counts.end_step((step + 1) * SAMPLES, True, Group())
+        target_error_counts.record(torch.zeros(5, dtype=torch.int64, device="meta"), torch.ones(5, device="meta"))
+        target_error_counts.end_step((step + 1) * SAMPLES, True, Group())
     with pytest.raises(NotImplementedError, match="no data"):
-        error_counts.end_step(EVERY * SAMPLES, True, Group())
+        target_error_counts.end_step(EVERY * SAMPLES, True, Group())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -84,15 +84,20 @@ def test_what_is_restored_goes_on_on_other_ranks(begun: int) -> None:
 
 
 def test_ids_are_selected_by_their_share_of_misses() -> None:
-    error_counts = ErrorCounts(V, EVERY, SAMPLES)
+    target_error_counts = TargetErrorCounts(V, EVERY, SAMPLES)
     hard = torch.arange(V) >= 15
     for step in range(EVERY):  # the hard half was always missed, the other one never
         ids = torch.arange(V).repeat(1000)
-        error_counts.record(ids, hard.repeat(1000))
-        error_counts.end_step((step + 1) * SAMPLES, True, Group())
+        target_error_counts.record(ids, hard.repeat(1000))
+        target_error_counts.end_step((step + 1) * SAMPLES, True, Group())
     config = MaskingConfig(mask_token=3, cls_token=1, sep_token=2, rate=0.02)
     collator = MaskingCollator(
-        Framing(config, 2, False), Hardest(np.ones(V), error_counts), V, 5, samples_per_step=SAMPLES, steps=10**6
+        EncoderRowBuilder(config, 2, False),
+        Hardest(np.ones(V), target_error_counts),
+        V,
+        5,
+        samples_per_step=SAMPLES,
+        steps=10**6,
     )
     text = np.random.default_rng(0).integers(4, V, (4000, 126))
 
@@ -107,6 +112,6 @@ def test_ids_are_selected_by_their_share_of_misses() -> None:
 
 def test_steps_of_another_size_must_begin_where_those_that_were_counted_ended() -> None:
     state = follow(Group(), 5)[-1]
-    ErrorCounts(V, EVERY, SAMPLES // 2).restore(state, 5 * SAMPLES, Group())
+    TargetErrorCounts(V, EVERY, SAMPLES // 2).restore(state, 5 * SAMPLES, Group())
     with pytest.raises(ConfigError, match=r"`batch\.global_size` must divide the 40 samples"):
-        ErrorCounts(V, EVERY, 12).restore(state, 5 * SAMPLES, Group())
+        TargetErrorCounts(V, EVERY, 12).restore(state, 5 * SAMPLES, Group())

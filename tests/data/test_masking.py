@@ -12,7 +12,7 @@ import torch
 
 from megahead.config.masking import MaskingConfig
 from megahead.data import masking
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
@@ -27,7 +27,9 @@ def collator(
 ) -> MaskingCollator:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     config = MaskingConfig(**ids, **settings)
-    return MaskingCollator(Framing(config, END, isolate), Uniform(), VOCABULARY, seed, samples_per_step, steps)
+    return MaskingCollator(
+        EncoderRowBuilder(config, END, isolate), Uniform(), VOCABULARY, seed, samples_per_step, steps
+    )
 
 
 def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.ndarray:

@@ -20,13 +20,13 @@ from megahead.config import masking
 from megahead.config.loading import config_from_dict
 from megahead.config.masking import MaskingConfig
 from megahead.data import strategy
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategies import STRATEGIES, WEIGHT_FLOOR, Frequency, Informative, Pmi, Spans, Weights
-from megahead.data.strategy import ErrorCounts, PairCounts, Strategy
+from megahead.data.strategy import PairCounts, Strategy, TargetErrorCounts
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
 from megahead.data.vocabulary_map import bytes_of_ids
@@ -40,7 +40,9 @@ CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
 def chosen(strategy: Strategy, text: np.ndarray, **settings: Any) -> np.ndarray:
     """bool [B, t]: which tokens of the text are targets."""
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, **settings)
-    batch = MaskingCollator(Framing(config, SEP, False), strategy, VOCABULARY, seed=5).batch(text, range(len(text)))
+    batch = MaskingCollator(EncoderRowBuilder(config, SEP, False), strategy, VOCABULARY, seed=5).batch(
+        text, range(len(text))
+    )
     selected = np.zeros((len(text), text.shape[1] + 2), bool)
     selected.reshape(-1)[batch.target_index_N.numpy()] = True
     assert not selected[:, 0].any()
@@ -335,7 +337,7 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     np.save(tmp_path / "weights.npy", np.ones(VOCABULARY))
     given = {"id_weights": str(tmp_path / "weights.npy")} if strategy == "weights" else {}
     config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"), **given)
-    collator = training_collator(config, [IndexedDataset(tmp_path / "text")], ErrorCounts(VOCABULARY, 5, 4))
+    collator = training_collator(config, [IndexedDataset(tmp_path / "text")], TargetErrorCounts(VOCABULARY, 5, 4))
     assert collator is not None
     batch = collator.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)

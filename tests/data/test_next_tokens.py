@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.framing import Framing, NextTokenCollator
+from megahead.data.encoder_rows import EncoderRowBuilder, NextTokenCollator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 
@@ -32,7 +32,9 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
     text = texts()
     starts = np.zeros(text.shape, bool)
     starts[0, 5] = starts[1, 0] = known
-    batch = NextTokenCollator(Framing(MASKING, END, isolate), boundary).batch(text, range(5), starts if known else None)
+    batch = NextTokenCollator(EncoderRowBuilder(MASKING, END, isolate), boundary).batch(
+        text, range(5), starts if known else None
+    )
     places, targets = [], []
     for row, (tokens, begins) in enumerate(zip(text.tolist(), starts.tolist(), strict=True)):
         whole = [CLS, *(token for token in tokens if token >= 0), SEP]
@@ -52,8 +54,8 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_sample_is_the_same_text_whether_masked_or_not(isolate: bool) -> None:
-    masked = MaskingCollator(Framing(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
-    batch = NextTokenCollator(Framing(MASKING, END, isolate), True).batch(texts(), range(5))
+    masked = MaskingCollator(EncoderRowBuilder(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
+    batch = NextTokenCollator(EncoderRowBuilder(MASKING, END, isolate), True).batch(texts(), range(5))
     original = masked.input_ids_BT.flatten().index_copy(0, masked.target_index_N, masked.target_ids_N)
     assert torch.equal(batch.input_ids_BT.flatten(), original)
     assert batch.positions_BT is not None

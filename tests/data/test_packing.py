@@ -19,7 +19,7 @@ from megahead.config.data import BlendPart, DataConfig
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import causal_batch
 from megahead.data.blending import training_samples
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
 from megahead.data.masking import MaskingCollator
@@ -189,7 +189,7 @@ def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) 
     samples = training_samples(data, [IndexedDataset(prefix)], 1, 6)
     masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
     for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
-        collator = MaskingCollator(Framing(masking, 9, isolate), Uniform(), 20, seed=0)
+        collator = MaskingCollator(EncoderRowBuilder(masking, 9, isolate), Uniform(), 20, seed=0)
         rows, document_starts = samples.rows([0]), samples.document_starts([0])
         assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
         found = collator.batch(rows, [0], document_starts).positions_BT

@@ -25,7 +25,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 
 def test_pieces_have_the_ids_of_the_whole(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = tokenizer.encode_batch([TEXT])
-    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(pieces_module, "SEGMENT_CHARACTERS", 500)
     parts = list(split_text(TEXT, tokenizer.encode_batch))
     assert "".join(parts) == TEXT
     assert len(parts) > len(TEXT) / 1500
@@ -33,7 +33,7 @@ def test_pieces_have_the_ids_of_the_whole(tokenizer: Tokenizer, monkeypatch: pyt
 
 
 def test_a_text_that_cannot_be_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(pieces_module, "SEGMENT_CHARACTERS", 100)
 
     def encode(texts: list[str]) -> list[list[int]]:  # every text begins with a mark: no cut is exact
         return [[0, *map(ord, text)] for text in texts]
@@ -45,8 +45,8 @@ def test_a_text_that_cannot_be_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) 
 
 def test_long_texts_between_short_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["A cat", TEXT, "on mats"]
-    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 1000)
-    monkeypatch.setattr("megahead.data.tokenizer.PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(pieces_module, "SEGMENT_CHARACTERS", 1000)
+    monkeypatch.setattr("megahead.data.tokenizer.SEGMENT_CHARACTERS", 1000)
     ids, lengths = tokenizer.encode_flat(texts)
     monkeypatch.undo()
     assert ids.tolist() == list(chain(*tokenizer.encode_batch(texts)))

@@ -70,7 +70,11 @@ def assert_the_page_runs(tmp_path: Path, here: Path, run: Runner) -> str:
     (tmp_path / "page.py").write_text(f"{code('python')}\nROOT = {str(ROOT / 'megahead')!r}{AFTERWARDS}")
     done = run(tmp_path / "page.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(RunFolder(here / "runs/mine").ending.read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    assert json.loads(RunFolder(here / "runs/mine").session_end.read_text()) == {
+        "ending": "finished",
+        "step": 6,
+        "steps": 6,
+    }
     (during,) = re.findall(r"^finished at step 6, perplexity ([\d.]+): runs/mine$", done.stdout, re.MULTILINE)
     assert f"\npmi: perplexity {during}\n" in done.stdout  # what is evaluated afterwards is what training saw
     assert (here / "models/mine/model.safetensors").is_file()

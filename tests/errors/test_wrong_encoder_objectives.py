@@ -33,7 +33,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             f"`{field}` must be left out with objective.replaced_tokens, {reason} instead.",
         )
         for field, changes, reason in (
-            ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "whose model writes no text, but is True"),
+            (
+                "masking.diffusion",
+                {"masking": MASKS | {"diffusion": True}},
+                "whose model predicts no tokens, but is True",
+            ),
             (
                 "masking.masks_from_layer",
                 {"masking": MASKS | {"masks_from_layer": 1}},
@@ -83,7 +87,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "tasks": {"every": 5, "names": ["blimp"]},
             "data.tokenizer": "t.json",
         },
-        "`tasks` must be left out of a run that tells replaced tokens and predicts none, whose exports have no head, but is given instead.",
+        "`tasks` must be left out of a run that detects replaced tokens and predicts no tokens, whose exports have no head, but is given instead.",
     ),
     *(
         (
@@ -207,7 +211,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"strategy": "hardest"}, "objective.schedule": {"causal_share": 0.5}},
-        "`masking.strategy` must be one that counts no misses of masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
+        "`masking.strategy` must be one that does not follow errors at masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
     ),
     (
         BERT

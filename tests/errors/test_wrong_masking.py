@@ -76,7 +76,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             BERT | {"masking": MASKS | {"final_rate": 0.05}, "objective": objective},
-            f"`masking.final_rate` must be left out with objective.{counted}, whose training-free head knows one number of targets, but is 0.05 instead.",
+            f"`masking.final_rate` must be left out with objective.{counted}, whose training-free head assumes a constant number of targets, but is 0.05 instead.",
         )
         for objective, counted in (({"bias": "once"}, "bias: once"), ({"negatives": 8}, "negatives"))
     ),
@@ -90,13 +90,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"final_rate": 0.15}},
-        "`masking.final_rate` must be left out where it is the rate that it begins with, but is 0.15 instead.",
+        "`masking.final_rate` must differ from rate, with which it begins, but is 0.15 instead.",
     ),
     (
         BERT
         | {"masking": MASKS | {"rate": 0.6, "count": "bernoulli"}, "data.sequence_length": 5}
         | {"data.validation": "held-out"},
-        "`data.sequence_length` must leave a held-out row, 15 % of whose text are targets, one, but is 5 instead; set at least 6.",
+        "`data.sequence_length` must leave a target in a held-out row, of which 15 % are masked, but is 5 instead; set at least 6.",
     ),
     *(
         (
@@ -145,7 +145,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "masks_from_layer": 1}},
-        "`masking.masks_from_layer` must be left out with mask_decoder_layers, where masks enter behind all of the model's layers, but is 1 instead.",
+        "`masking.masks_from_layer` must be left out with mask_decoder_layers, where mask tokens enter after the model's last layer, but is 1 instead.",
     ),
     (
         BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "dropping": {"from_layer": 0}}},

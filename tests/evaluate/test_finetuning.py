@@ -180,7 +180,7 @@ def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
     ]
     rte = [result("glue/rte", seed, {"rte": {"accuracy": 1.0}}) for seed in (0, 1)]
     mrpc = [result("glue/mrpc", seed, {"mrpc": {"accuracy": 0.6, "f1": 0.7}}) for seed in (0, 1)]
-    rows = {(row.task, row.test, row.metric): row for row in summarise([*cola, *rte, *mrpc])}
+    rows = {(row.task, row.evaluation_set, row.metric): row for row in summarise([*cola, *rte, *mrpc])}
     assert rows["glue/cola", "cola", "accuracy"].values == [0.5, 0.5]
     matthews = rows["glue/cola", "cola", "matthews"]
     assert (matthews.epochs, matthews.mean()) == ([2, 2], pytest.approx(0.3))
@@ -191,7 +191,7 @@ def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
 
 def test_several_test_sets_have_a_mean_and_the_first_one_chooses_the_epoch() -> None:
     epochs = [{"fr": {"accuracy": a}, "de": {"accuracy": b}} for a, b in ((0.5, 0.9), (0.6, 0.4))]
-    rows = {row.test: row for row in summarise([result("xnli/fr", 0, *epochs)])}
+    rows = {row.evaluation_set: row for row in summarise([result("xnli/fr", 0, *epochs)])}
     assert (rows["fr"].mean(), rows["de"].mean(), rows["mean of 2"].mean()) == (0.6, 0.4, 0.5)
     assert str(rows["fr"]) == "60.0 (2)"
 

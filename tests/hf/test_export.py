@@ -16,7 +16,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import CheckpointError, DataError, UserError
 from megahead.hf import heads as export_heads
 from megahead.hf import settings as export_settings
-from megahead.hf.export import Origin, ensure_hf_folder, export, read_origin
+from megahead.hf.export import ExportOrigin, ensure_hf_folder, export, read_origin
 from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -43,7 +43,7 @@ def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     assert "2309.08351" in card
     assert "| Data | nowhere |" in card
     assert "| Held-out text | not evaluated |" in card
-    assert read_origin(folder) == Origin("small", 384)
+    assert read_origin(folder) == ExportOrigin("small", 384)
 
 
 def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megahead.config.loading import config_from_dict
 from megahead.distributed import tensors as blocks
 from megahead.errors import CheckpointError, FieldError, UserError
 from megahead.hf.export import export
-from megahead.hf.published import PublishedModel, from_hf
+from megahead.hf.published import HFModel, from_hf
 from support.sentencepiece_models import sentencepiece_model
 from support.small_checkpoint import save_tokenizer
 from support.vocabularies import TEXT
@@ -150,7 +150,7 @@ def test_half_precision_weights_go_in_and_out_bit_for_bit(tmp_path: Path, dtype:
 def test_a_table_is_read_in_blocks_with_its_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
-    published = PublishedModel.open(save_theirs(tmp_path / "theirs"))
+    published = HFModel.open(save_theirs(tmp_path / "theirs"))
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 20)
     read = list(published.blocks("backbone.embedding.weight", torch.Size(shape)))
     assert all(len(block) <= 20 for block in read)

@@ -237,7 +237,7 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-30], lambda content: b"no zip"])
 def test_kept_settings_that_are_damaged_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     run = from_hf(theirs(tmp_path / "theirs", "llama"), tmp_path / "run")
-    kept_there = RunFolder(run).published_files
+    kept_there = RunFolder(run).source_hf_files
     kept_there.write_bytes(damage(kept_there.read_bytes()))
     with pytest.raises(CheckpointError, match=r"published\.zip` must be a zip archive of settings, .*; remove it to"):
         export(run, tmp_path / "back", "trained")

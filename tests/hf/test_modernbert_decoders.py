@@ -28,7 +28,7 @@ from megahead.errors import UserError
 from megahead.evaluate.scoring import open_language_model
 from megahead.hf.export import export
 from megahead.hf.loading import is_encoder, load_classifier
-from megahead.hf.published import PublishedModel, from_hf
+from megahead.hf.published import HFModel, from_hf
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config
@@ -118,7 +118,7 @@ def test_there_and_back_is_bitwise(tmp_path: Path, kind: Any, settings: dict[str
 
 
 def test_a_published_decoder_may_begin_an_encoder(tmp_path: Path) -> None:
-    published = PublishedModel.open(save_theirs(tmp_path / "theirs"))
+    published = HFModel.open(save_theirs(tmp_path / "theirs"))
     theirs = ModelConfig(**published.model_settings())
     assert (theirs.is_causal, theirs.local_window) == (True, 14)
     published.require_same_architecture(theirs.model_copy(update={"is_causal": False}))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megahead.config.run import RunConfig
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.loader import held_out_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Frequency
@@ -67,7 +67,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
     strategy = Frequency.from_counts(token_counts.tolist(), power)
     seen_N, target_N = targets(
-        MaskingCollator(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text
+        MaskingCollator(EncoderRowBuilder(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text
     )
     joint = np.zeros((CONTEXTS, VOCABULARY))
     np.add.at(joint, (seen_N, target_N), 1)

@@ -12,7 +12,7 @@ import pytest
 from megahead.config.masking import MaskingConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.data.batch import Batch
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Spans, Uniform
 from megahead.data.strategy import Strategy, WeightedIds
@@ -33,7 +33,7 @@ def collator(
 ) -> MaskingCollator | PhraseCollator:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     masking = MaskingConfig.model_validate(ids | {"rate": 0.3, "count": count})
-    plain = MaskingCollator(Framing(masking, END, isolate_documents=True), strategy, VOCABULARY, 7)
+    plain = MaskingCollator(EncoderRowBuilder(masking, END, isolate_documents=True), strategy, VOCABULARY, 7)
     return plain if phrases is None else PhraseCollator(plain, phrases)
 
 
@@ -117,7 +117,7 @@ def test_phrases_are_that_share_of_the_masked_tokens_which_are_as_many_as_withou
     text = texts(2000, 120)[::2]  # some 60 tokens of each row are in phrases
     batch, plain = (collator(phrases, count=count).batch(text, range(len(text))) for phrases in (asked, None))
     assert len(batch.target_ids_N) == pytest.approx(len(plain.target_ids_N), rel=0.02)
-    shared = SharedPhrases.of(collator(None).framing.frame(text), asked)
+    shared = SharedPhrases.of(collator(None).row_builder.build(text), asked)
     inside_M = np.zeros(batch.input_ids_BT.numel(), bool)
     for first, length in zip(shared.first_S, shared.length_S, strict=True):
         inside_M[first : first + length] = True

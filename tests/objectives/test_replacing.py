@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megahead.data.batch import RowCollator
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 from megahead.objectives.auxiliary import add_auxiliary
@@ -26,7 +26,7 @@ CONFIG = small_config(
 
 def collator(seed: int = 7) -> MaskingCollator:
     assert CONFIG.masking is not None
-    return MaskingCollator(Framing(CONFIG.masking, END, isolate_documents=True), Uniform(), VOCABULARY, seed)
+    return MaskingCollator(EncoderRowBuilder(CONFIG.masking, END, isolate_documents=True), Uniform(), VOCABULARY, seed)
 
 
 def replacing(seed: int = 7) -> RowCollator:
@@ -40,7 +40,7 @@ def texts(rows: int, length: int = 30) -> np.ndarray:
 
 
 def test_every_token_is_judged_but_special_ones_and_padding() -> None:
-    rows, plain = replacing(), collator().framing.frame(texts(50))
+    rows, plain = replacing(), collator().row_builder.build(texts(50))
     batch = rows.batch(texts(50), range(50))
     classified = np.zeros(plain.tokens_BT.size, bool)
     classified[batch.auxiliary.classified_P.numpy()] = True

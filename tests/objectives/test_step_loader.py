@@ -22,7 +22,7 @@ from megahead.data.blending import RowSource, training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.samples import StreamSamples
-from megahead.data.strategy import ErrorCounts
+from megahead.data.strategy import TargetErrorCounts
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
@@ -210,8 +210,8 @@ def test_preparing_a_step_is_no_pass_over_the_vocabulary(tmp_path: Path, changes
     write_text(tmp_path)
     config = small_config(tmp_path, {"model.vocab_size": vocabulary} | changes)
     text = IndexedDataset(config.data.train)
-    error_counts = ErrorCounts(config.model.padded_vocab_size(), period_steps=1000, samples_per_step=8)
-    collator = training_collator(config, [text], error_counts)
+    target_error_counts = TargetErrorCounts(config.model.padded_vocab_size(), period_steps=1000, samples_per_step=8)
+    collator = training_collator(config, [text], target_error_counts)
     rule = build_objective(config.objective, vocabulary, torch.ones(vocabulary, dtype=torch.int64))
     reading = StreamSamples(text, config.sample_length(), config.seed), rule, config.data, config.batch, Group()
     loader = StepLoader(

@@ -35,7 +35,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.hf.export import export
-from megahead.hf.published import PublishedModel
+from megahead.hf.published import HFModel
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -129,7 +129,7 @@ def test_a_headless_run_takes_body_and_table_and_drops_the_head(tmp_path: Path) 
     save_llama(tmp_path / "hf", tie_word_embeddings=False)
     config = begun(tmp_path, tmp_path / "hf", **LLAMA, **{"objective.learned_temperature": True})
     on_ranks(1, run, config)
-    published, checkpoint = PublishedModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
+    published, checkpoint = HFModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
     names = [name for name in checkpoint.names() if name.startswith("weight/backbone.")]
     assert len(names) == len(published.slices) - 1
     assert "weight/head.weight" not in checkpoint.names()
@@ -170,7 +170,7 @@ def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
         "objective": {"name": "vanilla", "tied": True},
     }
     on_ranks(1, run, begun(tmp_path, tmp_path / "hf", **changes))
-    published, checkpoint = PublishedModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
+    published, checkpoint = HFModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
     for name in ("backbone.positions.weight", "mask_head.dense.weight", "mask_head.bias"):
         weight = checkpoint.read(f"weight/{name}")
         torch.testing.assert_close(weight, published.weight(name, weight.shape))

@@ -131,7 +131,9 @@ def test_a_resume_is_bitwise(tmp_path: Path) -> None:
 def test_the_body_alone_is_exported_and_the_generator_is_scored(tmp_path: Path, family: str) -> None:
     write_text(tmp_path)
     on_ranks(1, run, config_of(tmp_path, family, **{"training.steps": 2, "training.evaluate_every": 2}))
-    with pytest.raises(UserError, match=r"`--head pmi` needs .* tells replaced tokens and predicts none; use none"):
+    with pytest.raises(
+        UserError, match=r"`--head pmi` needs .* detects replaced tokens and predicts no tokens; use none"
+    ):
         export(tmp_path / "run", tmp_path / "out", "pmi")
     exported = AutoModel.from_pretrained(ensure_hf_folder(tmp_path / "run"))
     assert exported.config.num_hidden_layers == 2

@@ -59,7 +59,7 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     every = {"training.checkpoint_every": 4, "training.evaluate_every": 3, "training.save_in_background": background}
     config = small_config(tmp_path, every)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=PHASES[phase])) == [0, 0], said(tmp_path, 1)
-    ending = json.loads(RunFolder(tmp_path / "run").ending.read_text())
+    ending = json.loads(RunFolder(tmp_path / "run").session_end.read_text())
     stopped_at = {"training": 3, "evaluation": 3, "saving, twice": 4 + background}[phase]
     late = background and phase == "saving, twice"  # the signal comes from the thread that writes, whenever that is run
     assert ending["ending"] == "stopped" or (late and ending["step"] == 6)
@@ -68,7 +68,11 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     if phase == "evaluation":
         assert "held out" not in said(tmp_path, 0)  # who stops us has little timeout
     assert codes(start_ranks(config, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
-    assert json.loads(RunFolder(tmp_path / "run").ending.read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    assert json.loads(RunFolder(tmp_path / "run").session_end.read_text()) == {
+        "ending": "finished",
+        "step": 6,
+        "steps": 6,
+    }
     undisturbed = small_config(tmp_path, every | {"output_dir": str(tmp_path / "undisturbed")})
     assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
@@ -123,11 +127,11 @@ def test_a_session_that_is_stopped_takes_no_step_and_loses_no_evaluation(
     for again in (False, True):
         first = signalled(Engine, "evaluate", 1) if again and stops_at else sabotage
         assert codes(start_ranks(config, 2, tmp_path, sabotage=first)) == [0, 0], said(tmp_path, 1)
-        ending = json.loads(RunFolder(tmp_path / "run").ending.read_text())
+        ending = json.loads(RunFolder(tmp_path / "run").session_end.read_text())
         assert ending == {"ending": "stopped", "step": stops_at, "steps": 6}
     for either in (config, undisturbed):
         assert codes(start_ranks(either, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
-        assert json.loads(either.folder().ending.read_text())["ending"] == "finished"
+        assert json.loads(either.folder().session_end.read_text())["ending"] == "finished"
     mine, theirs = (read_metrics(tmp_path / name) for name in ("run", "undisturbed"))
     assert losses(mine.validation) == losses(theirs.validation)
     assert losses(mine.training) == losses(theirs.training)
@@ -139,11 +143,11 @@ def test_a_session_that_is_stopped_takes_no_step_and_loses_no_evaluation(
 def test_a_run_that_is_killed_leaves_no_mark(tmp_path: Path) -> None:
     write_text(tmp_path)
     assert codes(start_ranks(small_config(tmp_path), 1, tmp_path)) == [0]
-    assert RunFolder(tmp_path / "run").ending.exists()
+    assert RunFolder(tmp_path / "run").session_end.exists()
 
     def die(rank: int) -> None:
         Engine.micro_step = lambda *_: os._exit(9)  # type: ignore[method-assign]
 
     longer = small_config(tmp_path, {"training.steps": 9})
     assert codes(start_ranks(longer, 1, tmp_path, sabotage=die)) == [9]
-    assert not RunFolder(tmp_path / "run").ending.exists()
+    assert not RunFolder(tmp_path / "run").session_end.exists()

@@ -182,7 +182,7 @@ def test_a_tracker_that_fails_costs_its_curves_and_not_the_run(
     write_text(tmp_path)
     config = small_config(tmp_path, {f"training.{name}": "heads"})
     assert on_ranks(1, failing, config, name, log) == [1]
-    assert json.loads(config.folder().ending.read_text())["ending"] == "finished"
+    assert json.loads(config.folder().session_end.read_text())["ending"] == "finished"
     said = f"warning     {name} gets no more curves of this session (no route to host)"
     assert capfd.readouterr().out.count(said) == 1
 

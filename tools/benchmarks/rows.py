@@ -15,7 +15,7 @@ from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.data.batch import RowCollator
 from megahead.data.blending import RowSource, training_samples
-from megahead.data.framing import Framing
+from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
 from megahead.data.masking import MaskingCollator
@@ -79,12 +79,12 @@ def _collator(config: RunConfig) -> RowCollator:
     """Frames and masks as a run does, but selects and keeps tokens uniformly: step time is the same."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
-    framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
+    row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)
     first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None
     if (settings := config.masking.dropping) is not None:
-        dropping = TokenDropping(framing, settings.layers(config.model), settings.keep_share, Uniform())
+        dropping = TokenDropping(row_builder, settings.layers(config.model), settings.keep_share, Uniform())
     subsets = TokenSubsets(config.masking.mask_token, first_masked_layer, dropping)
-    collator = MaskingCollator(framing, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
+    collator = MaskingCollator(row_builder, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
     return add_auxiliary(collator, config, seed=0)
 
 

@@ -321,7 +321,7 @@ def _is_finished(run: Path, config: RunConfig) -> bool:
 def has_ended(run: Path) -> bool:
     """Whether the last session in a run folder finished."""
     try:
-        return bool(json.loads(RunFolder(run).ending.read_text())["ending"] == "finished")
+        return bool(json.loads(RunFolder(run).session_end.read_text())["ending"] == "finished")
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""Encoder rows framed by special tokens, next-token batches of them, and decoder batches with masked inputs."""
+"""Encoder rows with special tokens, next-token batches of them, and decoder batches with masked inputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megahead.data.samples import CounterRng, Purpose
 
 
 @dataclass(frozen=True)
-class FramedRows:
-    """Rows before any token is masked."""
+class EncoderRows:
+    """Rows with [CLS] and [SEP], before any token is masked."""
 
     tokens_BT: Array
     """int64."""
@@ -49,8 +49,8 @@ class FramedRows:
 
 
 @dataclass(frozen=True)
-class Framing:
-    """Frames rows of text."""
+class EncoderRowBuilder:
+    """Adds [CLS] and [SEP] to rows of text."""
 
     masking: MaskingConfig
     end_token: int
@@ -60,7 +60,7 @@ class Framing:
         """Ids that are never masked."""
         return self.masking.unmaskable_ids(self.end_token)
 
-    def frame(self, text: Array, document_starts: Array | None = None) -> FramedRows:
+    def build(self, text: Array, document_starts: Array | None = None) -> EncoderRows:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
 
         document_starts: bool [B, t], where documents begin other than after end tokens.
@@ -81,7 +81,7 @@ class Framing:
             last_token_BT |= ends_BT
         has_several = bool((text < 0).any()) or bool(last_token_BT[:, :-1].any())
         positions_BT = document_positions(last_token_BT) if has_several else None
-        return FramedRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
+        return EncoderRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class NextTokenCollator(RowCollator):
     """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
     token is the next one of the text, that of [CLS] the first. A sample has the same text as when it is masked."""
 
-    framing: Framing
+    row_builder: EncoderRowBuilder
 
     boundary_targets: bool
     """Whether the first token of a document is the target of the last token of the document before it."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as in `Framing.frame`; a full row has t targets."""
-        rows = self.framing.frame(text, document_starts)
+        """Arguments as in `EncoderRowBuilder.build`; a full row has t targets."""
+        rows = self.row_builder.build(text, document_starts)
         has_target_BT = np.zeros(rows.tokens_BT.shape, bool)
         has_target_BT[:, :-2] = text >= 0
         if not self.boundary_targets:
