@@ -70,7 +70,10 @@ class HFSettings:
             return None
         try:
             with ZipFile(run.source_hf_files) as archive:
-                return HFSettings({name: archive.read(name) for name in archive.namelist()})
+                settings = HFSettings({name: archive.read(name) for name in archive.namelist()})
+            if missing := {"model_type", "vocab_size"} - settings.read_json(CONFIG_FILE).keys():
+                raise BadZipFile(f"its {CONFIG_FILE} lacks {', '.join(sorted(missing))}")
+            return settings
         except (BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
             raise CheckpointError(
                 f"`{run.source_hf_files}` must be a zip archive of settings, but cannot be read ({error}); remove it "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -234,7 +236,18 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     assert not (after / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-30], lambda content: b"no zip"])
+def without_config(content: bytes) -> bytes:
+    """A whole archive whose config.json is empty."""
+    buffer = BytesIO()
+    with ZipFile(BytesIO(content)) as before, ZipFile(buffer, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, b"" if name == "config.json" else before.read(name))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: b"", lambda content: content[:-30], lambda content: b"no zip", without_config]
+)
 def test_kept_settings_that_are_damaged_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     run = from_hf(theirs(tmp_path / "theirs", "llama"), tmp_path / "run")
     kept_there = RunFolder(run).source_hf_files
