@@ -187,7 +187,7 @@ def test_a_pair_of_which_one_was_stopped_begins_anew(runner: ExperimentRunner, m
 
     def end(run: RunFolder, ending: str) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
-        run.ending.write_text(json.dumps({"ending": ending}))
+        run.session_end.write_text(json.dumps({"ending": ending}))
 
     monkeypatch.setattr(ExperimentRunner, "train", train)
     end(RunFolder(runner.folder / "ours"), "stopped")
