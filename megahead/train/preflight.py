@@ -109,7 +109,7 @@ def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.tasks and config.tasks.items:
         yield "tasks.items", f"{config.tasks.items}.idx"
     names = ["data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf"]
-    names += ["tasks.data", "tasks.cloze", "tasks.text"]
+    names += ["tasks.data", "tasks.cloze", "tasks.text", "tasks.articles"]
     yield from ((name, settings[name]) for name in names if settings.get(name) is not None)
 
 

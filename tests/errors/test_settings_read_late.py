@@ -163,7 +163,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ("tasks.items", "start", tasks(names=["next_item"], items="F/none"), "`F/none.idx` must exist"),
     (
         "tasks.articles",
-        "dry",
+        "start",
         tasks(names=["retrieval"], articles="F/none.jsonl") | ENCODER,
         "`F/none.jsonl` must be a readable text",
     ),
