@@ -40,7 +40,8 @@ def main() -> None:
             console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
     import torch
 
-    from megahead.evaluate.finetuning import Comparison, FineTuningResults, InitialModel, comparison_table
+    from megahead.evaluate.finetuning import InitialModel
+    from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
     from megahead.hf.export import ensure_classifier_folder
 
     if arguments.threads:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from math import log, sqrt
@@ -301,22 +302,14 @@ class ModelTask:
     for_encoders: bool
 
 
-def _score_next_item(*arguments: Any) -> TaskResult:
-    from megahead.evaluate.next_item import next_item  # imports torch
+def _score_by(module: str, function: str) -> Callable[[Path, Path, int | None, int | None], TaskResult]:
+    """A task's score function, whose module is imported when it is called, since it imports torch."""
 
-    return next_item(*arguments)
+    def score(*arguments: Any) -> TaskResult:
+        result: TaskResult = getattr(import_module(f"megahead.evaluate.{module}"), function)(*arguments)
+        return result
 
-
-def _score_retrieval(*arguments: Any) -> TaskResult:
-    from megahead.evaluate.retrieval import retrieval  # imports torch
-
-    return retrieval(*arguments)
-
-
-def _score_stsb(*arguments: Any) -> TaskResult:
-    from megahead.evaluate.retrieval import stsb  # imports torch
-
-    return stsb(*arguments)
+    return score
 
 
 _read_arc = jsonl_reader("question", "answerKey", convert=convert_arc)
@@ -343,9 +336,9 @@ TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
-    "next_item": ModelTask(None, read_sequences, _score_next_item, for_encoders=False),
-    "retrieval": ModelTask(None, read_articles, _score_retrieval, for_encoders=True),
-    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _score_stsb, for_encoders=True),
+    "next_item": ModelTask(None, read_sequences, _score_by("next_item", "next_item"), for_encoders=False),
+    "retrieval": ModelTask(None, read_articles, _score_by("retrieval", "retrieval"), for_encoders=True),
+    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _score_by("retrieval", "stsb"), for_encoders=True),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +214,7 @@ def summarize(rankings: Sequence[tuple[Ranking, Ranking]], num_items: int) -> li
             f"ndcg@{CUTOFF}{suffix}": is_hit_U / (ranks_U + 1).log2(),
             f"mrr{suffix}": 1 / ranks_U,
         }
-        for metric, gain_U in gains.items():
-            stderr = gain_U.std().item() / sqrt(len(gain_U)) if len(gain_U) > 1 else None
-            scores.append(Score(metric, gain_U.mean().item(), stderr))
+        scores += [Score.mean(metric, gain_U.cpu()) for metric, gain_U in gains.items()]
         recommended = torch.cat([part.first_items for part in parts]).unique()
         scores.append(Score(f"coverage@{CUTOFF}{suffix}", int((recommended != END_ID).sum()) / num_items, None))
     return scores

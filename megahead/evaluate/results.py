@@ -7,8 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from math import sqrt
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from megahead.errors import DataError
 from megahead.files import write_atomically
@@ -80,6 +84,13 @@ class Score:
     value: float
     stderr: float | None
     """Standard error, for lm-eval's tasks its own (bootstrapped for perplexity); None if there is none."""
+
+    @staticmethod
+    def mean(metric: str, values_N: ArrayLike) -> Score:
+        """The mean of the examples' values, with its standard error if there are several."""
+        values_N = np.asarray(values_N, np.float64)
+        count = len(values_N)
+        return Score(metric, float(values_N.mean()), float(values_N.std(ddof=1)) / sqrt(count) if count > 1 else None)
 
 
 @dataclass(frozen=True)

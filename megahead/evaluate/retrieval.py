@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from scipy.stats import spearmanr
@@ -130,15 +129,9 @@ def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_ARTICLE
 
 def _summarize(prefix: str, ranks_Q: Tensor) -> list[Score]:
     is_found_Q = ranks_Q <= CUTOFF
-    gains: dict[str, Any] = {
+    gains = {
         "recall@1": ranks_Q <= 1,
         f"recall@{CUTOFF}": is_found_Q,
         f"mrr@{CUTOFF}": is_found_Q / ranks_Q,
     }
-    return [_mean_score(f"{prefix}_{metric}", gain_Q.double()) for metric, gain_Q in gains.items()]
-
-
-def _mean_score(metric: str, gains_Q: Tensor) -> Score:
-    count = len(gains_Q)
-    stderr = float(gains_Q.std()) / count**0.5 if count > 1 else None
-    return Score(metric, float(gains_Q.mean()), stderr)
+    return [Score.mean(f"{prefix}_{metric}", gain_Q.cpu()) for metric, gain_Q in gains.items()]

@@ -16,17 +16,14 @@ from transformers import Trainer, TrainingArguments
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.finetuning import (
     Classifier,
-    Comparison,
     EpochScores,
     ExampleEncoder,
-    FineTuningResult,
-    FineTuningResults,
     FineTuningRun,
     InitialModel,
     collate,
     fine_tune,
-    summarise,
 )
+from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResult, FineTuningResults, summarise
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
 from megahead.hf.export import ensure_classifier_folder, ensure_hf_folder
 from megahead.hf.loading import load_classifier, load_tokenizer_folder

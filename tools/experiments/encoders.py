@@ -17,7 +17,7 @@ from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
-from megahead.evaluate.finetuning import FineTuningResult, comparison_table
+from megahead.evaluate.finetuning_comparison import FineTuningResult, comparison_table
 from megahead.report.read import RunMetrics
 from steps.once import output_lock
 

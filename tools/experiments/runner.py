@@ -32,7 +32,7 @@ from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
-from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults
+from megahead.evaluate.finetuning_comparison import FineTuningResult, FineTuningResults
 from megahead.evaluate.results import ResultsFile, TaskResult
 from megahead.quickstart import environment, launcher
 from megahead.report.figures import save_figure

@@ -1,0 +1,238 @@
+"""Compares fine-tuned models: a grid of models, tasks and seeds, its stored results, and their table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from megahead.evaluate.finetuning import EpochScores, FineTuningRun, InitialModel
+from megahead.evaluate.glue_tasks import TASKS, FineTuningSettings, TaskData
+from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
+from megahead.wording import format_duration
+
+
+@dataclass(frozen=True)
+class FineTuningResult:
+    """One run: a model on a task with a seed."""
+
+    model: str
+    task: str
+    seed: int
+    train_rows: int
+    trains_on_dev: bool
+    """Whether half of the dev split was the training set, because the task has no training split."""
+
+    epochs: list[EpochScores]
+
+    def best(self) -> int:
+        """Returns the index of the (first) epoch with the highest score on the first evaluation set."""
+        metric = TASKS[self.task].metric
+        values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
+        return values.index(max(values))
+
+    def scores(self) -> Mapping[str, Mapping[str, float]]:
+        """From evaluation set to metric to value, at the best epoch."""
+        return self.epochs[self.best()].scores
+
+    def seconds(self) -> float:
+        """Training time."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+
+PlannedRun = tuple[InitialModel, TaskData, FineTuningSettings, int]
+"""The model, the task, its settings and the seed of a run."""
+
+
+class FineTuningResults:
+    """Results in one JSON file, a `ResultCache`.
+
+    The key is the model, its weights, the task, the examples, the settings and the seed.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._cache = ResultCache(path)
+
+    def newest(self) -> list[FineTuningResult]:
+        """The last result stored for each model, task and seed, whatever its settings."""
+        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._cache.entries}
+        return [_from_entry(entry) for entry in runs.values()]
+
+    def find(self, run: PlannedRun) -> FineTuningResult | None:
+        """The stored result of this run, if there is one."""
+        entry = self._cache.find(_key(*run))
+        return None if entry is None else _from_entry(entry)
+
+    def add(self, run: PlannedRun, epochs: Sequence[EpochScores]) -> FineTuningResult:
+        """Stores a finished run, in place of an earlier one with the same settings."""
+        initial_model, data, _, seed = run
+        result = FineTuningResult(
+            initial_model.name, data.name, seed, len(data.train), data.trains_on_dev, list(epochs)
+        )
+        fields = {"train_rows": result.train_rows, "halved": data.trains_on_dev, "metric": data.task.metric}
+        values = {**fields, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
+        self._cache.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
+        return result
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """One metric of a model on one evaluation set (or the mean of several), over seeds."""
+
+    model: str
+    task: str
+    evaluation_set: str
+    metric: str
+    values: list[float]
+    """A value for each seed, at its best epoch."""
+
+    epochs: list[int]
+    """The best epochs, counted from 1; empty for means of several tasks."""
+
+    def mean(self) -> float:
+        """Over seeds."""
+        return fmean(self.values)
+
+    def __str__(self) -> str:
+        """In percent, with the standard deviation over seeds and the best epochs: 71.2 ± 0.4 (3 5)."""
+        spread = f" ± {100 * stdev(self.values):.1f}" if len(self.values) > 1 else ""
+        epochs = f" ({' '.join(map(str, self.epochs))})" if self.epochs else ""
+        return f"{100 * self.mean():.1f}{spread}{epochs}"
+
+
+def summarise(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
+    """Returns every metric of every evaluation set of one model's tasks, then the means over tasks."""
+    rows = []
+    for task in dict.fromkeys(result.task for result in results):
+        runs = [result for result in results if result.task == task]
+        scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
+        for name, metric in ((name, metric) for name, metrics in scores[0].items() for metric in metrics):
+            values = [score[name][metric] for score in scores]
+            rows.append(TaskSummary(runs[0].model, task, name, metric, values, epochs))
+        if len(scores[0]) > 1:
+            metric = TASKS[task].metric
+            means = [fmean(metrics[metric] for metrics in score.values()) for score in scores]
+            rows.append(TaskSummary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
+    return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
+
+
+_EXCLUDED_TASKS = {"glue/rte", "glue/wnli"}  # excluded from the GLUE average, as in the paper
+
+
+def _suite_mean(suite: str, rows: Sequence[TaskSummary]) -> TaskSummary | None:
+    """Returns for each seed the mean over a suite's tasks, each by the metric that the paper reports; None for a single
+    task, and if tasks have run with different seeds."""
+    tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _EXCLUDED_TASKS
+    summaries = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
+    if len(summaries) < 2 or len({len(row.values) for row in summaries}) > 1:
+        return None
+    seeds = zip(*(row.values for row in summaries), strict=True)
+    return TaskSummary(
+        summaries[0].model, suite, f"mean of {len(summaries)}", "", [fmean(values) for values in seeds], []
+    )
+
+
+def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
+    run = {name: entry[name] for name in ("model", "task", "seed", "train_rows")}
+    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
+    return FineTuningResult(**run, trains_on_dev=entry["halved"], epochs=epochs)
+
+
+def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, seed: int) -> dict[str, Any]:
+    """Everything that a result depends on. With random weights only the folder's config and tokenizer count."""
+    folder = initial_model.folder
+    without_weights = [folder / "config.json", folder / "tokenizer.json"]
+    weights = (
+        f"random, {fingerprint_files(without_weights)}" if initial_model.random_weights else fingerprint_model(folder)
+    )
+    run = {"model": initial_model.name, "task": data.name, "seed": seed}
+    return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
+
+
+# A grid of models, tasks and seeds: stored results are reused, missing ones are computed.
+
+_TRAINING_COST = 3  # of a row, relative to evaluating it
+_CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
+
+
+class Comparison:
+    """Models x tasks (with their settings) x seeds; each result is stored as soon as its run is finished."""
+
+    def __init__(
+        self,
+        initial_models: Sequence[InitialModel],
+        tasks: Sequence[tuple[TaskData, FineTuningSettings]],
+        seeds: Sequence[int],
+        cache: FineTuningResults,
+    ) -> None:
+        self._cache = cache
+        self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
+        missing = [run for run in self._runs if cache.find(run) is None]
+        self._work = sum(settings.epochs * _epoch_cost(data, settings) for _, data, settings, _ in missing)
+        self._done, self._start_time = 0, time.monotonic()
+
+    def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
+        """Returns all results, ordered by model, then task; calls `report` with a line after each epoch."""
+        results, task_run = [], None
+        for run in self._runs:
+            result = self._cache.find(run)
+            if result is None:
+                initial_model, data, settings, seed = run
+                if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
+                    task_run = FineTuningRun(initial_model, data, settings)
+                result = self._cache.add(run, self._epochs(task_run, seed, report))
+            results.append(result)
+        return results
+
+    def _epochs(self, task_run: FineTuningRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
+        epochs: list[EpochScores] = []
+        for epoch in task_run.run(seed):
+            epochs.append(epoch)
+            self._done += _epoch_cost(task_run.data, task_run.settings)
+            report(self._progress_line(task_run, seed, epochs))
+        return epochs
+
+    def _progress_line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
+        """Returns a line with progress and speed of a run, and the estimated time left for all runs."""
+        data, last = task_run.data, epochs[-1]
+        metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
+        left = (time.monotonic() - self._start_time) * (self._work - self._done) / self._done
+        return (
+            f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{task_run.settings.epochs}: "
+            f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
+            f"{self._done / self._work:.0%} of all runs done, {format_duration(left)} left"
+        )
+
+
+def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
+    """Returns the relative cost of an epoch, in characters; to estimate the time left."""
+    max_characters = _CHARACTERS_PER_TOKEN * settings.max_length
+    training_cost = sum(example.num_characters(max_characters) for example in data.train)
+    evaluation_cost = sum(
+        example.num_characters(max_characters) for example in chain.from_iterable(data.evaluation_sets.values())
+    )
+    return _TRAINING_COST * training_cost + evaluation_cost
+
+
+# The comparison table: scores in percent, and training time.
+
+
+def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
+    """Returns a row for each metric of a task, a column for each model, and a last row of training time."""
+    rows: dict[tuple[str, str, str], dict[str, object]] = {}
+    for model in dict.fromkeys(result.model for result in results):
+        model_results = [result for result in results if result.model == model]
+        tasks_on_dev = {result.task for result in model_results if result.trains_on_dev}
+        for summary in summarise(model_results):
+            task = summary.task + (" (half of dev)" if summary.task in tasks_on_dev else "")
+            test = "" if summary.evaluation_set == summary.task.split("/")[-1] else summary.evaluation_set
+            names = {"task": task, "test": test, "metric": summary.metric}
+            rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
+        time_row = rows.setdefault(("training", "", ""), {"task": "training"})
+        time_row[model] = format_duration(sum(result.seconds() for result in model_results))
+    rows["training", "", ""] = rows.pop(("training", "", ""))
+    return list(rows.values())
