@@ -201,7 +201,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     Collective; CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:  # `late/` is a sharded embedding as saved: `resume_from` restores its pending updates
+    if resumed is not None:  # `late/` has rows as last updated: `resume_from` restores pending updates
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)

@@ -90,7 +90,7 @@ def test_an_export_enters_few_files(tmp_path: Path) -> None:
             r"replicate_every|NodeMemory|checkpoints\.memory|Replicas\b|replicate\(|in-memory|cop(y|ies) in memory",
             6,
         ),
-        (r"[Ss]hards?(ed)?[_ ]embedding|Row(Plan|Table|Engine)|rows_(fetched|late)", 11),
+        (r"[Ss]hards?(ed)?[_ ]embedding|Row(Plan|Table|Engine)|rows_(fetched|late)", 10),
     ],
 )
 def test_a_feature_is_named_in_few_files(pattern: str, most: int) -> None:
