@@ -30,8 +30,8 @@ from megahead.objectives.micro_batch import EvaluationRequest
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
 
 _MICRO_BATCHES_PER_PASS = 8
-"""Micro-batches that are scored in one pass over the vocabulary, for which an embedding split by rows is gathered. Their
-hidden states need less memory than one micro-batch in training."""
+"""Micro-batches that are scored in one pass over the vocabulary, for which rows that are split over ranks are gathered.
+Their hidden states need less memory than one micro-batch in training."""
 
 
 @dataclass(frozen=True)
