@@ -377,8 +377,8 @@ def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
 
 
 def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
-    """What the text's datasets know is left to them."""
-    folder, steps, settings = path.parent, plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
+    """What the text's datasets know is left to them. Paths are absolute: the file is read from any folder."""
+    folder, steps, settings = path.parent.absolute(), plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
     del settings["model"]["vocab_size"]
     settings["name"] = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.resolve().name).strip("-") or "run"
     settings["output_dir"] = str(folder / "run")

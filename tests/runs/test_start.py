@@ -66,7 +66,9 @@ def started(told: list[str], path: Path, **options: Any) -> Started:
     return result
 
 
-def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None:
+def test_a_folder_becomes_a_model_and_a_second_call_goes_on_from_another_folder(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mixed(quick / "texts")
     told = list[str]()
     made = started(told, quick / "texts")
@@ -88,8 +90,9 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on(quick: Path) -> None
     assert made.sample.split()[0] in made.page.read_text()
     steps = config.training.steps
     made.config.write_text(made.config.read_text().replace(f"steps: {steps},", f"steps: {steps + 2},"))
+    monkeypatch.chdir("/")
     again = list[str]()
-    assert started(again, quick / "texts").run == made.run
+    assert started(again, quick / "texts", folder=quick / "texts-headless").run == made.run
     assert again[0].endswith("is there: the run goes on with it, and --minutes does not count")
     assert json.loads((made.run / "ending.json").read_text())["step"] == steps + 2
 
