@@ -13,9 +13,7 @@ lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_pa
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +24,10 @@ from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.report.tables import to_rich
-from megahead.run_folder import RunFolder
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
-    from megahead.hf.export import ExportOrigin
+    pass
 
 PAPER_TASKS = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
@@ -50,10 +47,14 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     results_file = ResultsFile(arguments.output)
-    from megahead.hf.export import ensure_hf_folder, read_origin
+    from megahead.hf.export import ensure_hf_folder
 
     folders = {model: ensure_hf_folder(model) for model in arguments.model}
-    origins = {model: read_origin(folder) for model, folder in folders.items()} if arguments.curve else {}
+    progress = {}
+    if arguments.curve:
+        from megahead.report.task_curves import checkpoint_progress
+
+        progress = checkpoint_progress(folders)
     limits = arguments.limit, arguments.batch_size
     results = [evaluate_model(model, folder, files, results_file, *limits) for model, folder in folders.items()]
     if results:
@@ -63,12 +64,13 @@ def main() -> None:
             console.print(f"{result.model}, {note}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
-    if origins:
-        from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
+    if progress:
+        from megahead.report.figures import save_figure
+        from megahead.report.task_curves import TaskPoint, draw_task_curves
 
         points = [
-            TaskPoint(name, origin.tokens, task.task, *astuple(score))
-            for name, origin, result in zip(run_names(origins, folders), origins.values(), results, strict=True)
+            TaskPoint(run, tokens, task.task, score.metric, score.value, score.stderr, hours)
+            for (run, tokens, hours), result in zip(progress.values(), results, strict=True)
             for task in result.tasks
             for score in task.scores
         ]
@@ -103,16 +105,6 @@ def evaluate_model(
             results_file.add(model, folder, files[result.task], result)
             results[result.task] = result
     return HarnessResult(str(model), [result for result in results.values() if result])
-
-
-def run_names(origins: Mapping[Path, ExportOrigin], folders: Mapping[Path, Path]) -> list[str]:
-    """The name of each model's run; runs of the same name are named by their folders, if known."""
-    run_folders = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
-    runs = {(origins[model].run, run_folder) for model, run_folder in run_folders.items()}
-    count = Counter(name for name, _ in runs)
-    return [
-        run_folders.get(model, origin.run) if count[origin.run] > 1 else origin.run for model, origin in origins.items()
-    ]
 
 
 def table(results: Sequence[HarnessResult]) -> Table:

@@ -3,6 +3,9 @@
 megahead finetune --model exports/headless exports/vanilla --task glue superglue --data data --output glue.json
 megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
 
+Checkpoints of one or several runs give curves over tokens and hours:
+megahead finetune --model runs/headless/checkpoints/step-* --task glue --data data --floor --curve glue.png
+
 `glue`, `superglue` and `xnli` stand for all their tasks in `--data`. `xnli/fr` trains on French and is tested in every
 available language. Runs with results in `--output` are not repeated: an interrupted call continues.
 """
@@ -10,8 +13,9 @@ available language. Runs with results in `--output` are not repeated: an interru
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
@@ -27,6 +31,13 @@ from megahead.evaluate.glue_tasks import (
 )
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
+
+if TYPE_CHECKING:
+    from megahead.evaluate.finetuning_comparison import FineTuningResult
+    from megahead.report.task_curves import TrainingProgress
+
+RANDOM_WEIGHTS = "random weights"
+"""The name of `--floor` among the models."""
 
 
 def main() -> None:
@@ -46,13 +57,40 @@ def main() -> None:
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    initial_models = [InitialModel(str(model), ensure_classifier_folder(model)) for model in arguments.model]
+    folders = {model: ensure_classifier_folder(model) for model in arguments.model}
+    progress: dict[Path, TrainingProgress] = {}
+    if arguments.curve:
+        from megahead.report.task_curves import checkpoint_progress
+
+        progress = checkpoint_progress(folders)
+    initial_models = [InitialModel(str(model), folder) for model, folder in folders.items()]
     if arguments.floor:
-        initial_models.append(InitialModel("random weights", initial_models[0].folder, random_weights=True))
+        initial_models.append(InitialModel(RANDOM_WEIGHTS, initial_models[0].folder, random_weights=True))
     results_file = FineTuningResults(arguments.output)
     results = Comparison(initial_models, tasks, range(arguments.seeds), results_file).run(console.print)
     console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
-    console.print(f"\nwrote {arguments.output}")
+    console.print(f"\nwrote {arguments.output}", soft_wrap=True)
+    if progress:
+        console.print(f"wrote {write_curve(results, progress, arguments.curve)}", soft_wrap=True)
+
+
+def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, TrainingProgress], output: Path) -> Path:
+    """Draws the scores of checkpoints along their runs, with the standard error over seeds, and of random weights."""
+    from megahead.evaluate.finetuning_comparison import summarise
+    from megahead.report.figures import save_figure
+    from megahead.report.task_curves import TaskPoint, draw_task_curves
+
+    by_model = {str(model): place for model, place in progress.items()}
+    points, floors = [], {}
+    for model in dict.fromkeys(result.model for result in results):
+        for score in summarise([result for result in results if result.model == model]):
+            panel = (score.full_name(), score.metric)
+            if model == RANDOM_WEIGHTS:
+                floors[panel] = score.mean()
+            else:
+                run, tokens, hours = by_model[model]
+                points.append(TaskPoint(run, tokens, *panel, score.mean(), score.standard_error(), hours))
+    return save_figure(draw_task_curves(points, floors=floors), output)
 
 
 def load_with_settings(
@@ -78,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there")
     add("--seeds", type=int, default=3, metavar="N", help="runs per task, seeds 0 to N - 1 (default: 3)")
     add("--floor", action="store_true", help="also fine-tune the first model with random weights")
+    add("--curve", type=Path, metavar="PNG", help="draw the scores of checkpoints against tokens and hours")
     add("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
     add("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
     add("--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)")

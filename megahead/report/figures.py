@@ -1,12 +1,11 @@
-"""Figures as PNG: curves of runs, scores on tasks, synonyms. Shape suffix: P pairs of words."""
+"""Figures as PNG: curves of runs, synonyms. Shape suffix: P pairs of words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
-from math import ceil, nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -145,62 +144,6 @@ def _format_count(value: float, _position: int) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
     return f"{value:g}"
-
-
-# Scores on tasks during training: a panel for each metric of a task, a line for each run.
-
-_MAX_COLUMNS = 3
-
-
-class TaskPoint(NamedTuple):
-    """The score of a run on one metric of a task, after `tokens` tokens of training."""
-
-    run: str
-    tokens: int
-    task: str
-    metric: str
-    value: float
-    stderr: float | None
-
-
-def logged_points(run: RunMetrics) -> list[TaskPoint]:
-    """The scores of a run on tasks during training; NaN for values that were logged as null."""
-    return [
-        TaskPoint(run.name, record["tokens"], task, metric, nan if s["value"] is None else s["value"], s["stderr"])
-        for record in run.tasks
-        for task, metrics in record["tasks"].items()
-        for metric, s in metrics.items()
-    ]
-
-
-def draw_task_curves(points: Iterable[TaskPoint]) -> Figure:
-    """Plots scores with their standard errors against tokens; perplexities on a logarithmic scale."""
-    panels: dict[tuple[str, str], dict[str, dict[int, TaskPoint]]] = {}
-    colors: dict[str, str] = {}
-    for point in points:
-        colors.setdefault(point.run, PALETTE[len(colors) % len(PALETTE)])
-        panels.setdefault((point.task, point.metric), {}).setdefault(point.run, {})[point.tokens] = point
-    num_columns, num_rows = min(len(panels), _MAX_COLUMNS), ceil(len(panels) / _MAX_COLUMNS)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * num_columns, 0.6 + 2.8 * num_rows))
-        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
-        grid: Any = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-        handles: dict[str, Any] = {}
-        for axes, ((task, metric), lines) in zip(grid, panels.items(), strict=False):
-            axes.set_title(f"{task}  ·  {metric}")
-            axes.set_xlabel("tokens")
-            axes.tick_params(which="both", length=0)
-            if metric == "perplexity":
-                axes.set_yscale("log")
-            for run in (run for run in colors if run in lines):
-                line = [lines[run][tokens] for tokens in sorted(lines[run])]
-                columns = zip(*((point.tokens, point.value, point.stderr or 0.0) for point in line), strict=True)
-                style: dict[str, Any] = {"color": colors[run], "marker": "o", "markersize": 3.5}
-                handles[run] = axes.errorbar(*columns, capsize=2, **style)
-        for axes in grid[len(panels) :]:
-            axes.set_axis_off()
-        figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=4)
-        return figure
 
 
 # Cosines of synonyms and of random pairs in each model's embedding: one panel per model, one scale.

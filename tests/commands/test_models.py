@@ -7,13 +7,17 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from megahead.commands.eval_harness import run_names
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
-from megahead.hf.export import ExportOrigin, export
+from megahead.hf.export import ExportOrigin, ensure_classifier_folder, export, read_origin
+from megahead.report import task_curves
+from megahead.report.task_curves import draw_task_curves, run_names
 from support.blimp import write_blimp
 from support.named import folder_of
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -172,6 +176,37 @@ def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, 
     monkeypatch.setattr(harness, "open_language_model", None)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
     assert capsys.readouterr().out == first
+
+
+def write_entailment(data: Path) -> None:
+    (data / "glue/RTE").mkdir(parents=True)
+    rows = "7\tthe cat sat\tit is true\tentailment\n8\tthe dog\tno\tnot_entailment\n" * 4
+    for split in ("train", "dev"):
+        (data / f"glue/RTE/{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + rows)
+
+
+def test_fine_tuned_checkpoints_are_a_curve_over_tokens_and_hours(run: Path, monkeypatch, capsys) -> None:
+    write_entailment(run.parent / "data")
+    origin = read_origin(ensure_classifier_folder(run))
+    log = {"step": 1, "tokens": origin.tokens, "seconds": 1800.0, "loss": 2.0}
+    (run / "metrics.jsonl").write_text(json.dumps(log) + "\n" + json.dumps(log | {"step": 2, "tokens": 10**9}) + "\n")
+    seen: dict[str, Any] = {}
+
+    def draw(points: list[task_curves.TaskPoint], **more: Any) -> Figure:
+        seen.update(more, points=points)
+        return draw_task_curves(points, **more)
+
+    monkeypatch.setattr(task_curves, "draw_task_curves", draw)
+    png, output = run.parent / "rte.png", run.parent / "tuned.json"
+    options = ("--data", run.parent / "data", "--output", output, "--seeds", 2, "--epochs", 1, "--floor")
+    assert command(monkeypatch, "finetune", "--model", run, "--task", "glue/rte", *options, "--curve", png) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    entries = json.loads(output.read_text())["results"]
+    scores = [entry["epochs"][0]["scores"]["rte"]["accuracy"] for entry in entries]
+    (point,) = (point for point in seen["points"] if point.metric == "accuracy")
+    assert point[:4] == (origin.run, origin.tokens, "glue/rte", "accuracy")
+    assert point[4:] == (fmean(scores[:2]), stdev(scores[:2]) / 2**0.5, 0.5)
+    assert seen["floors"]["glue/rte", "accuracy"] == fmean(scores[2:])
 
 
 def test_encoders_have_tasks_of_their_own_without_any_named(run: Path, monkeypatch, capsys) -> None:

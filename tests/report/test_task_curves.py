@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report.figures import draw_task_curves, logged_points, save_figure
+from megahead.report.figures import save_figure
 from megahead.report.read import read_all_metrics, read_metrics
+from megahead.report.task_curves import TaskPoint, draw_task_curves, logged_points
 
 
 def write_run(folder: Path, *tokens: int) -> Path:
@@ -47,3 +48,13 @@ def test_runs_of_equal_names_are_told_apart_and_a_value_may_be_missing(tmp_path:
     assert (list(first.get_xdata()), list(second.get_xdata())) == ([10, 20], [15, 30])
     figure = draw_task_curves(logged_points(read_metrics(folders[0])))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_run"]
+
+
+def test_hours_are_panels_of_their_own_where_all_are_known_and_random_weights_a_line() -> None:
+    points = [TaskPoint(run, n, "rte", "accuracy", 0.5, None, n / 10) for run in ("a", "b") for n in (20, 10)]
+    figure = draw_task_curves(points, floors={("rte", "accuracy"): 0.4})
+    assert [axes.get_xlabel() for axes in figure.axes] == ["tokens", "hours"]
+    assert [list(axes.containers[1][0].get_xdata()) for axes in figure.axes] == [[10, 20], [1.0, 2.0]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "random weights"]
+    figure = draw_task_curves([*points, points[0]._replace(run="c", hours=None)])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["tokens"]
