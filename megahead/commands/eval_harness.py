@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--cloze", type=existing_path, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
     add("--text", type=existing_path, metavar="FILE", help="text for the task bits_per_byte")
     add("--items", type=Path, metavar="PREFIX", help="dataset of item sequences for the task next_item")
-    articles = 'jsonl of {"title", "text"} for the task retrieval'
-    add("--articles", type=existing_path, metavar="FILE", help=articles)
+    articles = 'for the task retrieval: jsonl of {"title", "text"} or {"query", "positive"}, or a folder of BEIR'
+    add("--articles", type=existing_path, metavar="PATH", help=articles)
     add("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
     add("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     add("--output", type=Path, metavar="JSON", help="store results there, and continue from them")

@@ -330,7 +330,8 @@ class TasksConfig(Settings):
     """Prefix of a dataset of item sequences for the task `next_item`, as `megahead preprocess --table` makes it."""
 
     articles: str | None = None
-    """A jsonl file of {"title", "text"} for the task `retrieval`: articles are searched by title and first sentence."""
+    """A jsonl file of {"title", "text"} for the task `retrieval`: articles are searched by title and first sentence. Or
+    a jsonl file of {"query", "positive"}, or BEIR's folder."""
 
     every: int = Field(gt=0)
     """Optimizer steps between evaluations, each with a checkpoint; also at the end."""

@@ -39,8 +39,9 @@ Reader = Callable[[Path], list[Row]]
 """Reads a file into plain values, for JSON; DataError for a file of another form."""
 
 
-def jsonl_reader(*fields: str, convert: Converter = dict) -> Reader:
-    """Returns a reader of one JSON object per line, which must have all `fields`; others are dropped."""
+def jsonl_reader(*fields: str, optional: Sequence[str] = (), convert: Converter = dict) -> Reader:
+    """Returns a reader of one JSON object per line, which must have all `fields` and may have `optional` ones; others
+    are dropped."""
 
     def read(file: Path) -> list[Row]:
         rows = [_parse_object(line) for line in read_text(file).split("\n") if line]
@@ -48,7 +49,8 @@ def jsonl_reader(*fields: str, convert: Converter = dict) -> Reader:
             missing = [field for field in fields if field not in row]
             if missing:
                 raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
-        return convert_rows(file, ({field: row[field] for field in fields} for row in rows), convert)
+        selected = ({field: row[field] for field in (*fields, *optional) if field in row} for row in rows)
+        return convert_rows(file, selected, convert)
 
     return read
 
@@ -302,14 +304,13 @@ class ModelTask:
     for_encoders: bool
 
 
-def _score_by(module: str, function: str) -> Callable[[Path, Path, int | None, int | None], TaskResult]:
-    """A task's score function, whose module is imported when it is called, since it imports torch."""
+def _function_of(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module beside this one, which is imported when it is called, since it imports torch or this."""
 
-    def score(*arguments: Any) -> TaskResult:
-        result: TaskResult = getattr(import_module(f"megahead.evaluate.{module}"), function)(*arguments)
-        return result
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(f"megahead.evaluate.{module}"), name)(*arguments)
 
-    return score
+    return call
 
 
 _read_arc = jsonl_reader("question", "answerKey", convert=convert_arc)
@@ -336,14 +337,17 @@ TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
-    "next_item": ModelTask(None, read_sequences, _score_by("next_item", "next_item"), for_encoders=False),
-    "retrieval": ModelTask(None, read_articles, _score_by("retrieval", "retrieval"), for_encoders=True),
-    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _score_by("retrieval", "stsb"), for_encoders=True),
+    "next_item": ModelTask(None, read_sequences, _function_of("next_item", "next_item"), for_encoders=False),
+    "retrieval": ModelTask(
+        None, _function_of("search_data", "read_searches"), _function_of("retrieval", "retrieval"), for_encoders=True
+    ),
+    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _function_of("retrieval", "stsb"), for_encoders=True),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
 `bits_per_byte`: any text that `megahead preprocess` reads. `next_item`: a dataset that `megahead preprocess --table`
-makes. `retrieval`: a jsonl of {"title", "text"}, whose articles are searched.
+makes. `retrieval`: a jsonl of {"title", "text"}, whose articles are searched; a jsonl of {"query", "positive"}, or
+BEIR's folder.
 
 `blimp`: accuracy over all of BLiMP's paradigms, and over those of each field of grammar (`field`); `blimp_paradigms`:
 over all, and in each paradigm (`UID`).

@@ -159,6 +159,6 @@ def _key(model: Path, folder: Path, task: str, file: Path, limit: int | None) ->
         "task": task,
         "limit": limit,
         "weights": fingerprint_model(folder),
-        "data": fingerprint_files(sorted(file.iterdir()) if file.is_dir() else [file]),
+        "data": fingerprint_files(sorted(filter(Path.is_file, file.rglob("*"))) if file.is_dir() else [file]),
         "lm_eval": version("lm-eval"),
     }

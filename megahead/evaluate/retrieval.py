@@ -1,15 +1,18 @@
-"""The tasks `retrieval` and `stsb`: how well an encoder's vectors find articles, and rank pairs of sentences by
+"""The tasks `retrieval` and `stsb`: how well an encoder's vectors find texts, and rank pairs of sentences by
 similarity, without fine-tuning.
 
-Q queries, N articles, n articles of a block, B texts of a batch, T tokens, D features.
+Q queries, N texts, n texts of a block, k nearest texts, B texts of a batch, T tokens, D features.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,10 +21,14 @@ from megahead.errors import CheckpointError
 from megahead.evaluate.harness_tasks import read_articles, read_similarities
 from megahead.evaluate.results import Score, TaskResult
 from megahead.evaluate.scoring import special_ids
+from megahead.evaluate.search_data import SearchData, has_queries, read_search_data
 from megahead.hf.loading import context_length, is_encoder, load_encoder, load_tokenizer_folder
 
 CUTOFF = 10
-"""k of recall@k and MRR@k."""
+"""k of recall@k, MRR@k and nDCG@k."""
+
+RECALL_CUTOFFS = (1, CUTOFF, 100)
+"""k of recall@k of queries with judged texts."""
 
 TOLERANCE = 1e-6
 """Largest difference of cosines that count as equal: those of one text twice, by fp32 and other padding."""
@@ -31,6 +38,7 @@ MAX_TOKENS = 512
 
 _BATCH_TOKENS = 1 << 14
 _BLOCK_ARTICLES = 1 << 16
+_BLOCK_QUERIES = 1 << 8
 
 
 def retrieval(model_dir: Path, file: Path, limit: int | None = None, batch_size: int | None = None) -> TaskResult:
@@ -39,7 +47,12 @@ def retrieval(model_dir: Path, file: Path, limit: int | None = None, batch_size:
 
     Scores of both kinds of queries and vectors ([CLS], and the mean over tokens): recall@1, recall@10 and MRR@10 with
     standard errors over queries. Articles that are equally near as the right one count half before it.
+
+    A `file` of pairs, or BEIR's folder, has queries of its own: see `score_search`.
     """
+    if has_queries(file):
+        data, encoder = read_search_data(file, limit=limit), TextEncoder(model_dir, batch_size)
+        return TaskResult("retrieval", len(data.queries), score_search(encoder, data), limit, encoder.num_truncated)
     articles, encoder = read_articles(file, limit), TextEncoder(model_dir, batch_size)
     vectors = {field: encoder.vectors([row[field] for row in articles]) for field in ("title", "sentence", "rest")}
     scores = [
@@ -114,6 +127,70 @@ class TextEncoder:
         hidden_BTD: Tensor = self._model(input_ids=ids_BT, attention_mask=is_text_BT).last_hidden_state
         summed_BD = (hidden_BTD * is_text_BT[..., None]).sum(1)
         return {"cls": hidden_BTD[:, 0], "mean": summed_BD / is_text_BT.sum(1, keepdim=True)}
+
+
+# Queries with judged texts, scored as by trec_eval.
+
+
+def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str] = ("cls", "mean")) -> list[Score]:
+    """`ranking_metrics` of an exact search for each kind of vectors, as means over queries."""
+    query_vectors, text_vectors = (encoder.vectors([*texts.values()]) for texts in (data.queries, data.corpus))
+    texts, scores = list(data.corpus), []
+    for pooling in poolings:
+        cosines_Qk, nearest_Qk = find_nearest(query_vectors[pooling], text_vectors[pooling], max(RECALL_CUTOFFS))
+        metrics: dict[str, list[float]] = {}
+        for query, cosines, nearest in zip(data.queries, cosines_Qk.tolist(), nearest_Qk.tolist(), strict=True):
+            run = {texts[index]: cosine for index, cosine in zip(nearest, cosines, strict=True)}
+            for metric, value in ranking_metrics(run, data.judgements[query]).items():
+                metrics.setdefault(metric, []).append(value)
+        scores += [Score.mean(f"{pooling}_{metric}", values) for metric, values in metrics.items()]
+    return scores
+
+
+def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _BLOCK_ARTICLES) -> tuple[Tensor, Tensor]:
+    """[Q, k] products and indices of the k vectors with the largest products with each query, the largest first; all N
+    if there are fewer. Exact. Memory: a few times min(Q, 256) x `block` products."""
+    parts = [_find_nearest(part_QD, vectors_ND, k, block) for part_QD in queries_QD.split(_BLOCK_QUERIES)]
+    products, indices = zip(*parts, strict=True)
+    return torch.cat(products), torch.cat(indices)
+
+
+def _find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
+    best_Qk = queries_QD.new_empty(len(queries_QD), 0)
+    index_Qk = torch.empty_like(best_Qk, dtype=torch.int64)
+    for first in range(0, len(vectors_ND), block):
+        products_Qn = queries_QD @ vectors_ND[first : first + block].T
+        products_Qk, nearest_Qk = products_Qn.topk(min(k, products_Qn.shape[1]), dim=1)
+        products_Qk, index_Qk = torch.cat([best_Qk, products_Qk], 1), torch.cat([index_Qk, nearest_Qk + first], 1)
+        best_Qk, chosen_Qk = products_Qk.topk(min(k, products_Qk.shape[1]), dim=1)
+        index_Qk = index_Qk.gather(1, chosen_Qk)
+    return best_Qk, index_Qk
+
+
+def ranking_metrics(run: Mapping[str, float], judgements: Mapping[str, int]) -> dict[str, float]:
+    """nDCG@10, recall@1, @10, @100 and MRR@10 of one query, from scores of texts by id, as trec_eval computes them.
+
+    Equal scores are ranked by id, the last first. nDCG: sum_r gain_r / log2(r + 1) over ranks r, relative to the best
+    order of all judged texts; an answer's gain is its judgement. A query without answers has 0.
+    """
+    ranked = sorted(run, key=lambda text: (run[text], text), reverse=True)
+    gains = np.array([max(judgements.get(text, 0), 0) for text in ranked], np.float64)
+    best_gains = np.array(sorted((score for score in judgements.values() if score > 0), reverse=True), np.float64)
+    answers = max(len(best_gains), 1)
+    first = next(iter(np.flatnonzero(gains[:CUTOFF])), math.inf)
+    return {
+        f"ndcg@{CUTOFF}": _discounted_gain(gains) / (_discounted_gain(best_gains) or 1),
+        **{f"recall@{k}": float((gains[:k] > 0).sum()) / answers for k in RECALL_CUTOFFS},
+        f"mrr@{CUTOFF}": 1 / (1 + float(first)),
+    }
+
+
+def _discounted_gain(gains: NDArray[np.float64]) -> float:
+    gains = gains[:CUTOFF]
+    return float((gains / np.log2(np.arange(len(gains)) + 2)).sum())
+
+
+# Articles that are searched by parts of themselves.
 
 
 def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_ARTICLES) -> Tensor:

@@ -1,0 +1,163 @@
+"""Queries, the texts that they search, and which texts answer which query: JSON lines of pairs, and BEIR's folders.
+
+Pairs are {"query", "positive"} with, if there are any, "negatives": texts that do not answer the query. A folder of
+BEIR (Thakur et al. 2021, arXiv 2104.08663) has corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megahead.errors import DataError
+from megahead.evaluate.glue_tasks import Example
+from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_text
+
+_EVALUATION_SPLITS = ("test", "dev", "train")
+_HELD_OUT_EVERY = 10
+"""Of pairs without a split of their own, every tenth query is held out of training."""
+
+_SEPARATOR = "\t"
+
+
+@dataclass(frozen=True)
+class SearchData:
+    """Queries and texts by id, and how well texts answer queries."""
+
+    queries: Mapping[str, str]
+    corpus: Mapping[str, str]
+
+    judgements: Mapping[str, Mapping[str, int]]
+    """By ids of a query and a text: above 0 for an answer, the higher the better; 0 or less: none. A text that is not
+    judged is no answer."""
+
+    def __iter__(self) -> Iterator[Example]:
+        """Every text, queries first."""
+        yield from (Example(text, (None,), 0) for texts in (self.queries, self.corpus) for text in texts.values())
+
+    def pairs(self) -> list[Example]:
+        """An example for each query and answer: the query, the answer (at index 0), the query's judged negatives."""
+        examples = []
+        for query, scores in self.judgements.items():
+            negatives = [self.corpus[text] for text, score in scores.items() if score <= 0]
+            answers = [self.corpus[text] for text, score in scores.items() if score > 0]
+            examples += [Example(self.queries[query], (answer, *negatives), 0) for answer in answers]
+        return examples
+
+
+def read_searches(path: Path, limit: int | None) -> Sequence[Row | Example]:
+    """The examples of the task `retrieval`: articles, or pairs of a query and an answer; for its checks."""
+    return read_search_data(path, limit=limit).pairs() if has_queries(path) else read_articles(path, limit)
+
+
+def has_queries(path: Path) -> bool:
+    """Whether `path` is BEIR's folder or a file of pairs, and not one of articles."""
+    return path.is_dir() or '"query"' in read_text(path).lstrip().split("\n", 1)[0]
+
+
+def read_search_data(path: Path, splits: Sequence[str] = _EVALUATION_SPLITS, limit: int | None = None) -> SearchData:
+    """Reads the judged queries (the first `limit`) and all texts of pairs or of BEIR's folder, there by the first of
+    `splits` that it has. DataError for ids that are missing or twice, no judgements, and queries without a text."""
+    data = _read_beir(path, splits) if path.is_dir() else _judge_pairs(read_pairs(path))
+    queries = dict(islice(data.queries.items(), limit))
+    return SearchData(queries, data.corpus, {query: data.judgements[query] for query in queries})
+
+
+def read_pairs(file: Path) -> list[Example]:
+    """Reads pairs as `SearchData.pairs` returns them; DataError for a query, an answer or a negative without text."""
+    examples = []
+    for number, row in enumerate(jsonl_reader("query", "positive", optional=("negatives",))(file), 1):
+        negatives = row.get("negatives") or []
+        texts = [row["query"], row["positive"], *(negatives if isinstance(negatives, list) else [None])]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            rule = "have texts as query and positive, and a list of them as negatives"
+            raise DataError(f"`{file}` must {rule}, but line {number} has not; leave it out.")
+        examples.append(Example(texts[0], tuple(texts[1:]), 0))
+    return examples
+
+
+def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
+    """The pairs that a model is tuned on, and what it is evaluated on.
+
+    BEIR's folder: qrels/train.tsv, where judgements of 0 are hard negatives, and qrels/dev.tsv or test.tsv. A file:
+    every tenth query is held out; it searches the texts of all held-out pairs.
+    """
+    if path.is_dir():
+        return read_search_data(path, ("train",)).pairs(), read_search_data(path, ("dev", "test"))
+    pairs = read_pairs(path)
+    held_out = set(list(dict.fromkeys(pair.first_text for pair in pairs))[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY])
+    if not held_out:
+        raise DataError(f"`{path}` must hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out.")
+    train, evaluation = (
+        _judge_pairs([pair for pair in pairs if (pair.first_text in held_out) is is_held_out])
+        for is_held_out in (False, True)
+    )
+    return train.pairs(), evaluation
+
+
+def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
+    """Equal texts are one query, or one text of the corpus; a text that answers its query anywhere is no negative."""
+    texts = dict.fromkeys(text or "" for pair in pairs for text in pair.second_texts)
+    ids = {text: f"d{index}" for index, text in enumerate(texts)}
+    query_ids = {text: f"q{index}" for index, text in enumerate(dict.fromkeys(pair.first_text for pair in pairs))}
+    judgements: dict[str, dict[str, int]] = {query: {} for query in query_ids.values()}
+    for pair in pairs:
+        scores = judgements[query_ids[pair.first_text]]
+        for index, text in enumerate(pair.second_texts):
+            scores[ids[text or ""]] = max(scores.get(ids[text or ""], 0), int(index == 0))
+    return SearchData(_inverse(query_ids), _inverse(ids), judgements)
+
+
+def _inverse(ids: Mapping[str, str]) -> dict[str, str]:
+    return {id_: text for text, id_ in ids.items()}
+
+
+# BEIR's files.
+
+
+def _read_beir(folder: Path, splits: Sequence[str]) -> SearchData:
+    file = next((file for split in splits if (file := folder / f"qrels/{split}.tsv").is_file()), None)
+    if file is None:
+        names = " or ".join(f"qrels/{split}.tsv" for split in splits)
+        raise DataError(f"`{folder}` must hold judgements, {names}, but has none; get them or write pairs as jsonl.")
+    queries, corpus = (_texts_by_id(folder / name) for name in ("queries.jsonl", "corpus.jsonl"))
+    judgements = _read_judgements(file, queries, corpus)
+    without_text = next((query for query in judgements if not queries[query]), None)
+    if without_text is not None:
+        raise DataError(f"`{folder / 'queries.jsonl'}` must have a text for each query, but {without_text} has none.")
+    return SearchData({query: queries[query] for query in judgements}, corpus, judgements)
+
+
+def _texts_by_id(file: Path) -> dict[str, str]:
+    """A title and the text are joined by a space, as in BEIR."""
+    texts: dict[str, str] = {}
+    for number, row in enumerate(jsonl_reader("_id", "text", optional=("title",))(file), 1):
+        id_ = str(row["_id"])
+        if id_ in texts:
+            raise DataError(f"`{file}` must have each _id once, but line {number} repeats {id_}; rename or remove it.")
+        texts[id_] = f"{row.get('title') or ''} {row['text']}".strip()
+    return texts
+
+
+def _read_judgements(file: Path, queries: Mapping[str, str], corpus: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Reads lines of query, text and score, after a header."""
+    judgements: dict[str, dict[str, int]] = {}
+    for number, line in enumerate(read_text(file).splitlines()[1:], 2):
+        try:
+            query, text, score = line.split(_SEPARATOR)
+            value = int(score)
+        except ValueError:
+            rule = "hold a query's id, a text's and a whole number, between tabs"
+            raise DataError(f"`{file}` must {rule}, but line {number} is not so.") from None
+        for id_, name, texts in ((query, "queries.jsonl", queries), (text, "corpus.jsonl", corpus)):
+            if id_ not in texts:
+                raise DataError(
+                    f"`{file}` must name ids of {name}, but line {number} has {id_}, which is not there; get all files "
+                    "of one version, or leave the line out."
+                )
+        judgements.setdefault(query, {})[text] = value
+    if not judgements:
+        raise DataError(f"`{file}` must hold judgements after its header, but holds none.")
+    return judgements

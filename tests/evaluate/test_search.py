@@ -1,0 +1,187 @@
+"""Scores of a search are those of trec_eval; pairs and BEIR's folders are read as they are, mistakes in a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from megahead.errors import DataError
+from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.retrieval import TextEncoder, find_nearest, ranking_metrics
+from megahead.evaluate.search_data import has_queries, read_search_data, read_tuning_data
+from support.small_encoder import save_small_encoder
+
+QUERIES = [{"_id": f"q{k}", "text": f"the {word}"} for k, word in enumerate(("cat", "dog", "mat", "unjudged"))]
+CORPUS = [
+    {"_id": "d1", "title": "cat", "text": "sat on the mat"},
+    {"_id": "d2", "text": "the dog saw it"},
+    {"_id": "d3", "title": "mat", "text": ""},
+]
+QRELS = ["q0\td1\t2", "q0\td2\t0", "q1\td2\t1", "q1\td3\t1", "q2\td3\t1"]
+
+
+def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_beir(folder: Path, **qrels: Sequence[str]) -> Path:
+    (folder / "qrels").mkdir(parents=True)
+    write_rows(folder / "queries.jsonl", QUERIES)
+    write_rows(folder / "corpus.jsonl", CORPUS)
+    for split, lines in qrels.items():
+        (folder / f"qrels/{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
+    return folder
+
+
+def random_searches(count: int) -> list[tuple[dict[str, float], dict[str, int]]]:
+    """Runs of 0 to 150 texts with equal scores, and judgements from -1 to 3, some of texts that were not found."""
+    draw = random.Random(0)
+    return [
+        (
+            {f"d{text}": draw.randrange(40) / 8 for text in draw.sample(range(300), draw.randrange(151))},
+            {f"d{text}": draw.randrange(-1, 4) for text in draw.sample(range(300), draw.randrange(1, 40))},
+        )
+        for _ in range(count)
+    ]
+
+
+def test_metrics_are_those_of_trec_eval() -> None:
+    trec_eval = pytest.importorskip("pytrec_eval")
+    searches = {f"q{index}": search for index, search in enumerate(random_searches(100)) if search[0]}
+    measures = {"ndcg_cut.10", "recall.1,10,100", "recip_rank"}
+    expected = trec_eval.RelevanceEvaluator({query: judged for query, (_, judged) in searches.items()}, measures)
+    results = expected.evaluate({query: run for query, (run, _) in searches.items()})
+    for query, search in searches.items():
+        metrics, result = ranking_metrics(*search), results[query]
+        assert metrics["ndcg@10"] == pytest.approx(result["ndcg_cut_10"], abs=1e-9)
+        assert [metrics[f"recall@{k}"] for k in (1, 10, 100)] == pytest.approx(
+            [result[f"recall_{k}"] for k in (1, 10, 100)]
+        )
+        reciprocal = result["recip_rank"]
+        assert metrics["mrr@10"] == pytest.approx(reciprocal if reciprocal >= 0.0999 else 0.0)
+
+
+def test_metrics_are_those_of_their_definitions() -> None:
+    found_late = False
+    for run, judgements in random_searches(100):
+        order = [text for _, text in sorted(((score, text) for text, score in run.items()), reverse=True)]
+        answers = {text: score for text, score in judgements.items() if score > 0}
+        gain = sum(answers.get(text, 0) / np.log2(rank + 1) for rank, text in enumerate(order[:10], 1))
+        best = sum(score / np.log2(k + 2) for k, score in enumerate(sorted(answers.values(), reverse=True)[:10]))
+        ranks = [rank for rank, text in enumerate(order, 1) if text in answers]
+        metrics = ranking_metrics(run, judgements)
+        assert metrics["ndcg@10"] == pytest.approx(gain / best if best else 0)
+        assert metrics["mrr@10"] == (1 / ranks[0] if ranks and ranks[0] <= 10 else 0)
+        for k in (1, 10, 100):
+            found = sum(rank <= k for rank in ranks)
+            assert metrics[f"recall@{k}"] == pytest.approx(found / len(answers) if answers else 0)
+        found_late |= bool(ranks) and ranks[0] > 10
+    assert found_late
+
+
+@pytest.mark.parametrize("block", [3, 400, 1000])
+def test_the_nearest_are_those_of_a_full_sort(block: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, vectors = torch.randn(300, 4, generator=generator), torch.randn(700, 4, generator=generator)
+    products, indices = find_nearest(queries, vectors, 20, block)
+    expected = (queries @ vectors.T).sort(dim=1, descending=True)
+    torch.testing.assert_close(products, expected.values[:, :20])
+    assert torch.equal(indices, expected.indices[:, :20])
+    assert find_nearest(queries, vectors[:5], 20, block)[1].shape == (300, 5)
+
+
+def test_a_folder_of_beir_is_read_as_it_is(tmp_path: Path) -> None:
+    folder = write_beir(tmp_path, test=QRELS, train=QRELS[:2])
+    data = read_search_data(folder)
+    assert data.queries == {"q0": "the cat", "q1": "the dog", "q2": "the mat"}
+    assert data.corpus == {"d1": "cat sat on the mat", "d2": "the dog saw it", "d3": "mat"}
+    assert data.judgements == {"q0": {"d1": 2, "d2": 0}, "q1": {"d2": 1, "d3": 1}, "q2": {"d3": 1}}
+    assert list(read_search_data(folder, limit=1).judgements) == ["q0"]
+    train, evaluation = read_tuning_data(folder)
+    assert [(pair.first_text, pair.second_texts) for pair in train] == [
+        ("the cat", ("cat sat on the mat", "the dog saw it"))
+    ]
+    assert evaluation == data
+
+
+def test_pairs_hold_out_every_tenth_query(tmp_path: Path) -> None:
+    rows = [{"query": f"q {k % 20}", "positive": f"p {k}", "negatives": [f"n {k}", f"p {k - 20}"]} for k in range(40)]
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
+    train, evaluation = read_tuning_data(file)
+    assert [*evaluation.queries.values()] == ["q 9", "q 19"]
+    texts = [("p 9", "n 9", "p -11"), ("p 29", "n 29"), ("p 19", "n 19", "p -1"), ("p 39", "n 39")]
+    assert {*evaluation.corpus.values()} == {text for pair in texts for text in pair}
+    assert len(train) == 36
+    pair = next(pair for pair in train if pair.second_texts[0] == "p 20")
+    assert pair.second_texts == ("p 20", "n 0", "p -20", "n 20")  # p 0 answers the same query
+
+
+def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
+    """A short query, an empty text and one that is longer than the context are encoded; the last is counted."""
+    model = save_small_encoder(tmp_path / "model")
+    BertForMaskedLM(BertConfig.from_pretrained(model)).save_pretrained(model)
+    folder = write_beir(tmp_path / "beir", dev=QRELS)
+    write_rows(folder / "corpus.jsonl", [*CORPUS, {"_id": "d4", "text": ""}, {"_id": "d5", "text": "the cat " * 60}])
+    (result,) = evaluate_harness(model, task_files(["retrieval"], articles=folder)).tasks
+    assert (result.samples, result.num_truncated, len(result.scores)) == (3, 1, 10)
+    data, encoder = read_search_data(folder), TextEncoder(model)
+    queries, texts = (encoder.vectors([*x.values()])["mean"] for x in (data.queries, data.corpus))
+    nearest = (queries @ texts.T).argmax(1).tolist()
+    own = [data.judgements[f"q{k}"].get(f"d{index + 1}", 0) > 0 for k, index in enumerate(nearest)]
+    scores = {score.metric: score.value for score in result.scores}
+    assert scores["mean_recall@1"] == pytest.approx(np.mean([own[0], own[1] / 2, own[2]]))
+    pairs = write_rows(tmp_path / "pairs.jsonl", [{"query": "cat", "positive": "the cat sat"}] * 2)
+    assert has_queries(pairs)
+    assert evaluate_harness(model, task_files(["retrieval"], articles=pairs)).tasks[0].scores[0].value == 1
+
+
+MISTAKES = {
+    "corpus.jsonl` must have each _id once, but line 4 repeats d1; rename": ("corpus.jsonl", [*CORPUS, CORPUS[0]]),
+    "queries.jsonl` must have a text for each query, but q0 has none": ("queries.jsonl", [{"_id": "q0", "text": " "}]),
+    "qrels/test.tsv` must name ids of corpus.jsonl, but line 2 has d1, which is not there": (
+        "corpus.jsonl",
+        CORPUS[1:],
+    ),
+    "qrels/test.tsv` must name ids of queries.jsonl, but line 2 has q0": ("queries.jsonl", QUERIES[1:]),
+    "must hold JSON objects with a `_id`, but line 1 is not": ("queries.jsonl", [{"text": "the cat"}]),
+    "corpus.jsonl` must be a readable text file, but is not": ("corpus.jsonl", None),
+    "must hold judgements, qrels/test.tsv or qrels/dev.tsv or .* but has none": ("qrels/test.tsv", None),
+    "qrels/test.tsv` must hold judgements after its header, but holds none": ("qrels/test.tsv", []),
+    "must hold a query's id, a text's and a whole number, between tabs, but line 2": ("qrels/test.tsv", [{}, {}]),
+}
+
+
+@pytest.mark.parametrize("sentence", MISTAKES)
+def test_mistakes_in_a_folder_are_reported(tmp_path: Path, sentence: str) -> None:
+    folder, (name, rows) = write_beir(tmp_path, test=QRELS[:1]), MISTAKES[sentence]
+    (folder / name).unlink()
+    if rows is not None:
+        write_rows(folder / name, rows)
+    with pytest.raises(DataError, match=sentence):
+        task_files(["retrieval"], articles=folder)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "", "positive": "a"},
+        {"query": "a", "positive": " "},
+        {"query": "a", "positive": "b", "negatives": "c"},
+        {"query": "a", "positive": "b", "negatives": [""]},
+        {"query": "a", "positive": 3},
+    ],
+)
+def test_a_pair_without_text_is_reported(tmp_path: Path, row: Mapping[str, Any]) -> None:
+    file = write_rows(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}, row])
+    with pytest.raises(DataError, match=r"must have texts as query and positive, .*, but line 2 has not; leave it out"):
+        task_files(["retrieval"], articles=file)
