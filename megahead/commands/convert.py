@@ -1,6 +1,7 @@
 """Exports a checkpoint as a Hugging Face folder, imports one to start from, or gives a model another vocabulary.
 
 megahead convert to-hf --checkpoint runs/headless --output exports/headless --head pmi [--push OWNER/NAME]
+megahead convert to-hf --checkpoint runs/retromae --output exports/retromae --head none --pooling cls
 megahead convert from-hf --model exports/headless --output runs/imported
 megahead convert revocabulary --model runs/headless --tokenizer larger.json --output runs/larger
 megahead convert items --model runs/items --output exports/items --sequences data/items-test
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, get_args
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing_path
+from megahead.hf.pooling import POOLINGS
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
         keep_padding=arguments.keep_padding,
         shard_bytes=int(arguments.shard_size * 10**9),
         card=CardMetadata(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
+        pooling=arguments.pooling,
     )
     complete_card(report.folder, RunFolder.of(arguments.checkpoint).path)
     yield export_summary(report)
@@ -127,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
     heads = "none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own"
     add("--head", required=True, choices=get_args(HeadName), help=heads)
+    vectors = "of an encoder: the folder opens in sentence-transformers, too, by [CLS] or the mean over tokens"
+    add("--pooling", choices=POOLINGS, help=vectors)
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable")
     add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face Hub, by `hf auth login`")

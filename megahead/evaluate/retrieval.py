@@ -80,14 +80,15 @@ def stsb(model_dir: Path, file: Path, limit: int | None = None, batch_size: int 
 class TextEncoder:
     """The vectors of texts by a Hugging Face encoder: its body, in fp32, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
-        """`batch_size`: texts at once; None: 16,384 tokens. CheckpointError for a folder of another kind of model."""
+    def __init__(self, folder: Path, batch_size: int | None = None, max_tokens: int = MAX_TOKENS) -> None:
+        """`batch_size`: texts at once; None: 16,384 tokens. `max_tokens`: of a text, [CLS] and [SEP] included, where
+        the context has room for them. CheckpointError for a folder of another kind of model."""
         if not is_encoder(folder):
             raise CheckpointError(f"`{folder}` must hold an encoder, whose [CLS] reads the whole text, but does not.")
         self._model = load_encoder(folder).to("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
         self._start, self._end, _ = special_ids(self._tokenizer)
-        self._max_text = min(context_length(self._model), MAX_TOKENS) - 2
+        self._max_text = min(context_length(self._model), max_tokens) - 2
         self.num_truncated = 0
         """Texts so far that were truncated."""
 

@@ -38,6 +38,9 @@ class CardMetadata:
     languages: tuple[str, ...] = ()
     """Languages of the text, as ISO 639 codes."""
 
+    pooling: str | None = None
+    """How sentence-transformers pools an encoder's hidden states; None without its files."""
+
 
 class SupportedHeads(NamedTuple):
     """The heads of a model class that other programs can serve, by the lists of vLLM 0.33 and gguf 0.19."""
@@ -71,30 +74,50 @@ def _head_options(heads: tuple[str, ...]) -> str:
 
 def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> str:
     """Returns the card, without the sample and curves that `megahead convert` adds."""
-    is_causal, has_head = target.family.head_type == "CausalLM", target.has_head()
-    tag = ("text-generation" if is_causal else "fill-mask") if has_head else "feature-extraction"
-    auto_class = f"AutoModelFor{target.family.head_type}" if has_head else "AutoModel"
-    example = (_GENERATE_EXAMPLE if is_causal else _FILL_MASK_EXAMPLE) if has_head else _EMBED_EXAMPLE
-    code = _IDS_EXAMPLE if target.model.tokenizer_path() is None else f"{_LOAD_CODE}\n{example}"
+    use = _use(target, metadata)
     license_, languages = metadata.license, metadata.languages
     header = [f"license: {json.dumps(license_)}"] if license_ else []  # quoted: Norwegian's `no` is no boolean
     header += [f"language: {json.dumps(languages)}"] if languages else []
-    ability = (
-        ("predicts the next token" if is_causal else "fills in masked tokens")
-        if has_head
-        else "turns tokens to vectors"
-    )
+    path = json.dumps(metadata.path, ensure_ascii=False)
     return _CARD_TEMPLATE.format(
         name=target.model.config.name,
         header="".join(f"{line}\n" for line in header),
-        tag=tag,
+        library=use.library,
+        tag=use.tag,
+        tags=", ".join([*_SENTENCE_TAGS, *_TAGS] if metadata.pooling else _TAGS),
         family=target.family.title,
         parameters=f"{_num_parameters(target):,}",
-        ability=ability,
+        ability=use.ability,
         training=_table(_training_facts(target.model)),
         export=_table(_export_facts(target, parity)),
-        code=code.format(auto_class=auto_class, path=json.dumps(metadata.path, ensure_ascii=False)),
+        code=use.code.format(auto_class=use.auto_class, path=path),
     )
+
+
+class _Use(NamedTuple):
+    """What a model is for, as its card says it."""
+
+    tag: str
+    ability: str
+    auto_class: str
+    code: str
+    library: str = "transformers"
+
+
+def _use(target: ExportTarget, metadata: CardMetadata) -> _Use:
+    if metadata.pooling is not None:
+        ability = "turns texts to vectors, whose products are their similarities"
+        return _Use("sentence-similarity", ability, "", _SENTENCES_EXAMPLE, "sentence-transformers")
+    if not target.has_head():
+        tag, ability, auto_class, example = "feature-extraction", "turns tokens to vectors", "AutoModel", _EMBED_EXAMPLE
+    elif target.is_masked_lm():
+        tag, ability, example = "fill-mask", "fills in masked tokens", _FILL_MASK_EXAMPLE
+        auto_class = "AutoModelForMaskedLM"
+    else:
+        tag, ability, example = "text-generation", "predicts the next token", _GENERATE_EXAMPLE
+        auto_class = "AutoModelForCausalLM"
+    has_tokenizer = target.model.tokenizer_path() is not None
+    return _Use(tag, ability, auto_class, f"{_LOAD_CODE}\n{example}" if has_tokenizer else _IDS_EXAMPLE)
 
 
 def _num_parameters(target: ExportTarget) -> int:
@@ -184,16 +207,23 @@ masked = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero()[0, 1]
 print(tokenizer.decode(model(**inputs).logits[0, masked].argmax()))"""
 _EMBED_EXAMPLE = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(model(inputs["input_ids"]).last_hidden_state.shape)"""
+_SENTENCES_EXAMPLE = """from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer({path})
+vectors = model.encode(["Once upon a time", "There was a time"])
+print(vectors[0] @ vectors[1])"""
 _IDS_EXAMPLE = """import torch
 from transformers import {auto_class}
 
 model = {auto_class}.from_pretrained({path})
 print(model(torch.tensor([[1, 2, 3]]))[0].shape)  # ids, as this model came without a tokenizer"""
 
+_TAGS = ("headless", "contrastive-weight-tying")
+_SENTENCE_TAGS = ("sentence-transformers", "sentence-similarity", "feature-extraction")
 _CARD_TEMPLATE = """---
-library_name: transformers
+library_name: {library}
 pipeline_tag: {tag}
-{header}tags: [headless, contrastive-weight-tying]
+{header}tags: [{tags}]
 ---
 # {name}
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from megahead.files import atomic_folder, sha256_of
 from megahead.hf.card import CardMetadata, model_card, serving_support
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
+from megahead.hf.pooling import require_pooling, write_pooling
 from megahead.hf.settings import write_json, write_settings
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
@@ -63,6 +64,7 @@ def export(
     keep_padding: bool = False,
     shard_bytes: int = SHARD_BYTES,
     card: CardMetadata | None = None,
+    pooling: str | None = None,
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
@@ -72,7 +74,8 @@ def export(
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
-    shard_bytes: larger weights are written as several files. card: settings of the model card.
+    shard_bytes: larger weights are written as several files. card: settings of the model card. pooling: of an encoder,
+    `cls` or `mean`: the folder opens in sentence-transformers, too.
     At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
     replaced; after an error (UserError) nothing is written.
 
@@ -87,13 +90,18 @@ def export(
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
     target = ExportTarget.from_model(model, head, dtype, keep_padding=keep_padding)
+    if pooling is not None:
+        require_pooling(pooling, is_masked_lm=target.is_masked_lm())
     with atomic_folder(output_dir, replaceable=PARITY_FILE) as folder:
         write_shards(folder, list(iter_export_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
+        if pooling is not None:
+            write_pooling(folder, pooling, model.config.model)
         parity = verify(folder, target)
         fingerprints = {"source": checkpoint_fingerprint(model)} | _tokenizer_fingerprint(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})
-        card_text = model_card(target, parity, card or CardMetadata(output_dir.name))
+        metadata = replace(card or CardMetadata(output_dir.name), pooling=pooling)
+        card_text = model_card(target, parity, metadata)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
     seconds, support = time.monotonic() - start, serving_support(target)
     return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, seconds, support)

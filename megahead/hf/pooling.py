@@ -1,0 +1,98 @@
+"""How an encoder's folder makes one vector of a text's hidden states: the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megahead.config.model import ModelConfig
+from megahead.errors import CheckpointError, FieldError
+
+PoolingName = Literal["cls", "mean"]
+"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to 1."""
+
+POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
+
+_MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
+_MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+_NAMES: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+"""Keys of 1_Pooling/config.json that all versions of sentence-transformers read; version 5 also writes
+`pooling_mode`."""
+
+
+def require_pooling(pooling: str, *, is_masked_lm: bool) -> None:
+    """Raises FieldError for an unknown pooling, or for a model whose [CLS] does not read the text after it."""
+    if pooling not in POOLINGS:
+        raise FieldError("--pooling", f"be {' or '.join(POOLINGS)}", got=pooling)
+    if not is_masked_lm:
+        raise FieldError("--pooling", "be left out for a decoder, whose tokens read no later ones", got=pooling)
+
+
+def write_pooling(folder: Path, pooling: str, model: ModelConfig) -> None:
+    """Writes the files by which sentence-transformers opens the export in `folder` and pools its hidden states.
+    CheckpointError without a tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(
+            "the run must have a tokenizer for --pooling, but has none; put its tokenizer.json there."
+        )
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(_MODULES)
+    ]
+    flags = {key: name == pooling for key, name in _NAMES.items()}
+    files: dict[str, object] = {
+        _LENGTH_FILE: {"max_seq_length": max_text_tokens(folder, model.max_positions), "do_lower_case": False},
+        _MODULES_FILE: modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": model.hidden_size, **flags},
+        "2_Normalize/config.json": {},
+        "config_sentence_transformers.json": {
+            "prompts": {},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_pooling(folder: Path) -> PoolingName | None:
+    """Returns the pooling that a folder of sentence-transformers names; None for another folder. CheckpointError for
+    one that pools in another way, or has further layers."""
+    modules = _read_json(folder / _MODULES_FILE)
+    if not isinstance(modules, list):
+        return None
+    paths = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+    if further := sorted(paths.keys() - {name for name, _ in _MODULES}):
+        raise CheckpointError(f"`{folder}` must have no layers after its pooling, but has {', '.join(further)}.")
+    settings = _read_object(folder / paths.get("Pooling", "1_Pooling") / "config.json")
+    keys = [key for key, is_used in settings.items() if key.startswith("pooling_mode_") and is_used]
+    names = settings.get("pooling_mode") or [_NAMES.get(key, key) for key in keys]
+    names = [names] if isinstance(names, str) else list(names)
+    for pooling in POOLINGS:
+        if names == [pooling]:
+            return pooling
+    found = ", ".join(names) or "nothing"
+    raise CheckpointError(f"`{folder}` must pool by {' or '.join(POOLINGS)}, but pools by {found}; give --pooling.")
+
+
+def max_text_tokens(folder: Path, context: int) -> int:
+    """Returns the most tokens of a text, [CLS] and [SEP] included, as sentence-transformers reads it: by
+    sentence_bert_config.json or else the tokenizer's settings, at most `context`."""
+    lengths = _read_object(folder / _LENGTH_FILE), _read_object(folder / "tokenizer_config.json")
+    limit = lengths[0].get("max_seq_length") or lengths[1].get("model_max_length") or context
+    return min(int(limit), context)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = _read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
+def _read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
