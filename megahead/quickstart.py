@@ -10,9 +10,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,10 +32,11 @@ from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
 from megahead.data.writer import IndexedDatasetWriter, ProgressBar
-from megahead.errors import DataError, FieldError, UserError
+from megahead.errors import DataError, FieldError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
+from megahead.run_process import BENCHMARK_STEPS, Pace, pretrain, step_seconds
 from megahead.sharing import complete_card
 from megahead.wording import format_duration, format_si, pluralize
 
@@ -48,10 +46,14 @@ Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
 """Layers and hidden size; heads have 64 features."""
 
-BENCHMARK_STEPS = 12
-
 TIMING_SHARE = 0.2
-"""Of the minutes: no timing of a shape begins that would end later than this. The first always runs."""
+"""Of the minutes, for timings of shapes. If it ends before the first one had a step, the run's own steps are timed."""
+
+ASSUMED_FLOPS = 5e10
+"""A second, of a machine that could not be measured: half of what one core does."""
+
+TOLERANCE = 0.05
+"""Of the minutes: a run that would end later gets fewer steps."""
 
 MIN_TOKENS_PER_PARAMETER = 2
 """A larger shape is taken where the time is enough for so many tokens a parameter of its blocks."""
@@ -91,6 +93,9 @@ class Plan:
     startup_seconds: float = 0.0
     """Of a run, until its first step."""
 
+    is_measured: bool = True
+    """Or `step_seconds` is assumed."""
+
     def steps(self, seconds: float) -> int:
         """As many as there is text for, and time between the run's start, its evaluations and the export."""
         config = _config_of_shape(self.shape, self.vocab_size)
@@ -102,7 +107,11 @@ class Plan:
         """Of what follows the plan, all but the training steps."""
         rows = (EVALUATIONS + 1) * EVALUATION_ROWS
         evaluation = rows / _config_of_shape(self.shape, self.vocab_size).batch.global_size * self.step_seconds / 2
-        return self.startup_seconds + evaluation + max(EXPORT_SECONDS, 2 * self.startup_seconds)
+        return self.startup_seconds + evaluation + self.export_seconds()
+
+    def export_seconds(self) -> float:
+        """Of what follows the training."""
+        return max(EXPORT_SECONDS, 2 * self.startup_seconds)
 
     def seconds(self, seconds: float) -> float:
         """What all that follows the plan takes; more than `seconds` where those are too few."""
@@ -114,8 +123,8 @@ class Plan:
         size = format_si(run_parameters(config).total)
         return (
             f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {pluralize(steps, 'step')} of "
-            f"{1000 * self.step_seconds:.0f} ms (measured), {format_si(tokens)} tokens in "
-            f"{format_duration(steps * self.step_seconds)}"
+            f"{1000 * self.step_seconds:.0f} ms ({'measured' if self.is_measured else 'assumed'}), "
+            f"{format_si(tokens)} tokens in {format_duration(steps * self.step_seconds)}"
         )
 
 
@@ -160,6 +169,7 @@ def start(
         _check_same_text(config, header)
         idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
         report(f"{config} is there: the run goes on with it, and {idle}")
+        ending = _pretrain(config)
     else:
         tokenizer_path, deadline = None if tokenizer is None else Path(tokenizer), monotonic() + 60 * minutes
         text = _survey_text(Path(path), folder, tokenizer_path, report)
@@ -177,14 +187,36 @@ def start(
             return None
         _write_config(config, plan, remaining_seconds, header)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {quote(str(config))}` runs it")
-    ending = "stopped"
-    with suppress(KeyboardInterrupt):
-        pretrain(config)
-        ending = json.loads(load_config(config).folder().session_end.read_text(encoding="utf-8"))["ending"]
+        ending = _train_until(deadline - plan.export_seconds(), config, plan, TOLERANCE * 60 * minutes, report)
     if ending == "stopped":
         report("the same command goes on from here")
         raise KeyboardInterrupt
     return _export_results(config, report)
+
+
+def _pretrain(config: Path, must_stop: Callable[[], bool] | None = None) -> str:
+    """How the run ended; `stopped` after Ctrl-C, too."""
+    with suppress(KeyboardInterrupt):
+        pretrain(config, must_stop=must_stop)
+        return str(json.loads(load_config(config).folder().session_end.read_text(encoding="utf-8"))["ending"])
+    return "stopped"
+
+
+def _train_until(deadline: float, config: Path, plan: Plan, tolerance: float, report: Report) -> str:
+    """Trains, and returns how it ended. A run that turns out too slow for `deadline` is stopped early, gets fewer steps
+    and goes on, so that its learning rate still decays to the end."""
+    while True:
+        settings = load_config(config)
+        run, steps = settings.folder().path, settings.training.steps
+        pace = Pace(run, steps, deadline, plan.startup_seconds, tolerance)
+        ending = _pretrain(config, pace.is_too_slow)
+        if ending != "stopped" or pace.new_steps is None:
+            return ending
+        report(f"{'time':<12}steps take longer than planned: {pace.new_steps:,} instead of {steps:,}")
+        header, _, content = config.read_text(encoding="utf-8").partition("\n")
+        tree = yaml.safe_load(content)
+        tree["training"]["steps"] = pace.new_steps
+        _save_config(config, header, tree)
 
 
 _HEADER = "# Written by `megahead start` for "
@@ -239,7 +271,7 @@ def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
 
 def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
     """The largest shape that `seconds` and the text are enough for, by the speed of this machine: shapes are timed from
-    the smallest on, each by a run of a few steps on drawn ids, within TIMING_SHARE of `seconds`."""
+    the smallest on, each by a run of a few steps on drawn ids, all within TIMING_SHARE of `seconds`."""
     tokens, start_time = text.text_bytes() / BYTES_PER_TOKEN, monotonic()
     vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
     report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
@@ -248,13 +280,21 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
     def remaining_seconds() -> float:
         return seconds - (monotonic() - start_time)
 
-    def time_shape(shape: Shape) -> Plan:
+    def time_shape(shape: Shape) -> Plan | None:
         timing_start = monotonic()
-        step_seconds = _step_seconds(shape, vocab_size, max(1.0, TIMING_SHARE * seconds))
+        max_seconds = TIMING_SHARE * seconds - (timing_start - start_time)
+        try:
+            step_seconds = _step_seconds(shape, vocab_size, max_seconds)
+        except TimeoutError:
+            return None
         startup_seconds = max(0.0, monotonic() - timing_start - BENCHMARK_STEPS * step_seconds)
         return Plan(shape, vocab_size, tokens, step_seconds, startup_seconds)
 
     plan = time_shape(SHAPES[0])
+    if plan is None:
+        report(f"{'speed':<12}not measured: no step within {format_duration(TIMING_SHARE * seconds)}")
+        assumed = _step_flops(SHAPES[0], vocab_size) / ASSUMED_FLOPS
+        plan = Plan(SHAPES[0], vocab_size, tokens, assumed, TIMING_SHARE * seconds, is_measured=False)
     for shape in SHAPES[1:]:
         step_seconds = plan.step_seconds * _step_flops(shape, vocab_size) / _step_flops(plan.shape, vocab_size)
         larger = Plan(shape, vocab_size, tokens, step_seconds, plan.startup_seconds)
@@ -264,10 +304,10 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
             break
         if not _is_enough(larger, remaining_seconds() - timing_seconds):
             break
-        larger = time_shape(shape)
-        if not _is_enough(larger, remaining_seconds()):
+        timed = time_shape(shape)
+        if timed is None or not _is_enough(timed, remaining_seconds()):
             break
-        plan = larger
+        plan = timed
     report(f"{'run':<12}{plan.line(remaining_seconds())}")
     return plan
 
@@ -315,20 +355,6 @@ def _step_seconds(shape: Shape, vocab_size: int, max_seconds: float) -> float:
         settings = _settings(shape, vocab_size)
         settings["data"]["train"] = str(dataset)
         return step_seconds(settings, max_seconds=max_seconds)
-
-
-def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:
-    """The median over a few steps, of `max_seconds` at most, of a run with these settings, which is thrown away."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        trial = {"data": {**settings["data"], "validation": None}, "output_dir": str(folder / "run")}
-        trial["schedule"] = {**settings["schedule"], "warmup_steps": 0}
-        limits = {"steps": BENCHMARK_STEPS, "max_seconds": max_seconds}
-        trial["training"] = {**limits, "log_seconds": 0, "checkpoint_every": BENCHMARK_STEPS}
-        (folder / "run.yaml").write_text(yaml.safe_dump({**settings, **trial}))
-        pretrain(folder / "run.yaml", ranks=ranks, quiet=True)
-        seconds = [float(record["step_seconds"]) for record in read_metrics(folder / "run").training]
-    return sorted(seconds)[len(seconds) // 2]
 
 
 def make_tokenizer(
@@ -387,40 +413,12 @@ def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
     every = max(1, steps // EVALUATIONS)
     settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": EVALUATION_ROWS}
     settings["training"]["checkpoint_every"] = 2 * every
-    content = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+    _save_config(path, header, settings)
+
+
+def _save_config(path: Path, header: str, settings: Mapping[str, Any]) -> None:
+    content = yaml.safe_dump(dict(settings), sort_keys=False, default_flow_style=None)
     write_atomically(path, f"{header}\n{content}")
-
-
-def launcher(ranks: int) -> list[str]:
-    """What python is given before a script, or `-m` and a module, to run it on so many ranks of this machine."""
-    return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-
-
-def environment(ranks: int) -> dict[str, str]:
-    """The ranks share the cores, unless OMP_NUM_THREADS says how many threads each has."""
-    if ranks == 1:
-        return dict(os.environ)
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
-
-
-def pretrain(config: str | Path, overrides: Sequence[str] = (), *, ranks: int = 1, quiet: bool = False) -> None:
-    """Trains, or goes on, in processes of its own, so that what it took is free afterwards. UserError if it fails;
-    KeyboardInterrupt if Ctrl-C ended it."""
-    command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
-    command += [word for override in overrides for word in ("--set", override)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    output, interrupted = "", False
-    with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
-        while process.poll() is None:
-            try:
-                output += process.communicate()[0] or ""
-            except KeyboardInterrupt:  # the run has it too, and saves
-                interrupted = True
-    if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):
-        raise KeyboardInterrupt
-    if process.returncode:
-        last = f": {output.strip().splitlines()[-1]}" if output.strip() else ""
-        raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
 
 
 def _export_results(config: Path, report: Report) -> Started:

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,7 +18,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megahead import quickstart
+from megahead import quickstart, run_process
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.data.survey import survey
@@ -25,6 +26,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.errors import DataError, FieldError
 from megahead.quickstart import SHAPES, Plan, Started, _write_text, folder_of, start
+from megahead.run_process import pretrain
 from support.commands import config_file
 from support.forked import fork_pythons
 
@@ -53,7 +55,8 @@ def mixed(folder: Path, number: int = 6) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A small model, few steps to measure a machine by, a text that is read twice, no interpreter that starts anew."""
     monkeypatch.setattr(quickstart, "SHAPES", ((1, 64),))
-    monkeypatch.setattr(quickstart, "BENCHMARK_STEPS", 2)
+    for module in (quickstart, run_process):
+        monkeypatch.setattr(module, "BENCHMARK_STEPS", 2)
     monkeypatch.setattr(quickstart, "MAX_EPOCHS", 2)
     fork_pythons(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -179,9 +182,12 @@ def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
     assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.MAX_EPOCHS * 10
 
 
-@pytest.mark.parametrize("slowness", [1, 4, 40, 400])
-def test_the_minutes_are_kept_or_a_line_says_by_how_much_they_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: int
+@pytest.mark.parametrize(
+    ("slowness", "seconds", "kept", "measured"),
+    [(1, 120.0, True, True), (4, 120.0, True, True), (5, 60.0, False, True), (40, 300.0, True, False)],
+)
+def test_the_plan_keeps_the_minutes_or_a_line_says_by_how_much_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: int, seconds: float, kept: bool, measured: bool
 ) -> None:
     """By a clock on which the smallest shape starts in 2 s times `slowness`, and trains a step in 10 ms times that."""
     clock, timed, told = [0.0], list[int](), list[str]()
@@ -189,23 +195,73 @@ def test_the_minutes_are_kept_or_a_line_says_by_how_much_they_are_not(
     def timed_step(shape: tuple[int, int], vocab_size: int, max_seconds: float) -> float:
         step_seconds = 0.01 * slowness * shape[0] * shape[1] / 256
         timed.append(shape[0])
-        clock[0] += 2 * slowness + min(max_seconds, quickstart.BENCHMARK_STEPS * step_seconds)
+        clock[0] += min(max_seconds, 2 * slowness + quickstart.BENCHMARK_STEPS * step_seconds)
+        if 2 * slowness >= max_seconds:
+            raise TimeoutError
         return step_seconds
 
     monkeypatch.setattr(quickstart, "monotonic", lambda: clock[0])
     monkeypatch.setattr(quickstart, "_step_seconds", timed_step)
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 10)
-    seconds = 120.0
     plan = quickstart.make_plan(survey(tmp_path), None, seconds, told.append)
     assert timed[0] == SHAPES[0][0]
-    if len(timed) > 1:  # the first is not bounded by the share
-        assert clock[0] <= quickstart.TIMING_SHARE * seconds
-    kept = clock[0] + plan.seconds(seconds - clock[0]) <= seconds + plan.step_seconds
-    assert kept == (slowness < 10)
+    assert clock[0] <= quickstart.TIMING_SHARE * seconds
+    assert plan.is_measured == measured
+    assert (clock[0] + plan.seconds(seconds - clock[0]) <= seconds + plan.step_seconds) == kept
     monkeypatch.chdir(tmp_path)
     clock[0] = 0.0
     start(tmp_path / "a.txt", minutes=seconds / 60, dry_run=True, report=told.append)
-    assert ("more than --minutes 2, which are too few" in told[-1]) == (not kept)
+    assert ("more than --minutes" in told[-1]) == (not kept)
+
+
+@pytest.mark.parametrize(
+    ("slowness", "stops"),
+    [(0.25, 0), (1.0, 0), (1.05, 0), (1.2, 1), (2.0, 1), (8.0, 1)],
+    ids=lambda value: f"{value:g}",
+)
+def test_a_run_that_is_slower_than_planned_gets_fewer_steps_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: float, stops: int
+) -> None:
+    """By a clock on which a step takes `slowness` times 100 ms, of which 1,000 were planned for 100 s."""
+    clock, told, steps_done, starts = [0.0], list[str](), [0], list[int]()
+    config = Path(config_file(tmp_path, {"training.steps": 1000}))
+    config.write_text("# header\n" + config.read_text())
+    monkeypatch.setattr(quickstart, "pretrain", lambda config, must_stop: train(must_stop))
+    monkeypatch.setattr(run_process, "monotonic", lambda: clock[0])
+    record = dict.fromkeys(("tokens", "seconds", "loss"), 1.0)
+
+    def train(must_stop: Callable[[], bool]) -> None:
+        steps, ending = load_config(config).training.steps, "finished"
+        starts.append(steps_done[0])
+        clock[0] += 10
+        while steps_done[0] < steps and ending == "finished":
+            clock[0] += 5
+            steps_done[0] = min(steps, steps_done[0] + round(50 / slowness))
+            with (tmp_path / "run/metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": steps_done[0]} | record) + "\n")
+            if must_stop():
+                ending = "stopped"
+        (tmp_path / "run/ending.json").write_text(json.dumps({"ending": ending}))
+
+    (tmp_path / "run").mkdir()
+    plan = Plan(SHAPES[0], 512, 1e9, 0.1, startup_seconds=10)
+    assert quickstart._train_until(110, config, plan, 6, told.append) == "finished"
+    assert len(starts) == 1 + stops == 1 + len(told)
+    assert steps_done[0] == load_config(config).training.steps
+    assert config.read_text().startswith("# header\n")
+    assert clock[0] <= 110 * 1.05
+
+
+def test_a_process_is_stopped_before_its_first_step_or_saves(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
+    with pytest.raises(TimeoutError):
+        quickstart._step_seconds((1, 64), 512, 0.0)
+    metrics, ending = quick / "run/metrics.jsonl", quick / "run/ending.json"
+    config = config_file(quick, {"training.steps": 100_000})
+    pretrain(config, quiet=True, must_stop=lambda: metrics.exists() and '"loss"' in metrics.read_text())
+    assert json.loads(ending.read_text())["ending"] == "stopped"
+    assert (quick / "run/checkpoints/latest").exists()
 
 
 @pytest.mark.parametrize(

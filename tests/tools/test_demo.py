@@ -19,7 +19,7 @@ from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_parameters
-from megahead.quickstart import pretrain
+from megahead.run_process import pretrain
 from steps.once import StepRunner
 from support.commands import call
 from support.forked import fork_pythons, run_script

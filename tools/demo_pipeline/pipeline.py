@@ -24,11 +24,12 @@ from megahead.data.writer import ProgressBar
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
-from megahead.quickstart import make_tokenizer, pretrain, step_seconds
+from megahead.quickstart import make_tokenizer
 from megahead.report.figures import draw_curves, save_figure
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
+from megahead.run_process import pretrain, step_seconds
 from megahead.sharing import sample
 from megahead.wording import format_duration
 from steps.once import StepRunner

@@ -34,11 +34,11 @@ from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
 from megahead.evaluate.finetuning_comparison import FineTuningResult, FineTuningResults
 from megahead.evaluate.results import ResultsFile, TaskResult
-from megahead.quickstart import environment, launcher
 from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
+from megahead.run_process import environment, launcher
 from megahead.train.run import resolve_precision
 from steps.once import StepRunner, output_lock
 

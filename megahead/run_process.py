@@ -1,0 +1,137 @@
+"""Runs in processes of their own, so that what they took is free afterwards: started, watched, timed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+import yaml
+
+from megahead.errors import UserError
+from megahead.report.read import read_metrics
+
+BENCHMARK_STEPS = 12
+"""Of a timing."""
+
+POLL_SECONDS = 0.5
+"""Between two looks at a run that may have to end early."""
+
+PACE_SECONDS = 10.0
+"""Of training, before its speed is known."""
+
+
+def launcher(ranks: int) -> list[str]:
+    """What python is given before a script, or `-m` and a module, to run it on so many ranks of this machine."""
+    return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The ranks share the cores, unless OMP_NUM_THREADS says how many threads each has."""
+    if ranks == 1:
+        return dict(os.environ)
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+
+
+def pretrain(
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int = 1,
+    quiet: bool = False,
+    must_stop: Callable[[], bool] | None = None,
+) -> None:
+    """Trains, or goes on. `must_stop` is asked twice a second: once it says so, the run saves and stops, or ends
+    unsaved where it has not begun to train. UserError if it fails; KeyboardInterrupt if Ctrl-C ended it."""
+    command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
+    command += [word for override in overrides for word in ("--set", override)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+    output, interrupted, stopped = "", False, False
+    with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
+        while process.poll() is None:
+            try:
+                output += process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
+            except KeyboardInterrupt:  # the run has it too, and saves
+                interrupted = True
+            except subprocess.TimeoutExpired:
+                if must_stop is not None and must_stop():
+                    process.terminate()
+                    stopped = True
+    if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):
+        raise KeyboardInterrupt
+    if process.returncode and not (stopped and process.returncode == -signal.SIGTERM):
+        last = f": {output.strip().splitlines()[-1]}" if output.strip() else ""
+        raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
+
+
+def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:
+    """The median over a few steps of a run with these settings, which is thrown away. TimeoutError if it has none
+    within `max_seconds` of its start."""
+    start_time = monotonic()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        trial = {"data": {**settings["data"], "validation": None}, "output_dir": str(folder / "run")}
+        trial["schedule"] = {**settings["schedule"], "warmup_steps": 0}
+        trial["training"] = {"steps": BENCHMARK_STEPS, "log_seconds": 0, "checkpoint_every": BENCHMARK_STEPS}
+        (folder / "run.yaml").write_text(yaml.safe_dump({**settings, **trial}))
+        must_stop = None if max_seconds is None else lambda: monotonic() - start_time >= max_seconds
+        pretrain(folder / "run.yaml", ranks=ranks, quiet=True, must_stop=must_stop)
+        try:
+            seconds = sorted(float(record["step_seconds"]) for record in read_metrics(folder / "run").training)
+        except UserError:
+            raise TimeoutError from None
+        return seconds[len(seconds) // 2]
+
+
+@dataclass
+class Pace:
+    """Whether a run of `steps` will end by `deadline` (of `monotonic`), by the time that its steps take on the clock,
+    evaluations and saves included."""
+
+    run: Path
+    steps: int
+    deadline: float
+    startup_seconds: float
+    """Which stopping and going on would cost."""
+
+    tolerance: float
+    """Seconds: it is not stopped for less."""
+
+    new_steps: int | None = None
+    """As many as there is time for, after `is_too_slow`."""
+
+    def __post_init__(self) -> None:
+        self._step, self._first = self._logged_step(), (0.0, 0)
+
+    def is_too_slow(self) -> bool:
+        """Whether fewer steps, after another start, would end earlier by more than the tolerance."""
+        now, step, (first_time, first_step) = monotonic(), self._logged_step(), self._first
+        if step == self._step:
+            return False
+        self._step = step
+        if not first_time:
+            self._first = (now, step)
+        if not first_time or now - first_time < PACE_SECONDS:
+            return False
+        seconds_each = (now - first_time) / (step - first_step)
+        remaining_seconds = max(0.0, self.deadline - now - self.startup_seconds)
+        steps = step + max(1, floor(remaining_seconds / seconds_each))
+        saved_seconds = (self.steps - steps) * seconds_each - self.startup_seconds
+        if saved_seconds > self.tolerance:
+            self.new_steps = steps
+        return self.new_steps is not None
+
+    def _logged_step(self) -> int:
+        with suppress(UserError):  # there is no line yet
+            for record in reversed(read_metrics(self.run).training):
+                return int(record["step"])
+        return 0
