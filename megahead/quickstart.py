@@ -378,8 +378,8 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
         workers = suitable_workers(text.bytes, os.cpu_count() or 1)
         with ProgressBar("Tokenizing") as bar:
             done = preprocess(
-                paths, chosen, folder / "text", selection=selection, on_error="skip", workers=workers, progress=bar,
-                **held_out,
+                paths, chosen, folder / "text", selection=selection, on_error="skip", source=text.name, workers=workers,
+                progress=bar, **held_out,
             )  # fmt: skip
         left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
         held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"

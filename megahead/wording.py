@@ -32,6 +32,13 @@ def format_numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
+def format_names(names: Iterable[str], limit: int = 3) -> str:
+    """Distinct names, of which the first few are listed: a.txt, b.txt, c.txt and 4 others."""
+    distinct = [*dict.fromkeys(names)]
+    num_others = len(distinct) - limit
+    return ", ".join(distinct[:limit]) + (f" and {pluralize(num_others, 'other')}" if num_others > 0 else "")
+
+
 def format_duration(seconds: float) -> str:
     """0.42 -> 0.4s, 75 -> 1m15s, 7,500 -> 2h05m, 200,000 -> 2d07h."""
     if not math.isfinite(seconds):

@@ -19,6 +19,9 @@ from huggingface_hub import constants
 from safetensors import safe_open
 
 from megahead.commands import convert
+from megahead.data.indexed import IndexedDataset
+from megahead.data.inspection import merge_datasets
+from megahead.data.preprocess import preprocess
 from megahead.errors import FieldError, UserError
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import export
@@ -184,6 +187,29 @@ def test_a_bar_in_a_name_ends_no_cell_of_a_card(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(data={"train": "texts/a|b"}))
     export(tmp_path / "run", tmp_path / "out", "tied")
     assert "| Data | a\\|b |" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_card_names_the_text_that_was_read_and_no_folder_above_it(tmp_path: Path) -> None:
+    texts, run = tmp_path / "someones/texts", run_with_log(tmp_path)
+    texts.mkdir(parents=True)
+    for number in range(5):
+        (texts / f"{number}.txt").write_text("the cat sat on the mat")
+    preprocess(texts, tmp_path / "tokenizer.json", tmp_path / "a")
+    preprocess([texts / f"{number}.txt" for number in range(5)], tmp_path / "tokenizer.json", tmp_path / "b")
+    merge_datasets([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    infos = [IndexedDataset(tmp_path / name).info for name in "abc"]
+    names = "0.txt, 1.txt, 2.txt and 2 others"
+    assert [info and info.source for info in infos] == ["texts", names, f"texts, {names}"]
+    config = small_config(model={"vocab_size": 300}, data={"train": str(tmp_path / "a")})
+    assert infos[0] is not None
+    for number, (read, described) in enumerate(
+        [(infos[0].fingerprint(), f"texts, 5 documents, {infos[0].tokens} tokens"), ("another", "a")]
+    ):
+        save_small(run, config, step=4 + number, texts={"data.train": [read]})
+        export(run, tmp_path / "out", "tied")
+        card = (tmp_path / "out/README.md").read_text()
+        assert f"| Data | {described} |" in card
+        assert "someones" not in card
 
 
 @pytest.mark.parametrize(

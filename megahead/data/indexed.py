@@ -169,10 +169,17 @@ class DatasetInfo:
     end_token: int | None = None
     """Id that closes each document."""
 
+    source: str | None = None
+    """Names of the files or the folder with the text, without their paths; None in datasets of earlier versions."""
+
     def tokenizer_identity(self) -> TokenizerIdentity | None:
         """The identity of the tokenizer; None if it is unknown."""
         values = self.tokenizer, self.tokenizer_sha256, self.vocabulary_sha256
         return None if None in values else TokenizerIdentity(*map(str, values))
+
+    def fingerprint(self) -> str:
+        """The number of tokens and a checksum of them."""
+        return f"{self.tokens:,} tokens, sha256 {self.bin.sha256[:16]}"
 
     def dump(self) -> bytes:
         """The JSON text."""
@@ -411,8 +418,9 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """The number of tokens and a checksum: of the tokens if `PREFIX.json` has it, else of the index. Does not read
         the tokens."""
-        sha256 = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
-        return f"{self.num_tokens:,} tokens, sha256 {sha256[:16]}"
+        if self.info is not None:
+            return self.info.fingerprint()
+        return f"{self.num_tokens:,} tokens, sha256 {hashlib.sha256(self._index).hexdigest()[:16]}"
 
     def _map_tokens(self) -> mmap.mmap | bytes:
         tokens = _map_file(self.bin_path)

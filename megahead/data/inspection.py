@@ -21,7 +21,7 @@ from megahead.data.indexed import (
 from megahead.data.tokenizer import Tokenizer
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
-from megahead.wording import pluralize
+from megahead.wording import format_names, pluralize
 
 BLOCK_TOKENS = 1 << 22
 MAX_DOCUMENTS_READ = 1000
@@ -195,8 +195,10 @@ def merge_datasets(
     tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
     file = next((path for dataset in datasets if tokenizer and (path := dataset.tokenizer_path())), None)
     end = next((info.end_token for info in infos if info and info.end_token is not None), None)
+    sources = [source for info in infos if info is not None and (source := info.source)]
+    source = format_names(sources) if len(sources) == len(infos) else None
     with IndexedDatasetWriter(
-        output, vocab_size=vocab_size, tokenizer=tokenizer, tokenizer_file=file, end_token=end
+        output, vocab_size=vocab_size, tokenizer=tokenizer, tokenizer_file=file, end_token=end, source=source
     ) as writer:
         for dataset in datasets:
             require_contiguous(dataset)

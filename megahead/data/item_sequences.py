@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.files import AtomicFile
+from megahead.wording import format_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -143,7 +145,7 @@ def preprocess_events(
         vocabulary = vocabulary or ItemVocabulary.from_counts(_count_items(partitions), min_count)
         report.items = len(vocabulary) - 1
         cuts = boundaries.quantiles(HELD_OUT_FROM) if split == "time" else None
-        _write_datasets(str(output), partitions, vocabulary, cuts, report)
+        _write_datasets(str(output), partitions, vocabulary, cuts, report, format_names(path.name for path in paths))
     return report
 
 
@@ -268,6 +270,7 @@ def _write_datasets(
     vocabulary: ItemVocabulary,
     cuts: tuple[float, float] | None,
     report: EventReport,
+    source: str,
 ) -> None:
     prefixes = {"train": output, "validation": f"{output}-validation", "test": f"{output}-test"}
     with ExitStack() as open_files:
@@ -275,11 +278,9 @@ def _write_datasets(
         open_files.callback(items_file.discard)
         vocabulary.write(items_file)
         items_file.sync()
+        open_writer = partial(IndexedDatasetWriter, vocab_size=len(vocabulary), end_token=END_ID, source=source)
         with ExitStack() as datasets:
-            writers = {
-                name: datasets.enter_context(IndexedDatasetWriter(prefix, vocab_size=len(vocabulary), end_token=END_ID))
-                for name, prefix in prefixes.items()
-            }
+            writers = {name: datasets.enter_context(open_writer(prefix)) for name, prefix in prefixes.items()}
             for sequences in partitions:
                 report.dropped["repeated"] += sequences.num_repeated
                 ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)

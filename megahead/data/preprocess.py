@@ -21,7 +21,7 @@ import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
-from megahead.data.sources import find_inputs, max_documents, read_chunks, total_bytes
+from megahead.data.sources import find_inputs, input_names, max_documents, read_chunks, total_bytes
 from megahead.data.tokenizer import SEGMENT_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
@@ -280,6 +280,7 @@ def preprocess(
     holdout_tail: Fraction | None = None,
     on_error: OnError = "fail",
     end_inside: EndInside = "report",
+    source: str | None = None,
     workers: int = 1,
     progress: ByteProgress | None = None,
 ) -> PreprocessReport:
@@ -287,7 +288,8 @@ def preprocess(
     `holdout_tail` (the end of each, where they are few) is given.
 
     Documents keep their order and are closed by `end_token`; those without text are left out. An end token inside a
-    text splits its document: that is reported, or with `end_inside="fail"` an error. The result depends on neither
+    text splits its document: that is reported, or with `end_inside="fail"` an error. `source` names the text in
+    `OUTPUT.json` and model cards, by default as the inputs are named, without paths. The result depends on neither
     `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that names
     file and line, also for a dataset that would have no document) this run leaves no files, and existing datasets of
     these names are untouched.
@@ -307,11 +309,17 @@ def preprocess(
     progress = progress or ByteProgress()
     progress.start(total_bytes(items))
     with EncodingPool(workers) as pool:
-        return write_dataset(read_chunks(items, recipe.selection), recipe, output, pool, progress)
+        chunks, source = read_chunks(items, recipe.selection), source or input_names(inputs)
+        return write_dataset(chunks, recipe, output, pool, progress, source)
 
 
 def write_dataset(
-    chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, pool: EncodingPool, progress: ByteProgress
+    chunks: Iterator[Chunk],
+    recipe: Recipe,
+    output: str | Path,
+    pool: EncodingPool,
+    progress: ByteProgress,
+    source: str,
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
     if recipe.tokenizer.absolute() in {Path(f"{prefix}.json").absolute() for prefix in recipe.outputs(output)}:
@@ -323,7 +331,9 @@ def write_dataset(
     end = end_token_id(tokenizer, recipe.end_token)
     encoder = ChunkTokenizer(tokenizer.path, tokenizer.engine, end, recipe.on_error, recipe.holdout_tail)
     report, size, file, identity = PreprocessReport(), tokenizer.vocab_size, tokenizer.path, tokenizer.identity()
-    open_writer = partial(IndexedDatasetWriter, vocab_size=size, tokenizer=identity, tokenizer_file=file, end_token=end)
+    open_writer = partial(
+        IndexedDatasetWriter, vocab_size=size, tokenizer=identity, tokenizer_file=file, end_token=end, source=source
+    )
     with ExitStack() as stack:
         writers = [stack.enter_context(open_writer(prefix)) for prefix in recipe.outputs(output)]
         for encoded in pool.encode(chunks, encoder):

@@ -53,7 +53,7 @@ def preprocess_shards(
                 report = manifest.report(shard, recipe)
                 if report is None:
                     chunks = shard.chunks(recipe.selection)
-                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress)
+                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress, shard.path.name)
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)

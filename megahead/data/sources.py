@@ -21,6 +21,7 @@ import zstandard
 
 from megahead.data.records import Chunk, JsonLines, Selection, TableRows, TextFile
 from megahead.errors import DataError
+from megahead.wording import format_names
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where tables are read: it takes longer than to read a small file of JSON lines
@@ -118,6 +119,22 @@ def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
     if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
     return [_make_input(path) for pattern in patterns for path in _expand_pattern(str(pattern))]
+
+
+def input_names(patterns: str | Path | Sequence[str | Path]) -> str:
+    """The inputs by the names of their files without paths, a folder by its own, a URL as it is."""
+    patterns = [patterns] if isinstance(patterns, str | Path) else patterns
+    return format_names(name for pattern in patterns for name in _names(str(pattern)))
+
+
+def _names(pattern: str) -> list[str]:
+    if "://" in pattern:
+        return [pattern]
+    if pattern == str(STANDARD_INPUT):
+        return ["standard input"]
+    return (
+        [Path(pattern).resolve().name] if Path(pattern).is_dir() else [path.name for path in _expand_pattern(pattern)]
+    )
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:

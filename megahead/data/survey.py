@@ -24,6 +24,9 @@ PREFERRED_KEYS = ("text", "content")
 class Survey:
     """What `megahead start` found in a folder or file."""
 
+    name: str
+    """Of the folder or file, without its path."""
+
     inputs: list[Input]
     keys: tuple[str, ...]
     """Keys of the text in records, as in `Selection`; empty if no input has records."""
@@ -93,7 +96,7 @@ def survey(path: Path, exclude: Path | None = None) -> Survey:
         first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
     keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
-    return Survey(inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped)
+    return Survey(path.resolve().name, inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped)
 
 
 def _type_name(item: Input) -> str:

@@ -67,9 +67,11 @@ class IndexedDatasetWriter:
         tokenizer: str | TokenizerIdentity | None = None,
         tokenizer_file: Path | None = None,
         end_token: int | None = None,
+        source: str | None = None,
     ) -> None:
         """`tokenizer`: the identity of the text's tokenizer, or at least the name of its file. `tokenizer_file`: that
-        file, which is copied beside the dataset. `end_token`: the id that closes each document."""
+        file, which is copied beside the dataset. `end_token`: the id that closes each document. `source`: names of the
+        files with the text."""
         if is_remote(str(prefix)):
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
@@ -79,7 +81,7 @@ class IndexedDatasetWriter:
         self.vocab_size = vocab_size
         self._tokenizer_identity = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
-        self.end_token = end_token
+        self.end_token, self.source = end_token, source
         self._saved_tokenizer = None if tokenizer_file is None else SavedTokenizer(tokenizer_file, Path(prefix).parent)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
@@ -165,6 +167,7 @@ class IndexedDatasetWriter:
             vocabulary_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.vocabulary,
             tokenizer_file=None if self._saved_tokenizer is None else self._saved_tokenizer.name,
             end_token=self.end_token,
+            source=self.source,
         )
         self._info.write(info.dump())
         for file in (self._bin, self._info, self._idx):

@@ -18,7 +18,7 @@ from megahead.hf.trained import (
     MASK_HEAD,
     TrainedModel,
     code_version,
-    dataset_names,
+    describe_data,
     last_evaluation,
 )
 from megahead.hf.verify import Parity
@@ -152,7 +152,7 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
         "Batch": f"{batch.global_size:,} rows of {config.data.sequence_length:,} tokens",
         "Optimizer": f"{optimizer.name}, peak rate {optimizer.learning_rate:g}, {config.schedule.name} schedule, "
         f"weight decay {optimizer.weight_decay:g}, {config.engine.precision}",
-        "Data": dataset_names(config.data),
+        "Data": describe_data(model),
         "Held-out text": last_evaluation(model) or "not evaluated",
     }
     if config.init is not None:

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
 from megahead.config.auxiliary import AuxiliarySettings
-from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
+from megahead.data.indexed import DatasetInfo, dataset_paths
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, MappedTensors
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, DataError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, load_weights_
 from megahead.run_folder import RunFolder
 from megahead.version import __version__
+from megahead.wording import pluralize
 
 BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
@@ -170,10 +171,20 @@ class TrainedModel:
 _CHECKOUT = Path(__file__).parents[2]
 
 
-def dataset_names(data: DataConfig) -> str:
-    """Returns the names of the training datasets, with the weights of a blend."""
-    parts = [(Path(part.prefix).name, part.weight) for part in data.parts()]
-    return ", ".join(name if weight is None else f"{name} (weight {weight:g})" for name, weight in parts)
+def describe_data(model: TrainedModel) -> str:
+    """Describes the training datasets, with the weights of a blend: their text's names and sizes where the files are
+    still there as they were read, else the datasets' names."""
+    fingerprints = model.checkpoint.state_value("texts", dict, default={}).get("data.train")
+    texts = []
+    for part in model.config.data.parts():
+        text = Path(part.prefix).name
+        with suppress(DataError):
+            info = DatasetInfo.load(dataset_paths(part.prefix)[2])
+            if fingerprints is None or any(saved.startswith(info.fingerprint()) for saved in fingerprints):
+                sizes = f"{pluralize(info.documents, 'document')}, {pluralize(info.tokens, 'token')}"
+                text = f"{info.source or text}, {sizes}"
+        texts.append(text if part.weight is None else f"{text} (weight {part.weight:g})")
+    return "; ".join(texts)
 
 
 def code_version() -> str:

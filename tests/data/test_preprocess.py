@@ -44,7 +44,7 @@ def test_each_document_ends_with_the_end_token(tokenizer_path: Path, json_lines:
     assert info is not None
     assert info.text_bytes == report.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert info.token_counts[0] == info.documents == report.documents == 95
-    assert (info.vocab_size, info.tokenizer) == (280, "tokenizer.json")
+    assert (info.vocab_size, info.tokenizer, info.source) == (280, "tokenizer.json", "a.jsonl, b.jsonl")
     assert report.engine == "fastokens"
 
 

@@ -59,7 +59,7 @@ def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_p
     lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, "loss": 1.0}]]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines) + '{"step": 3, "valid')
     card = (export(tmp_path / "run", tmp_path / "out", "tied").folder / "README.md").read_text()
-    assert "| Data | wiki (weight 0.75), novels (weight 0.25) |" in card
+    assert "| Data | wiki (weight 0.75); novels (weight 0.25) |" in card
     assert "| Held-out text | perplexity 20, 1.5 bits a byte, accuracy 25.0% (pmi head, step 2) |" in card
     assert f"| Exported by | megahead {megahead.__version__}" in card
 
