@@ -10,16 +10,18 @@ from typing import Any
 from megahead.errors import FieldError, UserError
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics
+from megahead.wording import pluralize
 
 _MAX_SAMPLED_BYTES = 8 * 2**30
 """Weights of a sampled model: unlike an export, generation needs all of them in memory."""
 
 
 def complete_card(folder: Path, run: Path) -> str | None:
-    """Adds generated text and the training curves of `run` to the model card in `folder`; returns the text.
+    """Adds a sample (generated text, of an encoder a sentence that it completes) and the training curves of `run` to
+    the model card in `folder`; returns the sample.
 
-    Without a head or a tokenizer with a start token, or with more than 8 GiB of weights, it adds no text; without a log
-    no curves.
+    Without a head or a tokenizer with the special tokens for it, or with more than 8 GiB of weights, it adds no sample;
+    without a log no curves.
     """
     from megahead.report.figures import draw_curves, save_figure
 
@@ -37,9 +39,13 @@ def complete_card(folder: Path, run: Path) -> str | None:
 def _sample_if_possible(folder: Path) -> str | None:
     card, weights = (folder / "README.md").read_text(encoding="utf-8"), folder.glob("*.safetensors")
     is_small = sum(path.stat().st_size for path in weights) <= _MAX_SAMPLED_BYTES
-    can_generate = "pipeline_tag: text-generation" in card and (folder / "tokenizer.json").is_file()
+    if not is_small or not (folder / "tokenizer.json").is_file():
+        return None
     with suppress(UserError):  # a published tokenizer may have no start token
-        return sample(folder) if can_generate and is_small else None
+        if "pipeline_tag: text-generation" in card:
+            return sample(folder)
+        if "pipeline_tag: fill-mask" in card:
+            return completed_sentence(folder)
     return None
 
 
@@ -56,6 +62,28 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
         sampling = sampling_options(temperature=0.8, top_k=50, top_p=0.95)
         length = min(tokens, context_length(loaded) // 2)
         return generate_continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
+
+
+def completed_sentence(model: Path, beginning: str = "Once upon a time there was a", end: str = ".") -> str:
+    """Returns a sentence with a mask token, and the five tokens that an exported encoder predicts there. FieldError for
+    a sentence that exceeds its context."""
+    import torch
+
+    from megahead.evaluate.scoring import special_ids
+    from megahead.hf.loading import context_length, load_masked, load_tokenizer_folder
+
+    encoder, tokenizer = load_masked(model), load_tokenizer_folder(model)
+    cls_id, sep_id, mask_id = special_ids(tokenizer)
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (beginning, end))
+    row_T = [cls_id, *before, mask_id, *after, sep_id]
+    if len(row_T) > (limit := context_length(encoder)):
+        raise FieldError("beginning", f"fit into {pluralize(limit, 'token')} with the rest", got=f"{len(row_T)}")
+    with torch.inference_mode():
+        logits_TV = encoder(torch.tensor([row_T])).logits[0]
+    best = logits_TV[1 + len(before)].softmax(-1).topk(5)
+    predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    lines = [f"{share:6.1%}  {tokenizer.decode([id_]).strip()}" for share, id_ in predictions]
+    return "\n".join([f"{beginning} {tokenizer.mask_token}{end}", *lines])
 
 
 def check_login(repository: str, *, private: bool = False) -> None:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 from safetensors import safe_open
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from megahead.commands import convert
 from megahead.data.indexed import IndexedDataset
@@ -226,6 +227,31 @@ def test_a_card_counts_the_parameters_that_are_exported(tmp_path: Path, sections
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
     assert f" model of {stored:,} parameters " in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(("max_positions", "has_sample"), [(128, True), (8, False)])
+def test_a_card_of_an_encoder_has_a_sentence_that_it_completes(
+    tmp_path: Path, max_positions: int, has_sample: bool
+) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    model = {**BERT, "vocab_size": 300, "max_positions": max_positions}
+    data = {"tokenizer": str(tmp_path / "tokenizer.json"), "sequence_length": 8}
+    save_small(tmp_path / "run", small_config(model=model, masking={**MASKS, "mask_token": 1}, data=data))
+    folder = export(tmp_path / "run", tmp_path / "out", "pmi").folder
+    sample = complete_card(folder, tmp_path / "run")
+    card = (folder / "README.md").read_text()
+    assert ("## Sample" in card) == has_sample == (sample is not None)
+    if sample is None:
+        return
+    assert sample in card
+    sentence, *predictions = sample.splitlines()
+    assert sentence == "Once upon a time there was a <|padding|>."
+    tokenizer, encoder = AutoTokenizer.from_pretrained(folder), AutoModelForMaskedLM.from_pretrained(folder)
+    inputs = tokenizer(sentence.replace(" <|", "<|"), return_tensors="pt")  # the word begins with the space
+    (masked,) = (inputs["input_ids"][0] == 1).nonzero()[:, 0]
+    best = encoder(**inputs).logits[0, masked].softmax(-1).topk(5)
+    shares = [f"{share:.1%}" for share in best.values.tolist()]
+    assert [line.split()[0] for line in predictions] == shares
 
 
 def test_a_tokenizer_that_names_no_ends_gives_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on_from_another_folder(
     config = load_config(made.config)
     assert config.objective.name == "headless"
     card = (made.model / "README.md").read_text()
+    assert "| Data | texts, " in card
     assert "\n# texts-headless\n" in card
     assert 'from_pretrained("texts-headless/model")' in card
     assert 1 < made.perplexity < config.model.vocab_size
