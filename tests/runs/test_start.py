@@ -178,7 +178,9 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
 
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
     much = Plan(SHAPES[1], 8192, 1e9, 0.5)
-    assert much.steps(much.other_seconds() + 100) == 200
+    assert much.steps(much.other_seconds(1000) + 100) < much.steps(1000)
+    assert much.seconds(1000) == pytest.approx(1000, abs=0.5)
+    assert [much.evaluations(seconds) for seconds in (0, 100, 1000)] == [1, 1, 8]
     assert much.steps(0.1) == quickstart.MIN_TRAINING_SECONDS / 0.5
     assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.MAX_EPOCHS * 10
 
