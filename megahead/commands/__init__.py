@@ -19,6 +19,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "pretrain": "pretrain, fine-tune a head, or resume",
         "convert": "export a checkpoint to a Hugging Face folder, or import it",
         "generate": "continue prompts with a model",
+        "embed": "write an encoder's vectors of texts",
     },
     "evaluate": {
         "eval_harness": "score models with lm-eval on local task files",

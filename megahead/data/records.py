@@ -206,6 +206,20 @@ class TableRows(Chunk):
             raise InvalidRecord(f"must be UTF-8 text, but is not ({error.reason})") from None
 
 
+class TextLines(Chunk):
+    """Whole lines of a `.txt` file, one document each."""
+
+    def parse(self) -> ParsedChunk:
+        """One document per line; those of blank lines are empty."""
+        return self._parse_records(enumerate(self.data.split(b"\n"), self.first_record), self._get_text)
+
+    def _get_text(self, line: bytes) -> str:
+        try:
+            return line.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise InvalidRecord(f"must be UTF-8 text, but is not ({error.reason})") from None
+
+
 class TextFile(Chunk):
     """A whole `.txt` or `.md` file: one document."""
 

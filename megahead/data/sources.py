@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 import zstandard
 
-from megahead.data.records import Chunk, JsonLines, Selection, TableRows, TextFile
+from megahead.data.records import Chunk, JsonLines, Selection, TableRows, TextFile, TextLines
 from megahead.errors import DataError
 from megahead.wording import format_names
 
@@ -137,6 +137,14 @@ def _names(pattern: str) -> list[str]:
     )
 
 
+def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
+    """The same inputs, of whose `.txt` files each line is a document."""
+    return [
+        replace(item, split=_chunk_text_lines) if item.split is _chunk_text and ".txt" in item.path.suffixes else item
+        for item in inputs
+    ]
+
+
 def total_bytes(inputs: Sequence[Input]) -> int | None:
     """Bytes of all inputs on disk; None if standard input is among them."""
     return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
@@ -206,6 +214,15 @@ def _file_bytes(path: Path) -> int:
 
 
 def _chunk_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
+    return _chunk_lines(path, selection, JsonLines)
+
+
+def _chunk_text_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
+    return _chunk_lines(path, selection, TextLines)
+
+
+def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk]) -> Iterator[Chunk]:
+    """Blocks of whole lines, without the last newline of each."""
     first_line, chunk_end, position = 1, 0, 0
     rest: list[bytes] = []
     for data, position in read_blocks(path):
@@ -219,11 +236,11 @@ def _chunk_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
             continue
         block = b"".join([*rest, head])
         rest = [tail]  # before the yield, so that the parts of a long document are freed
-        yield JsonLines(str(path), first_line, block, selection, position - chunk_end)
+        yield chunk_class(str(path), first_line, block, selection, position - chunk_end)
         first_line += block.count(b"\n") + 1
         chunk_end = position
     if any(rest):
-        yield JsonLines(str(path), first_line, b"".join(rest), selection, position - chunk_end)
+        yield chunk_class(str(path), first_line, b"".join(rest), selection, position - chunk_end)
 
 
 def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:

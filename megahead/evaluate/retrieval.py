@@ -88,6 +88,9 @@ class TextEncoder:
         self._model = load_encoder(folder).to("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
         self._start, self._end, _ = special_ids(self._tokenizer)
+        self.size = int(self._model.config.hidden_size)
+        """Features of a vector: D."""
+
         self._max_text = min(context_length(self._model), max_tokens) - 2
         self.num_truncated = 0
         """Texts so far that were truncated."""

@@ -65,7 +65,8 @@ def read_pooling(folder: Path) -> PoolingName | None:
         return None
     paths = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
     if further := sorted(paths.keys() - {name for name, _ in _MODULES}):
-        raise CheckpointError(f"`{folder}` must have no layers after its pooling, but has {', '.join(further)}.")
+        layers = ", ".join(further)
+        raise CheckpointError(f"`{folder}` must have no layers after its pooling, but has {layers}; give --pooling.")
     settings = _read_object(folder / paths.get("Pooling", "1_Pooling") / "config.json")
     keys = [key for key, is_used in settings.items() if key.startswith("pooling_mode_") and is_used]
     names = settings.get("pooling_mode") or [_NAMES.get(key, key) for key in keys]

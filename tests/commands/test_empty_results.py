@@ -41,6 +41,7 @@ LINES = (
     "convert revocabulary --model run --tokenizer X --output out/run",
     "start X --folder out/start",
     "generate --model run --file X --output out/samples.jsonl",
+    "embed --model run --pooling cls --input X --output out/n.npy",
     "finetune --model run --task glue --data X --output out/results.json",
     "finetune --model run --task glue/rte superglue/wic --data data --output out/results.json",
     "finetune --model run --task superglue/wic --data data --output out/results.json",

@@ -16,6 +16,7 @@ OWN = [script for script in SCRIPTS if not any(script.endswith(f"/{name}.py") fo
 WRONG: dict[str, str] = {
     "megahead convert": "to-hf --checkpoint nowhere --output out --head pmi",
     "megahead doctor": "",
+    "megahead embed": "--model nowhere --input nowhere.txt --output v.npy",
     "megahead estimate": "--config nowhere.yaml",
     "megahead eval_harness": "--model nowhere --data .",
     "megahead finetune": "--model . --task glue/rte --data .",

@@ -1,0 +1,71 @@
+"""Writes an encoder's vectors of texts as .npy, a row for each text, of length 1: their products are cosines.
+
+megahead embed --model exports/retromae --input documents.jsonl --output documents.npy
+megahead embed --model runs/retromae --pooling cls --input queries.txt --output queries.npy
+
+A line of a .txt file is a text; of other files, what `megahead preprocess` takes for a document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from megahead.checkpoints.arguments import checkpoint_path
+from megahead.data.records import Selection, as_text_key
+from megahead.data.sources import find_inputs, split_text_lines
+from megahead.data.writer import ProgressBar
+from megahead.errors import FieldError, existing_path, require_at_least
+from megahead.hf.pooling import POOLINGS
+from megahead.wording import format_duration, pluralize
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    require_at_least(1, batch_size=arguments.batch_size)
+    if arguments.output.is_dir():
+        raise FieldError("--output", "name a file", got=f"the folder {arguments.output}")
+    print(embed(arguments))
+
+
+def embed(arguments: argparse.Namespace) -> str:
+    """Writes the vectors; describes them."""
+    started, selection = time.monotonic(), Selection(as_text_key(arguments.text_key))
+    inputs = split_text_lines(find_inputs(arguments.input))
+    from megahead.evaluate.text_vectors import count_texts, write_text_vectors
+
+    with ProgressBar("Reading") as bar:
+        num_texts = count_texts(inputs, selection, bar)
+    with ProgressBar("Embedding") as bar:
+        report = write_text_vectors(
+            arguments.model,
+            inputs,
+            selection,
+            arguments.output,
+            num_texts,
+            pooling=arguments.pooling,
+            batch_size=arguments.batch_size,
+            progress=bar,
+        )
+    vectors = pluralize(report.num_texts, "vector")
+    line = f"wrote {arguments.output}: {vectors} of {report.size} features ({report.pooling}, length 1)"
+    line += f" in {format_duration(time.monotonic() - started)}"
+    if report.num_truncated:
+        line += f"; {pluralize(report.num_truncated, 'text')} of more than {report.max_tokens} tokens truncated"
+    return line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    model = "encoder: Hugging Face folder, run, checkpoint"
+    add("--model", type=checkpoint_path, required=True, metavar="DIR", help=model)
+    add("--input", type=existing_path, required=True, metavar="FILE", help="texts: .txt, .jsonl, .parquet, a folder")
+    add("--output", type=Path, required=True, metavar="FILE", help="vectors.npy: float32, a row for each text")
+    pooling = "[CLS] or the mean over tokens (default: what a folder of sentence-transformers names)"
+    add("--pooling", choices=POOLINGS, help=pooling)
+    key = "key of the text (default: text); of several the first that a record has"
+    add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
+    add("--batch-size", type=int, metavar="N", help="texts at once (default: 16,384 tokens)")
+    return parser
