@@ -7,11 +7,12 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -20,19 +21,28 @@ from safetensors import safe_open
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from megahead.commands import convert
+from megahead.config.objective import HeadName
+from megahead.config.plan import RunPlan
 from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import merge_datasets
 from megahead.data.preprocess import preprocess
 from megahead.errors import FieldError, UserError
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import export
+from megahead.hf.heads import build_head
 from megahead.hf.published import from_hf
+from megahead.hf.serving import possible_heads, serving_support
+from megahead.hf.trained import TrainedModel
 from megahead.sharing import check_login, complete_card
+from megahead.train.describe import describe_run
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 REPOSITORY = "someone/small"
 MASKS = {"mask_token": 60, "cls_token": 58, "sep_token": 59}
 BERT = {"family": "bert", "max_positions": 32}
+BOTH = "vLLM and llama.cpp"
+NONE = f"{BOTH} serve none of its heads"
+LLAMA, GPT2 = {"family": "llama"}, {"family": "gpt2", "max_positions": 32}
 
 
 @dataclass
@@ -152,7 +162,7 @@ def test_an_export_is_uploaded_whole_with_a_complete_card(
     }
     assert hub.deleted == ["model-00001-of-00002.safetensors"]  # of an earlier upload in more parts
     said = capsys.readouterr().out
-    assert "vLLM serves --head tied, pmi, trained; llama.cpp serves --head pmi, trained; this export: vLLM and" in said
+    assert "vLLM serves --head tied, pmi; llama.cpp --head pmi; this export: vLLM and llama.cpp" in said
     assert f"{REPOSITORY}" in said.splitlines()[-1]
     card = hub.files["README.md"].decode()
     head = yaml.safe_load(card.split("---")[1])
@@ -324,17 +334,40 @@ def test_a_code_that_yaml_takes_for_a_boolean_stays_a_language(tmp_path: Path, m
     assert (head["language"], head["license"]) == (["no"], "other: mine")
 
 
+TIED = {"name": "vanilla", "tied": True}
+
+
 @pytest.mark.parametrize(
-    ("model", "head", "said"),
+    ("sections", "head", "listed", "programs"),
     [
-        ({}, "tied", "this export: vLLM"),
-        ({"family": "llama"}, "pmi", "vLLM serves --head tied, trained; llama.cpp serves --head tied, trained; this"),
-        ({"family": "bert"}, "none", "this export: vLLM and llama.cpp"),
+        ({}, "tied", "vLLM serves --head tied, pmi; llama.cpp --head pmi", "vLLM"),
+        ({"objective": {"name": "vanilla"}}, "trained", f"{BOTH} serve --head trained", BOTH),
+        ({"model": LLAMA}, "pmi", f"{BOTH} serve --head tied", "neither"),
+        ({"model": LLAMA, "objective": TIED | {"output_bias": True}}, "tied", NONE, "neither"),
+        ({"model": GPT2, "objective": TIED}, "trained", f"{BOTH} serve --head tied, trained", BOTH),
+        ({"model": BERT, "masking": MASKS}, "none", f"{BOTH} serve --head none", BOTH),
+        ({"model": {**BERT, "token_types": 0}, "masking": MASKS}, "none", NONE, "neither"),
     ],
 )
-def test_the_export_says_who_serves_it(tmp_path: Path, model: dict[str, Any], head: Any, said: str) -> None:
-    masking = {"masking": {"mask_token": 2, "cls_token": 3, "sep_token": 4}} if model.get("family") == "bert" else {}
-    save_small(tmp_path / "run", small_config(model=model, **masking))
+def test_a_plan_and_its_export_say_who_serves_it(
+    tmp_path: Path, sections: dict[str, Any], head: Any, listed: str, programs: str
+) -> None:
+    config = small_config(**sections)
+    assert serving_support(config) == dict(describe_run(RunPlan.of(config)))["serving"] == listed
+    save_small(tmp_path / "run", config)
     report = export(tmp_path / "run", tmp_path / "out", head)
-    assert said in report.serving_support
+    assert report.serving_support == f"{listed}; this export: {programs}"
     assert report.serving_support in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize("objective", [{}, {"bias": "corrected"}, {"vanilla_weight": 0.5}, {"name": "vanilla"}, TIED])
+def test_a_plan_names_the_heads_that_its_export_can_have(tmp_path: Path, objective: dict[str, Any]) -> None:
+    config = small_config(objective=objective)
+    save_small(tmp_path / "run", config)
+    model, heads = TrainedModel.open(tmp_path / "run"), get_args(HeadName)
+    possible = []
+    for head in heads:
+        with suppress(UserError):
+            build_head(head, model)
+            possible.append(head)
+    assert sorted(possible_heads(config)) == sorted(possible)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megahead.config.objective import ObjectiveConfig
 from megahead.hf.heads import ExportTarget, Head
+from megahead.hf.serving import serving_support
 from megahead.hf.trained import (
     BACKBONE,
     EMBEDDING,
@@ -42,34 +43,11 @@ class CardMetadata:
     """How sentence-transformers pools an encoder's hidden states; None without its files."""
 
 
-class SupportedHeads(NamedTuple):
-    """The heads of a model class that other programs can serve, by the lists of vLLM 0.33 and gguf 0.19."""
-
-    vllm: tuple[str, ...] = ()
-    llama_cpp: tuple[str, ...] = ()
-
-
-_DECODER_HEADS = SupportedHeads(("tied", "trained"), ("tied", "trained"))
-_SUPPORTED_HEADS = {
-    "GPTNeoX": SupportedHeads(("tied", "pmi", "trained"), ("pmi", "trained")),
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Ernie4_5_Moe"), _DECODER_HEADS),
-    **dict.fromkeys(("GPT2", "Gemma3Text"), SupportedHeads(("tied",), ("tied",))),
-    **dict.fromkeys(("Bert", "Roberta", "XLMRoberta", "ModernBert"), SupportedHeads(("none",), ("none",))),
-}
-
-
-def serving_support(target: ExportTarget) -> str:
-    """Returns a sentence: the heads of this model class that vLLM and llama.cpp serve, and which can serve the
-    export."""
-    supported = _SUPPORTED_HEADS.get(target.family.class_prefix, SupportedHeads())
-    heads_by_program = {"vLLM": supported.vllm, "llama.cpp": supported.llama_cpp}
-    programs = [name for name, heads in heads_by_program.items() if target.head.name in heads]
-    listed = "; ".join(f"{name} serves {_head_options(heads)}" for name, heads in heads_by_program.items())
-    return f"{listed}; this export: {' and '.join(programs) or 'neither'}"
-
-
-def _head_options(heads: tuple[str, ...]) -> str:
-    return f"--head {', '.join(heads)}" if heads else "none of its heads"
+def serving_support_of(target: ExportTarget) -> str:
+    """Returns `serving_support` with whether the export is served."""
+    head = target.head
+    has_bias = head.folded_bias is not None or head.bias_V is not None
+    return serving_support(target.model.config, head.name, has_bias=has_bias)
 
 
 def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> str:
@@ -168,7 +146,7 @@ def _export_facts(target: ExportTarget, parity: Parity) -> dict[str, str]:
         "Head": _describe_head(target.head, target.model.config.objective),
         "Stored as": target.dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
-        "Other programs": serving_support(target),
+        "Other programs": serving_support_of(target),
         "Exported by": code_version(),
     }
 

@@ -23,7 +23,7 @@ from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
 from megahead.files import atomic_folder, sha256_of
-from megahead.hf.card import CardMetadata, model_card, serving_support
+from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
 from megahead.hf.pooling import require_pooling, write_pooling
@@ -103,7 +103,7 @@ def export(
         metadata = replace(card or CardMetadata(output_dir.name), pooling=pooling)
         card_text = model_card(target, parity, metadata)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
-    seconds, support = time.monotonic() - start, serving_support(target)
+    seconds, support = time.monotonic() - start, serving_support_of(target)
     return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, seconds, support)
 
 

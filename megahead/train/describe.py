@@ -9,6 +9,7 @@ from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
+from megahead.hf.serving import serving_support
 from megahead.wording import GIB, format_gib, pluralize
 
 
@@ -41,6 +42,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ("mesh", f"{config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
         ("memory", _memory(rank_memory(plan))),
+        ("serving", serving_support(phases_of(config)[-1].config)),
     ]
 
 
