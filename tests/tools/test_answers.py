@@ -33,6 +33,7 @@ WRONG: dict[str, str] = {
     "megahead synonyms": "--model nowhere --wordnet .",
     "megahead train_tokenizer": "--input nowhere.jsonl --output t.json --vocab-size 300",
     "tools/bench_engine.py": "",
+    "tools/bench_first_lines.py": "nowhere",
     "tools/bench_link.py": "",
     "tools/bench_loss.py": "--data nowhere",
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
