@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from megahead.errors import FieldError, UserError
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics
-from megahead.wording import pluralize
+from megahead.wording import format_names, pluralize
 
 _MAX_SAMPLED_BYTES = 8 * 2**30
 """Weights of a sampled model: unlike an export, generation needs all of them in memory."""
@@ -86,19 +87,41 @@ def completed_sentence(model: Path, beginning: str = "Once upon a time there was
     return "\n".join([f"{beginning} {tokenizer.mask_token}{end}", *lines])
 
 
-def check_login(repository: str, *, private: bool = False) -> None:
-    """UserError unless `repository` is OWNER/NAME, huggingface_hub has a login, and a repository that should be
-    `private` is not public."""
-    from huggingface_hub import HfApi
+def check_push(
+    repository: str, *, private: bool = False, license_name: str | None = None, languages: Sequence[str] = ()
+) -> None:
+    """UserError unless `repository` is OWNER/NAME, huggingface_hub has a login that may write there, the Hub takes a
+    card with this license and these languages, and a repository that should be `private` is not public."""
+    from huggingface_hub import HfApi, ModelCard, ModelCardData
 
     if "/" not in repository:
         raise FieldError("--push", "be a repository of the Hub (OWNER/NAME)", got=repr(repository))
     with _as_user_errors(repository):
-        HfApi().whoami()
-        exists = HfApi().repo_exists(repository)
+        account, exists = HfApi().whoami(), HfApi().repo_exists(repository)
+        if reason := _read_only_reason(account, repository, exists=exists):
+            rule, hint = "name a repository that your login may write", "`hf auth login` takes another token"
+            raise FieldError("--push", rule, got=f"{repository} ({reason})", hint=hint)
         if private and exists and not HfApi().model_info(repository).private:
             rule, hint = "go with a new or private repository", "name another, or change it in its settings on the Hub"
             raise FieldError("--private", rule, got=f"given for {repository}, which all can read", hint=hint)
+        metadata = ModelCardData(license=license_name, language=[*languages] or None)
+        ModelCard(f"---\n{metadata.to_yaml()}\n---\n").validate(repo_type="model")
+
+
+def _read_only_reason(account: Mapping[str, Any], repository: str, *, exists: bool) -> str | None:
+    """Why the login of whoami's answer cannot write to a repository; None if it can, or the answer does not tell."""
+    owner, token = repository.partition("/")[0], account.get("auth", {}).get("accessToken", {})
+    if token.get("role") == "read":
+        return "its token is for reading alone"
+    if token.get("role") == "fineGrained":
+        scopes = token.get("fineGrained", {}).get("scoped", [])
+        writable = {scope["entity"]["name"] for scope in scopes if "repo.write" in scope["permissions"]}
+        is_writable = owner in writable or (exists and repository in writable)
+        return None if is_writable else f"its token may write to {format_names(sorted(writable)) or 'no repository'}"
+    organizations = {organization["name"]: organization.get("roleInOrg") for organization in account.get("orgs", [])}
+    if owner not in (account["name"], *organizations):
+        return f"it is {account['name']}'s, who is in no organization of this name"
+    return "its role there is read" if organizations.get(owner) == "read" else None
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:
@@ -131,6 +154,6 @@ def _as_user_errors(repository: str) -> Iterator[None]:
     except (OfflineModeIsEnabled, connection_error) as error:
         reason, rule = " ".join(str(error).split()), "go where the Hub can be reached"
         raise FieldError("--push", rule, got=f"{repository} ({reason})", hint="export without it for now") from None
-    except ValueError as error:  # the Hub rejects the card's metadata
-        reason = " ".join(str(error).split())
+    except ValueError as error:  # the Hub rejects the card's metadata, in words or as JSON
+        reason = " ".join(re.findall('"message": ?"([^"]*)"', str(error)) or str(error).split())
         raise UserError(f"`{repository}` must get a card that the Hub takes, but cannot ({reason}).") from None

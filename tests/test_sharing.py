@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,7 +34,7 @@ from megahead.hf.heads import build_head
 from megahead.hf.published import from_hf
 from megahead.hf.serving import possible_heads, serving_support
 from megahead.hf.trained import TrainedModel
-from megahead.sharing import check_login, complete_card
+from megahead.sharing import check_push, complete_card
 from megahead.train.describe import describe_run
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -54,12 +55,14 @@ class Hub:
     files: dict[str, bytes] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
     private: bool = True
+    account: dict[str, Any] = field(default_factory=lambda: {"name": "someone", "type": "user"})
+    """The answer to whoami-v2."""
 
     def answer(self, handler: BaseHTTPRequestHandler, method: str, path: str, body: bytes) -> Any:
         """The answer to a request, as the documented endpoints give it; None: there is nothing."""
         address = f"http://127.0.0.1:{handler.server.server_port}"  # type: ignore[attr-defined]
         if path == "/api/whoami-v2":
-            return {"name": "someone", "type": "user"} if handler.headers["authorization"] == "Bearer hf_good" else None
+            return self.account if handler.headers["authorization"] == "Bearer hf_good" else None
         if path == "/api/repos/create":
             self.created.append(json.loads(body))
             return {"url": f"{address}/{REPOSITORY}", "name": REPOSITORY}
@@ -112,7 +115,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             answer = found.answer(self, self.command, self.path.partition("?")[0], body)
             content = json.dumps({"error": "Invalid credentials"} if answer is None else answer).encode()
-            self.send_response(401 if answer is None else 400 if "errors" in answer else 200)
+            missing = 404 if self.path.startswith("/api/models/") else 401
+            self.send_response(missing if answer is None else 400 if "errors" in answer else 200)
+            if answer is None and missing == 404:
+                self.send_header("x-error-code", "RepoNotFound")
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(content)))
             self.end_headers()
@@ -295,12 +301,12 @@ def test_a_login_that_is_missing_or_wrong_is_said_before_anything_is_exported(
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     with pytest.raises(FieldError, match=r"^`--push` must be a repository of the Hub \(OWNER/NAME\), but is a/b/c"):
-        check_login("a/b/c")
+        check_push("a/b/c")
     with pytest.raises(FieldError, match=r"^`--push` must be a repository of the Hub \(OWNER/NAME\), but is 'small'"):
-        check_login("small")
+        check_push("small")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(FieldError, match=r"; `hf auth login` logs in\.$"):
-        check_login(REPOSITORY)
+        check_push(REPOSITORY)
 
 
 @pytest.mark.usefixtures("hub")
@@ -310,6 +316,48 @@ def test_a_card_that_the_hub_refuses_is_said_in_a_sentence(tmp_path: Path, monke
         UserError, match=r"must get a card that the Hub takes, .*license must be one of apache-2.0\)\.$"
     ):
         converted(monkeypatch, run_with_log(tmp_path), *given)
+    assert not (tmp_path / "out").exists()
+
+
+def fine_grained(*scopes: tuple[str, str]) -> dict[str, Any]:
+    """A token's entry in whoami-v2: names of users, organizations or repositories, each with its permission."""
+    scoped = [
+        {"entity": {"type": "user", "name": name}, "permissions": ["repo.content.read", may]} for name, may in scopes
+    ]
+    return {"role": "fineGrained", "fineGrained": {"global": ["discussion.write"], "scoped": scoped}}
+
+
+@pytest.mark.parametrize(
+    ("repository", "token", "reason"),
+    [
+        (REPOSITORY, {"role": "read"}, "its token is for reading alone"),
+        (REPOSITORY, {"role": "write"}, None),
+        ("lab/small", {"role": "write"}, None),
+        ("readers/small", {"role": "write"}, "its role there is read"),
+        ("other/small", {"role": "write"}, "it is someone's, who is in no organization of this name"),
+        (REPOSITORY, fine_grained(("someone", "repo.write")), None),
+        (REPOSITORY, fine_grained((REPOSITORY, "repo.write")), None),
+        ("lab/new", fine_grained(("lab/new", "repo.write")), "its token may write to lab/new"),
+        (REPOSITORY, fine_grained(("someone", "inference.read")), "its token may write to no repository"),
+        (REPOSITORY, fine_grained(("lab", "repo.write")), "its token may write to lab"),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_before_an_export(
+    hub: Hub, repository: str, token: dict[str, Any], reason: str | None
+) -> None:
+    organizations = [{"name": "lab", "roleInOrg": "contributor"}, {"name": "readers", "roleInOrg": "read"}]
+    hub.account |= {"orgs": organizations, "auth": {"type": "access_token", "accessToken": token}}
+    if reason is None:
+        check_push(repository)
+        return
+    sentence = f"`--push` must name a repository that your login may write, but is {repository} ({reason}) instead; "
+    with pytest.raises(FieldError, match=f"^{re.escape(sentence)}"):
+        check_push(repository)
+
+
+def test_private_is_for_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FieldError, match=r"^`--private` must be given with --push, but is alone"):
+        converted(monkeypatch, tmp_path, "--private")
 
 
 def test_a_hub_that_cannot_be_reached_is_no_fault_of_the_login(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,15 +365,15 @@ def test_a_hub_that_cannot_be_reached_is_no_fault_of_the_login(monkeypatch: pyte
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     with pytest.raises(FieldError, match=r"^`--push` must go where the Hub can be reached, but is someone/small \("):
-        check_login(REPOSITORY)
+        check_push(REPOSITORY)
 
 
 def test_what_all_can_read_is_not_taken_for_private(hub: Hub) -> None:
-    check_login(REPOSITORY, private=True)
+    check_push(REPOSITORY, private=True)
     hub.private = False
     with pytest.raises(FieldError, match=r"^`--private` must .* but is given for someone/small, which all can read"):
-        check_login(REPOSITORY, private=True)
-    check_login(REPOSITORY)
+        check_push(REPOSITORY, private=True)
+    check_push(REPOSITORY)
 
 
 def test_a_code_that_yaml_takes_for_a_boolean_stays_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,10 +54,13 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
     """Exports, completes the model card and uploads; yields messages for the user."""
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
-    from megahead.sharing import check_login, complete_card, push
+    from megahead.sharing import check_push, complete_card, push
 
     if arguments.push is not None:
-        check_login(arguments.push, private=arguments.private)
+        metadata = {"license_name": arguments.license, "languages": arguments.language}
+        check_push(arguments.push, private=arguments.private, **metadata)
+    elif arguments.private:
+        raise FieldError("--private", "be given with --push", got="alone")
     from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
     from megahead.run_folder import RunFolder
