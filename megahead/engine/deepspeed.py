@@ -225,7 +225,10 @@ def start_deepspeed(
             if config.get("zero_optimization", {}).get("stage") == 3:
                 proxy, data = _AllocatingModule(module, config), mesh.data_group.handle
                 deepspeed.zero.Init(module=proxy, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
+            # with gradients, its flat copies of parameters would keep their AccumulateGrad nodes, which add gradients
+            # on the stream of their creation: CUDA graphs are captured on another one
+            with torch.no_grad():
+                engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError, *deepspeed_errors) as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {reason}.") from error

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, nan
 from typing import Any, cast
 
@@ -229,7 +230,7 @@ class Engine:
         """Has micro-batches prepared with static shapes captured, where `captures_micro_steps`; returns what does."""
         optimizer, device = self._deepspeed.optimizer, self._deepspeed.device
         sums = gradient_sums(optimizer, self.module.parameters())
-        self._captured = CapturedMicroStep(self._run_micro_batch, sums, build_capture(device))
+        self._captured = CapturedMicroStep(self._run_micro_batch, sums, partial(build_capture, device))
         self._reduces_gradients, self._deepspeed.enable_backward_allreduce = True, False
         return self._captured
 

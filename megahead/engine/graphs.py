@@ -8,6 +8,7 @@ inputs: all else is the same, so that tests without a GPU cover it.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -163,15 +164,20 @@ def rerun(micro_step: MicroStep) -> MicroStep:
 
 
 class CudaCapture:
-    """The `Capture` of GPUs. All graphs share one pool of memory, since only one of them runs at a time."""
+    """The `Capture` of GPUs. All its graphs share one pool of memory, since only one of them runs at a time. Once they
+    are discarded, captures need another `CudaCapture`: torch refuses a pool that has no graphs left."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, micro_step: MicroStep) -> MicroStep:
         graph = torch.cuda.CUDAGraph()
-        # other threads may call CUDA: the loader's pins memory
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        gc.collect()  # earlier autograd graphs: their AccumulateGrad nodes add gradients on another stream
+        # other threads may call CUDA: the loader's pins memory. After a failed capture torch stays on its stream
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             loss = micro_step()
 
         def replay() -> Tensor:
@@ -192,10 +198,13 @@ class CapturedMicroStep:
     Needs the memory of activations twice where micro-batches of other shapes, or evaluations, run between replays.
     """
 
-    def __init__(self, run: Callable[[MicroBatch], Tensor], sums: GradientSums, capture: Capture) -> None:
+    def __init__(
+        self, run: Callable[[MicroBatch], Tensor], sums: GradientSums, build_capture: Callable[[], Capture]
+    ) -> None:
         self.unsupported_reason = ""
         self.num_replays = 0
-        self._run, self._sums, self._capture = run, sums, capture
+        self._run, self._sums, self._build_capture = run, sums, build_capture
+        self._capture = build_capture()
         self._graphs: dict[Hashable, tuple[MicroBatch, MicroStep]] = {}
         self._counts: Counter[Hashable] = Counter()
 
@@ -218,6 +227,7 @@ class CapturedMicroStep:
         """Discards all graphs, since weights may have moved. Shapes are captured again."""
         self._graphs.clear()
         self._counts.clear()
+        self._capture = self._build_capture()
 
     def _find_graph(self, micro: MicroBatch) -> tuple[MicroBatch, MicroStep] | None:
         """The static inputs and the replay for the shape of `micro`, captured after its warm-up; None: run it."""
@@ -240,7 +250,8 @@ class CapturedMicroStep:
             self._graphs[micro.shapes] = static, self._capture(lambda: self._run(static))
         except RuntimeError as error:
             self._sums.discard_capture()
-            self._stop_capturing(str(error).partition("\n")[0])
+            cause = error.__context__ or error  # torch's `graph` raises again when it ends a failed capture
+            self._stop_capturing(str(cause).partition("\n")[0])
 
     def _stop_capturing(self, reason: str) -> None:
         self.unsupported_reason = reason

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
@@ -21,7 +23,7 @@ from support.bad_rows import run_with
 from support.long import long
 from support.on_ranks import on_ranks
 from support.recorded_graph import RecordedGraphs
-from support.small_engine import small_engine
+from support.small_engine import SmallBatch, SmallModel, small_batches, small_engine
 from support.small_run import offloaded, same_tensors, small_config, stage, write_text
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -190,7 +192,10 @@ def test_a_capture_that_fails_is_said_once_and_the_run_goes_on(
     tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(micro_step: graphs.MicroStep) -> graphs.MicroStep:
-        raise torch.OutOfMemoryError("no memory for it\nand so on")
+        try:
+            raise torch.OutOfMemoryError("no memory for it\nand so on")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")  # as torch.cuda.graph does
 
     write_text(tmp_path)
     plain = trained(tmp_path, SAME_SHAPES | changes, "plain")
@@ -252,6 +257,35 @@ def test_graphs_are_captured_where_they_are_asked_for(tmp_path: Path) -> None:
     host = [("graphs", "no, its attention reads lengths on the host")]
     assert told("auto", CUDA, **{"engine.attention": "documents"}) == (False, host)
     assert small_config(tmp_path).engine.graphs is False
+
+
+def living_accumulators(group: Group, stage: int, precision: str) -> int:
+    """How many of a micro-step's AccumulateGrad nodes are there after it."""
+    marked = SmallModel()
+    forward, parameters = marked.forward, list(marked.parameters())
+
+    def metadata(parameter: nn.Parameter) -> dict[Any, Any]:
+        data: dict[Any, Any] = parameter.expand_as(parameter).grad_fn.next_functions[0][0].metadata  # type: ignore[union-attr]
+        return data
+
+    def marking_forward(batch: SmallBatch) -> torch.Tensor:
+        loss = forward(batch)
+        for parameter in parameters:
+            metadata(parameter)["mark"] = True
+        assert all("mark" in metadata(parameter) for parameter in parameters)
+        return loss
+
+    marked.forward = marking_forward  # type: ignore[method-assign, assignment]
+    engine = small_engine(group, stage, precision, module=marked)
+    engine.micro_step(small_batches([8], 1.0, seed=0)[0])
+    gc.collect()
+    return sum("mark" in metadata(parameter) for parameter in parameters)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16")])
+def test_nothing_keeps_the_accumulators_of_gradients(stage: int, precision: str) -> None:
+    """They run on the stream on which they were created: none may be left for a capture on another stream."""
+    assert on_ranks(1, living_accumulators, stage, precision) == [0]
 
 
 def hooked(group: Group, precision: str, zero: dict[str, Any], deepspeed: dict[str, Any]) -> bool:
