@@ -6,6 +6,9 @@ megahead preprocess --input 'pile/*.jsonl.zst' --tokenizer 20B_tokenizer.json --
 
 megahead preprocess --table events.csv --user user --item item --time time --output data/events
 
+megahead preprocess --input 'hf://datasets/wikimedia/wikipedia/20231101.sw?split=train' --tokenizer tokenizer.json \
+    --output data/sw --per-file
+
 With --per-file every input file becomes a dataset in the folder --output; the same command continues after it was
 killed. `megahead merge-datasets` makes one dataset of them.
 
@@ -101,7 +104,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     inputs = ".jsonl, .json, .csv, .tsv, .txt and .md (the whole file is one document), all may be compressed (.gz, "
-    inputs += ".zst); .parquet; saved Hugging Face datasets; folders; globs; - for JSON lines on standard input"
+    inputs += ".zst); .dat.zst of lm_dataformat; .parquet; archives of these (.tar, .tar.gz, .zip); saved Hugging Face "
+    inputs += "datasets; folders; globs; - for JSON lines on standard input; "
+    inputs += "hf://datasets/OWNER/NAME[/CONFIG]?split=SPLIT[&revision=REVISION]"
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", nargs="+", metavar="F", help=inputs)
     tables = ".csv, .tsv (with a header, may be compressed) or .parquet"

@@ -15,6 +15,7 @@ import orjson
 from megahead.errors import DataError, FieldError
 
 Condition = tuple[str, str]
+BLOCK_BYTES = 4 << 20  # of text in a chunk, about
 
 
 class InvalidRecord(Exception):
@@ -49,7 +50,7 @@ class Selection:
             raise InvalidRecord(f"must have a string in `{key}`, but has {type(text).__name__} instead")
         return text
 
-    def columns(self, path: Path, names: Sequence[str]) -> list[str]:
+    def columns(self, path: Path | str, names: Sequence[str]) -> list[str]:
         """The top-level columns to read of the table in `path`, which has the columns `names`; DataError if it lacks
         one of them."""
         keys = self._text_keys()

@@ -1,6 +1,7 @@
 """Preprocesses many input files into one dataset (*shard*) each, in a folder with a manifest; resumes a killed run.
 
-    FOLDER/manifest.json    the recipe, and for each finished shard its input's size and time, and its report
+    FOLDER/manifest.json    the recipe, for each finished shard its input's size and time, and its report, and for each
+                            dataset of the Hub the commit that is read
     FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
 
 A shard is written under temporary names, renamed, and then recorded in the manifest. Shards that the manifest does not
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from megahead.data.hub import HubSplit, is_hub_url
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, total_bytes
@@ -41,11 +43,13 @@ def preprocess_shards(
     Returns the report of all shards together, those of earlier runs included. DataError if another process writes to
     `folder`, if it was begun with another recipe, or if two inputs would write the same files.
     """
-    shards = _find_shards(inputs, recipe)
     folder = Path(folder)
+    pinned_urls = _pin_urls(inputs, ShardManifest.open(folder, recipe))
+    shards = _find_shards([pinned_urls.get(str(item), item) for item in inputs], recipe)
     lock = AtomicFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
+        manifest.pinned_urls.update(pinned_urls)
         progress, total = progress or ByteProgress(), PreprocessReport()
         progress.start(total_bytes(shards))
         with EncodingPool(workers) as pool:
@@ -57,7 +61,7 @@ def preprocess_shards(
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)
-                    progress.advance(shard.bytes, report.text_bytes)
+                    progress.advance(shard.bytes or 0, report.text_bytes)
                 total.add(report)
     finally:
         lock.discard()
@@ -71,6 +75,8 @@ class ShardManifest:
     folder: Path
     recipe: dict[str, Any]
     shards: dict[str, Any]
+    pinned_urls: dict[str, str] = field(default_factory=dict)
+    """By URL of a dataset of the Hub, the URL of the commit of it that is read."""
 
     @staticmethod
     def open(folder: Path, recipe: Recipe) -> ShardManifest:
@@ -82,7 +88,7 @@ class ShardManifest:
             content = orjson.loads(path.read_bytes())
             if content["format"] != FORMAT:
                 raise ValueError("another format")
-            saved_recipe, shards = content["recipe"], content["shards"]
+            saved_recipe, shards, pinned_urls = content["recipe"], content["shards"], content.get("pinned_urls", {})
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"`{path}` must be a manifest of shards ({FORMAT}), but is not ({error}).") from None
         differing = [name for name, value in recipe_json.items() if value != saved_recipe.get(name)]
@@ -91,7 +97,7 @@ class ShardManifest:
                 f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
                 "give another folder, or remove this one."
             )
-        return ShardManifest(folder, recipe_json, shards)
+        return ShardManifest(folder, recipe_json, shards, pinned_urls)
 
     def report(self, shard: Input, recipe: Recipe) -> PreprocessReport | None:
         """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
@@ -110,8 +116,15 @@ class ShardManifest:
     def record(self, shard: Input, report: PreprocessReport) -> None:
         """Lists a shard as finished; on disk when this returns."""
         self.shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
-        content = {"format": FORMAT, "recipe": self.recipe, "shards": self.shards}
+        content: dict[str, Any] = {"format": FORMAT, "recipe": self.recipe, "shards": self.shards}
+        content |= {"pinned_urls": self.pinned_urls} if self.pinned_urls else {}
         write_atomically(self.folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
+
+
+def _pin_urls(inputs: Sequence[str | Path], manifest: ShardManifest) -> dict[str, str]:
+    """The pinned URL of each input of the Hub: an unfinished folder stays at the commit with which it began."""
+    urls = [str(item) for item in inputs if is_hub_url(str(item))]
+    return {url: manifest.pinned_urls.get(url) or HubSplit.parse(url).pin().url for url in urls}
 
 
 def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
@@ -131,7 +144,8 @@ def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
 
 
 def _fingerprint(shard: Input) -> dict[str, Any]:
-    return {"path": str(shard.path), "bytes": shard.bytes, "changed": max(f.stat().st_mtime_ns for f in shard.files)}
+    changed = max((file.stat().st_mtime_ns for file in shard.files), default=0)
+    return {"path": str(shard.path), "bytes": shard.bytes, "changed": changed}
 
 
 def _recipe_as_json(recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finds the input files of preprocessing, decompresses them and splits them into chunks of records."""
+"""Finds the inputs of preprocessing, decompresses files and splits them into chunks of records."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import gzip
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import orjson
 import zstandard
 
-from megahead.data.records import Chunk, JsonLines, Selection, TableRows, TextFile, TextLines
+from megahead.data.archives import ARCHIVES, chunk_archive
+from megahead.data.hub import HubSplit, is_hub_url
+from megahead.data.records import BLOCK_BYTES, Chunk, JsonLines, Selection, TextFile, TextLines
+from megahead.data.tables import SPLITS_FILE, chunk_arrow, chunk_parquet, is_saved_dataset, saved_dataset_files
 from megahead.errors import DataError
 from megahead.wording import format_names
 
-if TYPE_CHECKING:
-    import pyarrow as pa  # imported where tables are read: it takes longer than to read a small file of JSON lines
-
-BLOCK_BYTES = 4 << 20
 STANDARD_INPUT = Path("-")
 
 
@@ -78,47 +78,49 @@ DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
     ".zst": _zstd_blocks,
 }
 
-# Inputs are files, globs, standard input and saved datasets. A new file type needs a subclass of `Chunk`, and in
-# `CHUNKERS` a function that splits a file into such chunks.
+# Inputs are files, globs, standard input, saved datasets and datasets of the Hub. A new file type needs a subclass of
+# `Chunk`, and in `CHUNKERS` a function that splits a file into such chunks.
 
 MAX_TEXT_BYTES = 1 << 30
+DAT_DIGITS = 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-Chunker = Callable[[Path, Selection], Iterator[Chunk]]
+Chunker = Callable[[Any, Selection], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file of text, or one saved dataset, or standard input."""
+    """One file of text, or one saved dataset, or one shard of a dataset of the Hub, or standard input."""
 
-    path: Path
+    path: Path | str
+    """The URL, if it is of the Hub."""
 
     files: tuple[Path, ...]
-    """The files to read, in order: several for a saved dataset, else only `path`."""
+    """The files to read, in order: several for a saved dataset, none of the Hub, else only `path`."""
 
     name: str
     """The file name without the suffixes of its type."""
 
-    bytes: int
-    """Size on disk; 0 for standard input."""
+    bytes: int | None
+    """Size on disk; None if it is unknown (standard input, the Hub)."""
 
     split: Chunker
 
     def chunks(self, selection: Selection) -> Iterator[Chunk]:
         """Its chunks in order, of about 4 MB of text each (more where one document is longer)."""
-        for file in self.files:
+        for file in self.files or (self.path,):
             yield from self.split(file, selection)
 
 
 def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
-    """The inputs of one or more files, folders (with their subfolders), globs (`**` too) or `-` (standard input). The
-    files of a folder or glob are sorted by name.
+    """The inputs of one or more files, folders (with their subfolders), globs (`**` too), `-` (standard input) or
+    `hf://datasets/` URLs, each shard of which is an input. The files of a folder or glob are sorted by name.
 
     DataError for a missing file or an unknown file type.
     """
     patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
-    return [_make_input(path) for pattern in patterns for path in _expand_pattern(str(pattern))]
+    return [item for pattern in patterns for item in _inputs_of(str(pattern))]
 
 
 def input_names(patterns: str | Path | Sequence[str | Path]) -> str:
@@ -146,8 +148,9 @@ def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
-    """Bytes of all inputs on disk; None if standard input is among them."""
-    return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
+    """Bytes of all inputs on disk; None if one of them is not a file."""
+    sizes = [item.bytes for item in inputs if item.bytes is not None]
+    return sum(sizes) if len(sizes) == len(inputs) else None
 
 
 def max_documents(inputs: Sequence[Input]) -> int | None:
@@ -181,6 +184,14 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     return readable, unknown
 
 
+def _inputs_of(pattern: str) -> Iterator[Input]:
+    if not is_hub_url(pattern):
+        yield from map(_make_input, _expand_pattern(pattern))
+        return
+    for shard in HubSplit.parse(pattern).pin().shards():
+        yield Input(shard.url, (), shard.file_name, None, shard.chunk)
+
+
 def _expand_pattern(pattern: str) -> list[Path]:
     folder = Path(pattern)
     if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS_FILE).is_file()):
@@ -197,7 +208,7 @@ def _expand_pattern(pattern: str) -> list[Path]:
 
 def _make_input(path: Path) -> Input:
     if path == STANDARD_INPUT:
-        return Input(path, (path,), "stdin", 0, _chunk_json_lines)
+        return Input(path, (path,), "stdin", None, _chunk_json_lines)
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
         return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)
@@ -241,6 +252,28 @@ def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk]) -> 
         chunk_end = position
     if any(rest):
         yield chunk_class(str(path), first_line, b"".join(rest), selection, position - chunk_end)
+
+
+def _chunk_dat(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The texts of a `.dat` file of lm_dataformat: each after its number of bytes, in 16 decimal digits."""
+    first, chunk_end, position, rest = 1, 0, 0, b""
+    for data, position in read_blocks(path):
+        data, lines, start = rest + data, list[bytes](), 0
+        while len(digits := data[start : start + DAT_DIGITS]) == DAT_DIGITS:
+            if not digits.isdigit():
+                where = f"`{path}:{first + len(lines)}`"
+                raise DataError(f"{where} must begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it.")
+            end = start + DAT_DIGITS + int(digits)
+            if end > len(data):
+                break
+            lines.append(orjson.dumps(data[start + DAT_DIGITS : end].decode(errors="replace")))
+            start = end
+        rest = data[start:]
+        if lines:
+            yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_end)
+            first, chunk_end = first + len(lines), position
+    if rest:
+        raise DataError(f"`{path}:{first}` must have as many bytes as it says, but has not; it may be cut short.")
 
 
 def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
@@ -302,86 +335,6 @@ def _read_whole(path: Path, reason: str) -> bytes:
     return bytes(data)
 
 
-ROWS_PER_READ = 64
-STATE_FILE = "state.json"
-SPLITS_FILE = "dataset_dict.json"
-
-
-def chunk_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The rows of a `.parquet` file; reads only the columns that are needed, a few pages at a time."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            columns = selection.columns(path, file.schema_arrow.names)
-            batches = file.iter_batches(ROWS_PER_READ, columns=columns, use_threads=False)
-            row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
-            yield from _chunk_batches(path, batches, selection, lambda row: int(row * row_bytes))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{path}` must be a readable Parquet file, but is not ({error}).") from error
-
-
-def chunk_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The rows of an `.arrow` file in the stream format that `Dataset.save_to_disk` writes."""
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            columns = selection.columns(path, stream.schema.names)
-            batches = (batch.select(columns) for batch in stream)
-            slices = (batch.slice(i, ROWS_PER_READ) for batch in batches for i in range(0, len(batch), ROWS_PER_READ))
-            yield from _chunk_batches(path, slices, selection, lambda row: source.tell())
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether `Dataset.save_to_disk` wrote the folder; other programs write a `state.json`, too."""
-    return (folder / STATE_FILE).is_file() and b'"_data_files"' in (folder / STATE_FILE).read_bytes()
-
-
-def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a saved Hugging Face dataset, in order. DataError for one with several splits."""
-    if (folder / SPLITS_FILE).is_file():
-        splits = orjson.loads((folder / SPLITS_FILE).read_bytes())["splits"]
-        raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
-    state = orjson.loads((folder / STATE_FILE).read_bytes())
-    if state.get("_indices_data_files"):
-        raise DataError(f"`{folder}` must be saved flat, but has an index mapping; save it after flatten_indices().")
-    return [folder / file["filename"] for file in state["_data_files"]]
-
-
-def _chunk_batches(
-    path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, bytes_before: Callable[[int], int]
-) -> Iterator[TableRows]:
-    """Joins batches to chunks of about one block of text each; `bytes_before`: bytes of the file before a row."""
-    import pyarrow as pa
-
-    first = position = 0
-    for group in _group_batches(batches):
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, group[0].schema) as writer:
-            for batch in group:
-                writer.write_batch(batch)  # of a slice, writes its rows and not the whole batch
-        end = first + sum(map(len, group))
-        disk_bytes = bytes_before(end) - position
-        yield TableRows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, disk_bytes)
-        first, position = end, position + disk_bytes
-
-
-def _group_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Consecutive batches in lists of about one block of text each."""
-    group = list[Any]()
-    for batch in batches:
-        group.append(batch)
-        if sum(part.get_total_buffer_size() for part in group) >= BLOCK_BYTES:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 _TEXT_CHUNKERS: dict[str, Chunker] = {
     ".jsonl": _chunk_json_lines,
     ".json": _chunk_json,
@@ -389,8 +342,10 @@ _TEXT_CHUNKERS: dict[str, Chunker] = {
     ".md": _chunk_text,
     ".csv": _chunk_csv,
     ".tsv": _chunk_csv,
+    ".dat": _chunk_dat,
 }
-CHUNKERS = {
+CHUNKERS: dict[str, Chunker] = {
     f"{suffix}{compression}": split for suffix, split in _TEXT_CHUNKERS.items() for compression in ("", *DECOMPRESSORS)
 } | {".parquet": chunk_parquet, ".arrow": chunk_arrow}
-SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow"
+CHUNKERS |= {suffix: partial(chunk_archive, chunkers=dict(CHUNKERS)) for suffix in ARCHIVES}
+SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow, {', '.join(ARCHIVES)}"

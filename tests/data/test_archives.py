@@ -1,0 +1,73 @@
+"""Archives of text, and lm_dataformat's files, give what their texts give as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megahead.data.records import Selection
+from megahead.data.sources import find_inputs, read_chunks
+from megahead.errors import DataError
+
+TEXTS = ["A cat had tea.\nThen it slept.", "Zwei Katzen: größer", "", "three"]
+
+
+def texts_of(path: Path) -> list[str]:
+    return [text for chunk in read_chunks(find_inputs(path), Selection()) for text in chunk.parse().require_texts()]
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> list[Path]:
+    folder = tmp_path / "members"
+    folder.mkdir()
+    for index in range(2):
+        lines = "".join(json.dumps({"text": f"{index}: {text}"}) + "\n" for text in TEXTS)
+        (folder / f"data_{index}.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (folder / "README").write_text("no text of a model")
+    (folder / "last.txt").write_text("one document")
+    return [folder / name for name in ("data_0.jsonl.zst", "README", "data_1.jsonl.zst", "last.txt")]
+
+
+@pytest.mark.parametrize("name", ["all.tar", "all.tar.gz", "all.jsonl.zst.tar", "all.zip"])
+def test_an_archive_is_its_members_in_order(name: str, members: list[Path], tmp_path: Path) -> None:
+    archive = tmp_path / name
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for member in members:
+                zipped.write(member, f"inside/{member.name}")
+    else:
+        with tarfile.open(archive, "w:gz" if name.endswith("gz") else "w") as tar:
+            for member in members:
+                tar.add(member, f"inside/{member.name}")
+    texts = [text for member in members if member.name != "README" for text in texts_of(member)]
+    assert texts_of(archive) == texts
+    assert len(texts) == 9
+    archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 3])
+    with pytest.raises(DataError, match=f"{name}` must "):
+        texts_of(archive)
+
+
+def test_an_archive_without_text_is_refused(members: list[Path], tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        tar.add(members[1], "README")
+    with pytest.raises(DataError, match=r"all\.tar` must hold files that end in one of"):
+        texts_of(tmp_path / "all.tar")
+
+
+@pytest.mark.parametrize("block", [64, 4 << 20])
+def test_lengths_of_lm_dataformat_delimit_texts(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megahead.data.sources.BLOCK_BYTES", block)
+    encoded = [text.encode() for text in TEXTS]
+    content = b"".join(b"%016d" % len(text) + text for text in encoded)
+    file = tmp_path / "data_0_time1_default.dat.zst"
+    file.write_bytes(zstandard.compress(content))
+    assert texts_of(file) == [text for text in TEXTS if text]
+    for broken, rule in ((content[:-1], "must have as many bytes"), (b"no length at all", "must begin with 16 digits")):
+        file.write_bytes(zstandard.compress(broken))
+        with pytest.raises(DataError, match=rf"dat\.zst:\d` {rule}"):
+            texts_of(file)
