@@ -23,7 +23,7 @@ EXPERIMENTS = {
     **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
     **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
-    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck")},
+    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing")},
 }
 
 

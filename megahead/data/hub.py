@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -109,16 +110,16 @@ class HubShard:
         name = "-".join(re.sub(r"[^\w.-]", "_", part) for part in parts if part)
         return f"{name}-{self.index:05}-of-{self.count:05}"
 
-    def chunk(self, url: str, selection: Selection) -> Iterator[Chunk]:
+    def chunk(self, _: Path, selection: Selection) -> Iterator[Chunk]:
         """Its rows, a few at a time; of the columns, those that `selection` needs. DataError if it lacks one of them,
         or the stream ends early."""
         try:
             dataset = self.split.open().shard(self.count, self.index)
             names = dataset.column_names or list(next(iter(dataset), {}))
-            dataset = dataset.select_columns(selection.columns(url, names)) if names else dataset
+            dataset = dataset.select_columns(selection.columns(self.url, names)) if names else dataset
             tables = dataset.with_format("arrow").iter(ROWS_PER_READ)
             batches = (batch for table in tables for batch in table.to_batches())
-            yield from chunk_batches(url, batches, selection, lambda row: 0)
+            yield from chunk_batches(self.url, batches, selection, lambda row: 0)
         except DataError:
             raise
         except Exception as error:

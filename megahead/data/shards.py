@@ -61,7 +61,7 @@ def preprocess_shards(
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)
-                    progress.advance(shard.bytes or 0, report.text_bytes)
+                    progress.advance(shard.bytes, report.text_bytes)
                 total.add(report)
     finally:
         lock.discard()
@@ -145,7 +145,7 @@ def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
 
 def _fingerprint(shard: Input) -> dict[str, Any]:
     changed = max((file.stat().st_mtime_ns for file in shard.files), default=0)
-    return {"path": str(shard.path), "bytes": shard.bytes, "changed": changed}
+    return {"path": shard.url or str(shard.path), "bytes": shard.bytes, "changed": changed}
 
 
 def _recipe_as_json(recipe: Recipe) -> dict[str, Any]:

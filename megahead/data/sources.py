@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import orjson
 import zstandard
@@ -84,15 +84,15 @@ DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
 MAX_TEXT_BYTES = 1 << 30
 DAT_DIGITS = 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-Chunker = Callable[[Any, Selection], Iterator[Chunk]]
+Chunker = Callable[[Path, Selection], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
 class Input:
     """One file of text, or one saved dataset, or one shard of a dataset of the Hub, or standard input."""
 
-    path: Path | str
-    """The URL, if it is of the Hub."""
+    path: Path
+    """Of a shard of the Hub only its name."""
 
     files: tuple[Path, ...]
     """The files to read, in order: several for a saved dataset, none of the Hub, else only `path`."""
@@ -100,10 +100,13 @@ class Input:
     name: str
     """The file name without the suffixes of its type."""
 
-    bytes: int | None
-    """Size on disk; None if it is unknown (standard input, the Hub)."""
+    bytes: int
+    """Size on disk; 0 if it is unknown (standard input, the Hub)."""
 
     split: Chunker
+
+    url: str | None = None
+    """Of a shard of the Hub."""
 
     def chunks(self, selection: Selection) -> Iterator[Chunk]:
         """Its chunks in order, of about 4 MB of text each (more where one document is longer)."""
@@ -149,8 +152,8 @@ def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
     """Bytes of all inputs on disk; None if one of them is not a file."""
-    sizes = [item.bytes for item in inputs if item.bytes is not None]
-    return sum(sizes) if len(sizes) == len(inputs) else None
+    is_known = all(item.path != STANDARD_INPUT and item.url is None for item in inputs)
+    return sum(item.bytes for item in inputs) if is_known else None
 
 
 def max_documents(inputs: Sequence[Input]) -> int | None:
@@ -189,7 +192,7 @@ def _inputs_of(pattern: str) -> Iterator[Input]:
         yield from map(_make_input, _expand_pattern(pattern))
         return
     for shard in HubSplit.parse(pattern).pin().shards():
-        yield Input(shard.url, (), shard.file_name, None, shard.chunk)
+        yield Input(Path(shard.file_name), (), shard.file_name, 0, shard.chunk, shard.url)
 
 
 def _expand_pattern(pattern: str) -> list[Path]:
@@ -208,7 +211,7 @@ def _expand_pattern(pattern: str) -> list[Path]:
 
 def _make_input(path: Path) -> Input:
     if path == STANDARD_INPUT:
-        return Input(path, (path,), "stdin", None, _chunk_json_lines)
+        return Input(path, (path,), "stdin", 0, _chunk_json_lines)
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
         return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)

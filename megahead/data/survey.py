@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megahead.data.records import Selection, TextFile
-from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, is_saved_dataset, read_chunks
+from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
+from megahead.data.tables import is_saved_dataset
 from megahead.errors import DataError
 from megahead.wording import pluralize
 
@@ -125,7 +126,7 @@ class _CharacterCount(Selection):
             if isinstance(value, str) and not value.isspace():
                 self.characters[key] += len(value)
 
-    def columns(self, path: Path, names: Sequence[str]) -> list[str]:
+    def columns(self, path: Path | str, names: Sequence[str]) -> list[str]:
         return list(names)
 
 

@@ -30,7 +30,7 @@ from megahead.errors import DataError, FieldError
 
 NAME = "someone/tales"
 URL = f"hf://datasets/{NAME}/plain?split=train"
-README = "---\nconfigs:\n- config_name: {0}\n  data_files: [{{split: train, path: \"{0}/*\"}}]\n---\n"
+README = '---\nconfigs:\n- config_name: {0}\n  data_files: [{{split: train, path: "{0}/*"}}]\n---\n'
 
 
 @dataclass
@@ -158,9 +158,10 @@ def test_a_stopped_run_continues_at_its_commit(
         made.append(output.name)
         return write(chunks, recipe, output, *rest)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(shards, "write_dataset", write_one)
-        preprocess_shards([URL], recipe, tmp_path / "out")
+        with pytest.raises(KeyboardInterrupt):
+            preprocess_shards([URL], recipe, tmp_path / "out")
     hub.commit = "2" * 40  # somebody pushes
     report = preprocess_shards([URL], recipe, tmp_path / "out")
     assert report.documents == 450
