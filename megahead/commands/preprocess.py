@@ -25,6 +25,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from megahead.data.event_table import EventColumns
+from megahead.data.hub import is_hub_url
 from megahead.data.item_sequences import EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, as_text_key, parse_conditions
@@ -61,7 +62,9 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
         end_inside=arguments.end_inside,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
+    is_on_hub = any(map(is_hub_url, arguments.input))  # it is asked once, for what the manifest does not pin
+    size = None if is_on_hub else total_bytes(find_inputs(arguments.input))
+    workers = arguments.workers or suitable_workers(size, cores)
     started = time.monotonic()
     with ProgressBar("Tokenizing") as bar:
         if arguments.per_file:

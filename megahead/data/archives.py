@@ -38,8 +38,8 @@ def chunk_archive(
                 yield replace(chunk, path=f"{path}/{name}")
     except DataError as error:
         raise DataError(f"`{path}` must hold text that can be read, but does not: {error}") from error
-    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
+    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
+        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); unpack or repair it.") from error
     if is_empty:
         raise DataError(f"`{path}` must hold files that end in one of {', '.join(chunkers)}, but holds none.")
 

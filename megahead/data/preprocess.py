@@ -21,7 +21,7 @@ import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
-from megahead.data.sources import find_inputs, input_names, max_documents, read_chunks, total_bytes
+from megahead.data.sources import find_inputs, input_names, max_documents, pin_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import SEGMENT_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import ByteProgress, IndexedDatasetWriter
@@ -303,6 +303,7 @@ def preprocess(
         on_error=on_error,
         end_inside=end_inside,
     )
+    inputs = pin_inputs(inputs)
     items = find_inputs(inputs)
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long

@@ -18,10 +18,10 @@ from typing import Any
 
 import orjson
 
-from megahead.data.hub import HubSplit, is_hub_url
+from megahead.data.hub import is_hub_url
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
-from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, total_bytes
+from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
 from megahead.data.writer import ByteProgress
 from megahead.errors import DataError
 from megahead.files import AtomicFile, write_atomically
@@ -57,7 +57,9 @@ def preprocess_shards(
                 report = manifest.report(shard, recipe)
                 if report is None:
                     chunks = shard.chunks(recipe.selection)
-                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress, shard.path.name)
+                    report = write_dataset(
+                        chunks, recipe, folder / shard.name, pool, progress, shard.url or shard.path.name
+                    )
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)
@@ -124,7 +126,7 @@ class ShardManifest:
 def _pin_urls(inputs: Sequence[str | Path], manifest: ShardManifest) -> dict[str, str]:
     """The pinned URL of each input of the Hub: an unfinished folder stays at the commit with which it began."""
     urls = [str(item) for item in inputs if is_hub_url(str(item))]
-    return {url: manifest.pinned_urls.get(url) or HubSplit.parse(url).pin().url for url in urls}
+    return {url: manifest.pinned_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
 
 
 def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:

@@ -132,6 +132,12 @@ def input_names(patterns: str | Path | Sequence[str | Path]) -> str:
     return format_names(name for pattern in patterns for name in _names(str(pattern)))
 
 
+def pin_inputs(patterns: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    """The same inputs, each dataset of the Hub at its present commit. DataError if the Hub does not give it."""
+    patterns = [patterns] if isinstance(patterns, str | Path) else patterns
+    return [HubSplit.parse(str(item)).pin().url if is_hub_url(str(item)) else item for item in patterns]
+
+
 def _names(pattern: str) -> list[str]:
     if "://" in pattern:
         return [pattern]
@@ -215,10 +221,10 @@ def _make_input(path: Path) -> Input:
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
         return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)
-    for suffix, split in CHUNKERS.items():
+    for suffix, split in (CHUNKERS | _ARCHIVE_CHUNKERS).items():
         if path.name.endswith(suffix):
             return Input(path, (path,), path.name.removesuffix(suffix), _file_bytes(path), split)
-    raise DataError(f"`{path}` must end in {SUFFIXES}, but does not; convert or rename it.")
+    raise DataError(f"`{path}` must end in {SUFFIXES}, {', '.join(ARCHIVES)}, but does not; convert or rename it.")
 
 
 def _file_bytes(path: Path) -> int:
@@ -266,6 +272,9 @@ def _chunk_dat(path: Path, selection: Selection) -> Iterator[Chunk]:
             if not digits.isdigit():
                 where = f"`{path}:{first + len(lines)}`"
                 raise DataError(f"{where} must begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it.")
+            if int(digits) > MAX_TEXT_BYTES:
+                where = f"`{path}:{first + len(lines)}`"
+                raise DataError(f"{where} must be shorter than 1 GiB, but has {int(digits):,} bytes; split it.")
             end = start + DAT_DIGITS + int(digits)
             if end > len(data):
                 break
@@ -350,5 +359,5 @@ _TEXT_CHUNKERS: dict[str, Chunker] = {
 CHUNKERS: dict[str, Chunker] = {
     f"{suffix}{compression}": split for suffix, split in _TEXT_CHUNKERS.items() for compression in ("", *DECOMPRESSORS)
 } | {".parquet": chunk_parquet, ".arrow": chunk_arrow}
-CHUNKERS |= {suffix: partial(chunk_archive, chunkers=dict(CHUNKERS)) for suffix in ARCHIVES}
-SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow, {', '.join(ARCHIVES)}"
+SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow"
+_ARCHIVE_CHUNKERS = {suffix: partial(chunk_archive, chunkers=CHUNKERS) for suffix in ARCHIVES}  # not for folders' files

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megahead.data.archives import ARCHIVES
 from megahead.data.records import Selection, TextFile
 from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
 from megahead.data.tables import is_saved_dataset
@@ -101,7 +102,9 @@ def survey(path: Path, exclude: Path | None = None) -> Survey:
 
 
 def _type_name(item: Input) -> str:
-    return next((f"{suffix} file" for suffix in CHUNKERS if item.path.name.endswith(suffix)), SAVED_DATASET)
+    return next(
+        (f"{suffix} file" for suffix in (*CHUNKERS, *ARCHIVES) if item.path.name.endswith(suffix)), SAVED_DATASET
+    )
 
 
 def _parent_folders(file: Path) -> tuple[Path, ...]:

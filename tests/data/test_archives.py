@@ -52,6 +52,11 @@ def test_an_archive_is_its_members_in_order(name: str, members: list[Path], tmp_
         texts_of(archive)
 
 
+def test_a_folder_ignores_archives_as_other_unknown_files(members: list[Path]) -> None:
+    (members[0].parent / "images.zip").write_bytes(b"")
+    assert "images.zip" not in [item.path.name for item in find_inputs(members[0].parent)]
+
+
 def test_an_archive_without_text_is_refused(members: list[Path], tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "all.tar", "w") as tar:
         tar.add(members[1], "README")
@@ -67,7 +72,11 @@ def test_lengths_of_lm_dataformat_delimit_texts(block: int, tmp_path: Path, monk
     file = tmp_path / "data_0_time1_default.dat.zst"
     file.write_bytes(zstandard.compress(content))
     assert texts_of(file) == [text for text in TEXTS if text]
-    for broken, rule in ((content[:-1], "must have as many bytes"), (b"no length at all", "must begin with 16 digits")):
+    for broken, rule in (
+        (content[:-1], "must have as many bytes"),
+        (b"no length at all", "must begin with 16 digits"),
+        (b"9" * 16, "must be shorter"),
+    ):
         file.write_bytes(zstandard.compress(broken))
         with pytest.raises(DataError, match=rf"dat\.zst:\d` {rule}"):
             texts_of(file)

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megahead.commands import preprocess as preprocess_command
 from megahead.data import shards
 from megahead.data.hub import HubSplit
 from megahead.data.indexed import IndexedDataset
@@ -39,6 +40,7 @@ class Hub:
 
     files: dict[str, bytes] = field(default_factory=dict)
     commit: str = "1" * 40
+    requests: list[str] = field(default_factory=list)
     is_gated: bool = False
 
     def entries(self) -> list[dict[str, Any]]:
@@ -51,6 +53,7 @@ class Hub:
 
     def answer(self, path: str, body: bytes) -> Any:
         """A JSON value, bytes of a file, or None: there is nothing."""
+        self.requests.append(path)
         if path.startswith(f"/datasets/{NAME}/resolve/"):
             return self.files.get(path.split("/", 6)[-1])
         if not (path + "/").startswith(f"/api/datasets/{NAME}/"):
@@ -143,6 +146,9 @@ def test_a_split_gives_what_its_files_give(config: str, hub: Hub, tokenizer_path
     url = f"hf://datasets/{NAME}/{config}?split=train"
     report = preprocess(url, tokenizer_path, tmp_path / "hub", holdout=10)
     assert (report.documents, report.held_out) == (450, 45)
+    info = IndexedDataset(tmp_path / "hub").info
+    assert info is not None
+    assert info.source == f"{url}&revision={hub.commit}"
     for part in (".bin", ".idx", "-validation.bin"):
         assert (tmp_path / f"hub{part}").read_bytes() == (tmp_path / f"files{part}").read_bytes()
 
@@ -162,9 +168,11 @@ def test_a_stopped_run_continues_at_its_commit(
         patched.setattr(shards, "write_dataset", write_one)
         with pytest.raises(KeyboardInterrupt):
             preprocess_shards([URL], recipe, tmp_path / "out")
-    hub.commit = "2" * 40  # somebody pushes
-    report = preprocess_shards([URL], recipe, tmp_path / "out")
-    assert report.documents == 450
+    hub.requests.clear()  # somebody pushes, of which the second run must not hear
+    argv = ["preprocess", "--input", URL, "--tokenizer", str(tokenizer_path), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [*argv, "--per-file"])
+    preprocess_command.main()
+    assert f"/api/datasets/{NAME}" not in hub.requests  # it would answer with the newest commit
     assert made == ["tales-plain-train-00000-of-00003"]
     manifest = orjson.loads((tmp_path / "out/manifest.json").read_bytes())
     assert manifest["pinned_urls"] == {URL: f"{URL}&revision={'1' * 40}"}
