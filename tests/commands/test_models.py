@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from megahead.commands.eval_harness import PAPER_TASKS, default_tasks
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
 from megahead.hf.export import ExportOrigin, ensure_classifier_folder, export, read_origin
@@ -69,7 +70,8 @@ def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -
     first = text("--seed", 1)
     assert first.startswith("the cat")
     assert text("--seed", 1) == first != text("--seed", 2)
-    assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
+    greedy = text("--temperature", 0, "--seed", 1)
+    assert greedy == text("--temperature", 0, "--seed", 2) == text("--temperature", 0, "--max-tokens", 6)
 
 
 @pytest.fixture
@@ -98,6 +100,13 @@ def test_an_encoder_replaces_mask_tokens_after_a_prompt(encoder: Path, monkeypat
     assert "`--max-new-tokens` must leave 2 of the model's context (40)" in capsys.readouterr().err
     assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "the cat " * 20, "--max-new-tokens", 6) == 0
     assert capsys.readouterr().err == "the prompt exceeds the context and lost its first 8 tokens\n"
+
+
+def test_an_encoder_among_the_models_chooses_tasks_of_encoders(encoder: Path) -> None:
+    decoder = encoder.parent / "decoder"
+    save_small(decoder, small_config(model={"vocab_size": 300}))
+    assert default_tasks([decoder]) == PAPER_TASKS
+    assert default_tasks([decoder, encoder]) == "blimp"
 
 
 def test_a_decoder_writes_a_token_a_pass(run: Path, monkeypatch, capsys) -> None:
