@@ -38,6 +38,7 @@ RUN_BY = {
     r"megahead (preprocess|pretrain|convert|report) ": "docs/test_python_page.py",
     r"python tools/finetune\.py": "commands/test_finetune.py",
     r"python tools/synonyms\.py": "evaluate/test_synonyms.py",
+    r"python tools/embed\.py": "docs/test_retrieval_page.py",
     r"python tools/bench_step\.py": "tools/test_bench_step.py",
     r"(source|export|cat|for|done) ?|tensorboard --logdir": "",
 }
