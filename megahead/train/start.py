@@ -24,6 +24,7 @@ from megahead.distributed.tensors import FiniteTensors, MappedTensors, TensorSou
 from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.published import HFModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
+from megahead.objectives.auxiliary import auxiliary_class
 from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial_weights, weight_shapes
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
@@ -189,10 +190,6 @@ def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
     return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
 
 
-_NOT_IN_HF_FOLDERS = (TEMPERATURE, OUTPUT_BIAS)
-"""Parameters that a Hugging Face folder cannot have: their initial values are those of a new run."""
-
-
 def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> TensorSource:
     """The full (unsharded) initial tensors of a session by parameter name, which are read only when needed.
 
@@ -267,13 +264,16 @@ class _HFWeights:
     model: HFModel
     initial: InitialWeights
 
+    own_prefixes: tuple[str, ...]
+    """How names of parameters begin that a Hugging Face folder cannot have: their values are those of a new run."""
+
     def read(self, name: str, /) -> Tensor:
-        if name in _NOT_IN_HF_FOLDERS:
+        if name.startswith(self.own_prefixes):
             return self.initial.read(name)
         return self.model.weight(name, self.initial.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        if name in _NOT_IN_HF_FOLDERS:
+        if name.startswith(self.own_prefixes):
             return self.initial.blocks(name)
         return self.model.blocks(name, self.initial.shapes[name])
 
@@ -292,4 +292,6 @@ def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _HFW
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    return _HFWeights(HFModel.open(path), initial_weights(config))
+    settings = objective.auxiliary()
+    auxiliary_prefixes = () if settings is None else (f"{auxiliary_class(settings).key}.",)
+    return _HFWeights(HFModel.open(path), initial_weights(config), (TEMPERATURE, OUTPUT_BIAS, *auxiliary_prefixes))

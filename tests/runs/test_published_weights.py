@@ -36,6 +36,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.hf.export import export
 from megahead.hf.published import HFModel
+from megahead.objectives.pretraining import initial_weights
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -174,6 +175,27 @@ def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
     for name in ("backbone.positions.weight", "mask_head.dense.weight", "mask_head.bias"):
         weight = checkpoint.read(f"weight/{name}")
         torch.testing.assert_close(weight, published.weight(name, weight.shape))
+
+
+def test_what_an_objective_adds_to_an_encoder_begins_as_in_a_new_run(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    saved(BertForMaskedLM(BertConfig(**HF_SHAPE, intermediate_size=128, max_position_embeddings=32)), tmp_path / "hf")
+    changes = {
+        "model.family": "bert",
+        "model.max_positions": 32,
+        "masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59},
+        "objective.retromae": {},
+    }
+    config = begun(tmp_path, tmp_path / "hf", **changes)
+    on_ranks(1, run, config)
+    published, checkpoint = HFModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
+    names = [name for name in checkpoint.names() if name.startswith("weight/retromae.")]
+    assert len(names) > 5
+    for name in (name.removeprefix("weight/") for name in [*names, "weight/backbone.positions.weight"]):
+        weight = checkpoint.read(f"weight/{name}")
+        is_new = name.startswith("retromae.")
+        expected = initial_weights(config).read(name) if is_new else published.weight(name, weight.shape)
+        torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.parametrize(("tensor", "zero"), [(1, 0), (2, 3)])
