@@ -45,7 +45,9 @@ def commands(folder: Path, outputs: Path) -> Iterator[list[str]]:
     yield ["convert", "to-hf", "--checkpoint", run, "--output", f"{outputs}/model", "--head", "pmi"]
     yield ["convert", "from-hf", "--model", model, "--output", f"{outputs}/imported"]
     yield ["convert", "revocabulary", "--model", run, "--tokenizer", str(tokenizer), "--output", f"{outputs}/other"]
+    yield ["convert", "items", "--model", run, "--output", f"{outputs}/items"]
     yield ["generate", "--model", model, "--prompt", "The"]
+    yield ["embed", "--model", model, "--input", card, "--output", f"{outputs}/vectors.npy"]
     yield ["eval-harness", "--model", model, "--tasks", "bits_per_byte", "--text", card]
     yield [
         "finetune",
@@ -92,7 +94,8 @@ def _rows(folder: Path, rounds: int) -> list[dict[str, object]]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as outputs:
             for command in commands(folder, Path(outputs)):
-                name = " ".join(word for word in command[:2] if word.replace("-", "").isalnum() and word != "--config")
+                has_variants = command[0] == "convert" or command[1:2] == ["--dry-run"]
+                name = " ".join(command[: 1 + has_variants])
                 timings.setdefault(name, []).append(time_first_line(command))
     rows: list[dict[str, object]] = []
     for name, rounds_of_command in timings.items():
