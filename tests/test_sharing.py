@@ -200,6 +200,46 @@ def test_the_program_of_a_card_without_a_tokenizer_runs(tmp_path: Path, named: s
     exec(compile((output / "README.md").read_text().split("```python\n")[1].split("```")[0], "card", "exec"), {})
 
 
+@pytest.mark.parametrize(
+    ("sections", "head", "tag", "present", "absent"),
+    [
+        (
+            {"tasks": {"names": ["next_item"], "items": "x", "every": 1}},
+            "pmi",
+            None,
+            "the next item",
+            "next token",
+        ),
+        ({"objective": {"name": "vanilla"}}, "trained", "text-generation", "vanilla softmax", "contrastive"),
+        ({"model": BERT, "masking": MASKS}, "pmi", "fill-mask", "has others), the head's own |", "folded into"),
+        (
+            {"model": BERT, "masking": MASKS, "objective": {"retromae": {}}},
+            "none",
+            "feature-extraction",
+            "read back",
+            "imported",
+        ),
+    ],
+)
+def test_a_card_says_what_the_model_is_for(
+    tmp_path: Path, sections: dict[str, Any], head: Any, tag: str | None, present: str, absent: str
+) -> None:
+    save_small(tmp_path / "run", small_config(**sections))
+    card = (export(tmp_path / "run", tmp_path / "out", head).folder / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1]).get("pipeline_tag") == tag
+    assert present in card
+    assert absent not in card
+
+
+def test_a_card_of_weights_that_were_only_imported_has_no_recipe(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    from_hf(export(tmp_path / "run", tmp_path / "out", "tied").folder, tmp_path / "imported")
+    card = (export(tmp_path / "imported", tmp_path / "again", "trained").folder / "README.md").read_text()
+    assert "imported and exported with megahead" in card
+    assert "| Trained for | 0 steps after its import |" in card
+    assert not any(f"| {label} |" in card for label in ("Optimizer", "Batch", "Data", "Held-out text"))
+
+
 def test_a_bar_in_a_name_ends_no_cell_of_a_card(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(data={"train": "texts/a|b"}))
     export(tmp_path / "run", tmp_path / "out", "tied")

@@ -82,6 +82,10 @@ class RunConfig(Settings):
         first_masked_layer = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {first_masked_layer} on" if first_masked_layer else None
 
+    def reads_items(self) -> bool:
+        """Whether its rows are sequences of items instead of text (docs/items.md)."""
+        return self.tasks is not None and self.tasks.items is not None
+
     def model_in_training(self) -> ModelConfig:
         """The model with a mask decoder's layers, which exports leave out."""
         if not (self.masking and self.masking.mask_decoder_layers):

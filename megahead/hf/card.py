@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import RunConfig
 from megahead.hf.heads import ExportTarget, Head
 from megahead.hf.serving import serving_support
 from megahead.hf.trained import (
@@ -52,30 +53,44 @@ def serving_support_of(target: ExportTarget) -> str:
 
 def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> str:
     """Returns the card, without the sample and curves that `megahead convert` adds."""
-    use = _use(target, metadata)
-    license_, languages = metadata.license, metadata.languages
-    header = [f"license: {json.dumps(license_)}"] if license_ else []  # quoted: Norwegian's `no` is no boolean
-    header += [f"language: {json.dumps(languages)}"] if languages else []
+    use, is_headless = _use(target, metadata), _is_headless(target.model.config)
     path = json.dumps(metadata.path, ensure_ascii=False)
     return _CARD_TEMPLATE.format(
         name=target.model.config.name,
-        header="".join(f"{line}\n" for line in header),
-        library=use.library,
-        tag=use.tag,
-        tags=", ".join([*_SENTENCE_TAGS, *_TAGS] if metadata.pooling else _TAGS),
+        header="\n".join(_header(use, metadata, is_headless=is_headless)),
         family=target.family.title,
         parameters=f"{_num_parameters(target):,}",
         ability=use.ability,
+        origin="pretrained" if target.model.checkpoint.step else "imported",
         training=_table(_training_facts(target.model)),
         export=_table(_export_facts(target, parity)),
         code=use.code.format(auto_class=use.auto_class, path=path),
-    )
+    ) + (_METHOD if is_headless else "")
+
+
+def _is_headless(config: RunConfig) -> bool:
+    """Whether the model is headless, or may begin with one that was: trained from weights, or with a bias, as the
+    vanilla phase after a headless one is."""
+    return config.objective.name == "headless" or config.init is not None or config.objective.output_bias
+
+
+def _header(use: _Use, metadata: CardMetadata, *, is_headless: bool) -> list[str]:
+    """Returns the card's metadata for the Hub, in lines of YAML."""
+    license_, languages = metadata.license, metadata.languages
+    tags = [*(_SENTENCE_TAGS if metadata.pooling else ()), *(_TAGS if is_headless else ())]
+    lines = [f"library_name: {use.library}"]
+    lines += [f"pipeline_tag: {use.tag}"] if use.tag else []
+    lines += [f"license: {json.dumps(license_)}"] if license_ else []  # quoted: Norwegian's `no` is no boolean
+    lines += [f"language: {json.dumps(languages)}"] if languages else []
+    return [*lines, f"tags: [{', '.join(tags)}]"] if tags else lines
 
 
 class _Use(NamedTuple):
     """What a model is for, as its card says it."""
 
     tag: str
+    """The Hub's task; empty where it has none."""
+
     ability: str
     auto_class: str
     code: str
@@ -94,6 +109,8 @@ def _use(target: ExportTarget, metadata: CardMetadata) -> _Use:
     else:
         tag, ability, example = "text-generation", "predicts the next token", _GENERATE_EXAMPLE
         auto_class = "AutoModelForCausalLM"
+    if target.model.config.reads_items():
+        return _Use("", "predicts the next item of a sequence", auto_class, _IDS_EXAMPLE)
     has_tokenizer = target.model.tokenizer_path() is not None
     return _Use(tag, ability, auto_class, f"{_LOAD_CODE}\n{example}" if has_tokenizer else _IDS_EXAMPLE)
 
@@ -121,13 +138,15 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
     trained_for = [pluralize(model.checkpoint.step, "step")]
     trained_for += [] if tokens is None else [pluralize(tokens, "token")]
     trained_for += [format_duration(seconds)] if isinstance(seconds, int | float) and seconds >= 36 else []
+    auxiliary = config.objective.auxiliary()
+    described = [text] if auxiliary is not None and (text := auxiliary.describe()) else []
     layers, heads = pluralize(sizes.num_layers, "layer"), pluralize(sizes.num_heads, "head")
     facts = {
-        "Objective": f"{objective}, temperature {model.temperature():g}",
+        "Objective": ", ".join([objective, *described, f"temperature {model.temperature():g}"]),
         "Shape": f"{layers}, width {sizes.hidden_size}, {heads}",
         "Vocabulary": f"{sizes.vocab_size:,} ids",
         "Trained for": ", ".join(trained_for),
-        "Batch": f"{batch.global_size:,} rows of {config.data.sequence_length:,} tokens",
+        "Batch": f"{pluralize(batch.global_size, 'row')} of {pluralize(config.data.sequence_length, 'token')}",
         "Optimizer": f"{optimizer.name}, peak rate {optimizer.learning_rate:g}, {config.schedule.name} schedule, "
         f"weight decay {optimizer.weight_decay:g}, {config.engine.precision}",
         "Data": describe_data(model),
@@ -136,6 +155,8 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
     if config.init is not None:
         source = Path(config.init.from_hf or config.init.from_checkpoint or "")
         facts["Began from"] = f"{source.name} ({config.init.mode})"
+    if not model.checkpoint.step:  # imported: its config says nothing of how it was trained
+        return {name: facts[name] for name in ("Shape", "Vocabulary")} | {"Trained for": "0 steps after its import"}
     return facts
 
 
@@ -165,7 +186,8 @@ _FOLDED_BIAS, _STORED_BIAS = "folded into the head's own weights", "the head's o
 
 def _describe_head(head: Head, objective: ObjectiveConfig) -> str:
     description = _HEAD_DESCRIPTIONS[head.name]
-    bias_storage = _STORED_BIAS if head.bias_V is not None else _FOLDED_BIAS
+    is_stored = head.bias_V is not None or head.transform is not None
+    bias_storage = _STORED_BIAS if is_stored else _FOLDED_BIAS
     if head.name == "pmi":
         return description + bias_storage
     if head.folded_bias is None and head.bias_V is None:
@@ -194,18 +216,16 @@ _IDS_EXAMPLE = """import torch
 from transformers import {auto_class}
 
 model = {auto_class}.from_pretrained({path})
-print(model(torch.tensor([[1, 2, 3]]))[0].shape)  # ids, as this model came without a tokenizer"""
+print(model(torch.tensor([[1, 2, 3]]))[0].shape)  # ids: it has no tokenizer"""
 
 _TAGS = ("headless", "contrastive-weight-tying")
 _SENTENCE_TAGS = ("sentence-transformers", "sentence-similarity", "feature-extraction")
 _CARD_TEMPLATE = """---
-library_name: {library}
-pipeline_tag: {tag}
-{header}tags: [{tags}]
+{header}
 ---
 # {name}
 
-A {family} model of {parameters} parameters that {ability}, pretrained and exported with megahead.
+A {family} model of {parameters} parameters that {ability}, {origin} and exported with megahead.
 
 ## Training
 
@@ -221,7 +241,8 @@ A {family} model of {parameters} parameters that {ability}, pretrained and expor
 {code}
 ```
 
-## Method
+"""
+_METHOD = """## Method
 
 N. Godey, E. de la Clergerie, B. Sagot, *Headless Language Models: Learning without Predicting with
 Contrastive Weight Tying*, ICLR 2024, arXiv 2309.08351.
