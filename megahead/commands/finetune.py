@@ -1,10 +1,13 @@
-"""Fine-tunes models on GLUE, SuperGLUE and XNLI, by default with the paper's settings.
+"""Fine-tunes models on GLUE, SuperGLUE and XNLI, by default with the paper's settings, and encoders for retrieval.
 
 megahead finetune --model exports/headless exports/vanilla --task glue superglue --data data --output glue.json
 megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
 
 Checkpoints of one or several runs give curves over tokens and hours:
 megahead finetune --model runs/headless/checkpoints/step-* --task glue --data data --floor --curve glue.png
+
+Pairs of a query and a text that answers it, as jsonl or BEIR's folder, tune an encoder contrastively:
+megahead finetune --model runs/encoder --task retrieval/pairs.jsonl --seeds 1 --save tuned
 
 `glue`, `superglue` and `xnli` stand for all their tasks in `--data`. `xnli/fr` trains on French and is tested in every
 available language. Runs with results in `--output` are not repeated: an interrupted call continues.
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, get_args
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.glue_tasks import (
+    PAIRS_PREFIX,
     XNLI_LANGUAGES,
     DataSource,
     FineTuningSettings,
@@ -29,6 +33,8 @@ from megahead.evaluate.glue_tasks import (
     load_task,
     paper_settings,
 )
+from megahead.evaluate.search_data import ContrastiveSettings, load_pairs
+from megahead.hf.pooling import POOLINGS
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
@@ -46,6 +52,8 @@ def main() -> None:
     sources = DataSource(arguments.data)
     console = terminal(soft_wrap=True)
     tasks = [load_with_settings(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
+    if arguments.save:
+        require_one_run(tasks, arguments)
     for data, _ in tasks:
         if data.num_skipped:
             console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
@@ -67,9 +75,10 @@ def main() -> None:
     if arguments.floor:
         initial_models.append(InitialModel(RANDOM_WEIGHTS, initial_models[0].folder, random_weights=True))
     results_file = FineTuningResults(arguments.output)
-    results = Comparison(initial_models, tasks, range(arguments.seeds), results_file).run(console.print)
+    comparison = Comparison(initial_models, tasks, range(arguments.seeds), results_file, arguments.save)
+    results = comparison.run(console.print)
     console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
-    console.print(f"\nwrote {arguments.output}", soft_wrap=True)
+    console.print(f"\nwrote {arguments.output}{f' and {arguments.save}' if arguments.save else ''}", soft_wrap=True)
     if progress:
         console.print(f"wrote {write_curve(results, progress, arguments.curve)}", soft_wrap=True)
 
@@ -102,15 +111,29 @@ def load_with_settings(
     if unknown:
         raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
     names = ("learning_rate", "weight_decay", "batch_size", "epochs", "max_length")
-    settings = paper_settings(name, arguments.loss, **{key: getattr(arguments, key) for key in names})
+    changes = {key: value for key in names if (value := getattr(arguments, key)) is not None}
+    if name.startswith(PAIRS_PREFIX):
+        contrastive = ContrastiveSettings(**changes, pooling=arguments.pooling, temperature=arguments.temperature)
+        return load_pairs(name, arguments.max_train_rows), contrastive
+    settings = paper_settings(name, arguments.loss, **changes)
     return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
+
+
+def require_one_run(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace) -> None:
+    """FieldError unless a single contrastive run is asked for, whose model `--save` writes."""
+    runs = len(tasks) * (len(arguments.model) + arguments.floor) * arguments.seeds
+    if runs > 1 or not tasks[0][0].name.startswith(PAIRS_PREFIX):
+        rule = f"be given with one --model, one --task {PAIRS_PREFIX}PATH and --seeds 1"
+        raise FieldError("--save", rule, got=f"given with {runs} runs of {tasks[0][0].name}")
+    if arguments.save.exists():
+        raise FieldError("--save", "name a new folder", got=arguments.save)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=checkpoint_path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
-    tasks = "glue/cola, superglue/boolq, xnli/en ..., or a whole suite"
+    tasks = "glue/cola, superglue/boolq, xnli/en ..., a whole suite, or retrieval/PATH"
     add("--task", nargs="+", required=True, metavar="T", help=tasks)
     add("--data", type=existing_path, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")
     add("--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there")
@@ -120,10 +143,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
     add("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
     add("--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)")
-    add("--epochs", type=int, metavar="N", help="default: 10; the best one is reported")
-    add("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
-    add("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
-    add("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
+    add("--epochs", type=int, metavar="N", help="default: 10, retrieval 3; the best one is reported")
+    add("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128, retrieval 64")
+    add("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5, retrieval 1e-4")
+    add("--weight-decay", type=float, metavar="X", help="default: 0, regular and retrieval 0.01")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
+    add("--pooling", choices=POOLINGS, default="mean", help="a text's vector under retrieval (default: mean)")
+    add("--temperature", type=float, default=0.05, metavar="X", help="of retrieval, to begin with (default: 0.05)")
+    add("--save", type=Path, metavar="DIR", help="write the encoder tuned for retrieval there")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     return parser

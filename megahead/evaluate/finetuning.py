@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,14 +16,17 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from megahead.config.training import OptimizerConfig, ScheduleConfig
+from megahead.distributed.group import Group
 from megahead.errors import UserError
 from megahead.evaluate.glue_tasks import Example, FineTuningSettings, Task, TaskData
 from megahead.hf.loading import load_classifier, load_tokenizer_folder, read_context_length
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
+
+Batch = TypeVar("Batch")
 
 # Losses of a batch, and metrics of an evaluation set.
 
@@ -226,31 +229,61 @@ def fine_tune(
     """Trains in place and yields after each epoch. UserError once the loss is no longer finite."""
     order = torch.Generator().manual_seed(seed)
     lengths = [example.length() for example in train]
-    steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
+
+    def batches() -> Iterator[list[EncodedExample]]:
+        yield from ([train[row] for row in rows] for rows in training_batches(lengths, settings.batch_size, order))
+
+    def loss(batch: Sequence[EncodedExample]) -> Tensor:
+        return classifier.loss(batch, balanced=settings.loss == "balanced")
+
+    def scores() -> dict[str, dict[str, float]]:
+        return {name: classifier.scores(rows, 2 * settings.batch_size) for name, rows in evaluation_sets.items()}
+
+    steps = math.ceil(len(train) / settings.batch_size)
+    yield from train_epochs(classifier.model, batches, steps, loss, scores, settings)
+
+
+def train_epochs(
+    module: nn.Module,
+    batches: Callable[[], Iterable[Batch]],
+    steps_per_epoch: int,
+    compute_loss: Callable[[Batch], Tensor],
+    compute_scores: Callable[[], Mapping[str, Mapping[str, float]]],
+    settings: FineTuningSettings,
+    group: Group = Group(),  # noqa: B008 # frozen
+) -> Iterator[EpochScores]:
+    """Trains `module` in place on `batches()` in every epoch, and yields after each one.
+
+    On several ranks the batch's loss is the sum of the ranks' losses, and all ranks make the same step. UserError once
+    the loss is no longer finite.
+    """
+    steps = settings.epochs * steps_per_epoch
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizer_config = OptimizerConfig(learning_rate=rate, betas=(0.9, 0.999), weight_decay=decay)
-    optimizer = build_optimizer(classifier.model, optimizer_config)
+    optimizer = build_optimizer(module, optimizer_config)
     step = 0
     for _ in range(settings.epochs):
         start, losses = time.monotonic(), []
-        classifier.model.train()
-        for batch in training_batches(lengths, settings.batch_size, order):
-            loss = classifier.loss([train[row] for row in batch], balanced=settings.loss == "balanced")
+        module.train()
+        for batch in batches():
+            loss = compute_loss(batch)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(classifier.model.parameters(), settings.gradient_clipping)
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    group.all_reduce_(parameter.grad)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), settings.gradient_clipping)
             ratio = learning_rate_ratio(schedule, step, steps)
             set_learning_rate(optimizer.param_groups, rate * ratio)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(group.all_reduce_(loss.detach().clone()))
             step += 1
         mean_loss = float(torch.stack(losses).mean())
         if not math.isfinite(mean_loss):
             raise UserError(f"The loss must be finite, but is {mean_loss} at step {step}; lower --learning-rate.")
-        seconds, eval_batch_size = time.monotonic() - start, 2 * settings.batch_size
-        scores = {name: classifier.scores(examples, eval_batch_size) for name, examples in evaluation_sets.items()}
-        yield EpochScores(mean_loss, scores, seconds)
+        seconds = time.monotonic() - start
+        yield EpochScores(mean_loss, compute_scores(), seconds)
 
 
 # One model on one task, from its folder to its scores.
@@ -279,7 +312,7 @@ class FineTuningRun:
         context_length = read_context_length(initial_model.folder) or settings.max_length
         encoder = ExampleEncoder(tokenizer, min(settings.max_length, context_length))
         self._train = encoder.encode(data.train)
-        self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
+        self._evaluation_sets = {name: encoder.encode([*examples]) for name, examples in data.evaluation_sets.items()}
 
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""

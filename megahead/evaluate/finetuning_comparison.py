@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from megahead.evaluate.contrastive_tuning import ContrastiveRun
 from megahead.evaluate.finetuning import EpochScores, FineTuningRun, InitialModel
-from megahead.evaluate.glue_tasks import TASKS, FineTuningSettings, TaskData
+from megahead.evaluate.glue_tasks import PAIRS_PREFIX, TASKS, FineTuningSettings, TaskData, find_task
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
 from megahead.wording import format_duration
 
@@ -31,9 +32,7 @@ class FineTuningResult:
 
     def best(self) -> int:
         """Returns the index of the (first) epoch with the highest score on the first evaluation set."""
-        metric = TASKS[self.task].metric
-        values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
-        return values.index(max(values))
+        return _best_index(self.task, self.epochs)
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:
         """From evaluation set to metric to value, at the best epoch."""
@@ -42,6 +41,12 @@ class FineTuningResult:
     def seconds(self) -> float:
         """Training time."""
         return sum(epoch.seconds for epoch in self.epochs)
+
+
+def _best_index(task: str, epochs: Sequence[EpochScores]) -> int:
+    metric = find_task(task).metric
+    values = [next(iter(epoch.scores.values()))[metric] for epoch in epochs]
+    return values.index(max(values))
 
 
 PlannedRun = tuple[InitialModel, TaskData, FineTuningSettings, int]
@@ -122,7 +127,7 @@ def summarise(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
             values = [score[name][metric] for score in scores]
             rows.append(TaskSummary(runs[0].model, task, name, metric, values, epochs))
         if len(scores[0]) > 1:
-            metric = TASKS[task].metric
+            metric = find_task(task).metric
             means = [fmean(metrics[metric] for metrics in score.values()) for score in scores]
             rows.append(TaskSummary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
     return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
@@ -163,6 +168,8 @@ def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettin
 
 # A grid of models, tasks and seeds: stored results are reused, missing ones are computed.
 
+TaskRun = FineTuningRun | ContrastiveRun
+
 _TRAINING_COST = 3  # of a row, relative to evaluating it
 _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
 
@@ -176,10 +183,12 @@ class Comparison:
         tasks: Sequence[tuple[TaskData, FineTuningSettings]],
         seeds: Sequence[int],
         cache: FineTuningResults,
+        save_folder: Path | None = None,
     ) -> None:
-        self._cache = cache
+        """`save_folder`: where a contrastive run writes its best model."""
+        self._cache, self._save_folder = cache, save_folder
         self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
-        missing = [run for run in self._runs if cache.find(run) is None]
+        missing = [run for run in self._runs if self._find(run) is None]
         self._work = sum(settings.epochs * _epoch_cost(data, settings) for _, data, settings, _ in missing)
         self._done, self._start_time = 0, time.monotonic()
 
@@ -187,24 +196,33 @@ class Comparison:
         """Returns all results, ordered by model, then task; calls `report` with a line after each epoch."""
         results, task_run = [], None
         for run in self._runs:
-            result = self._cache.find(run)
+            result = self._find(run)
             if result is None:
                 initial_model, data, settings, seed = run
                 if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
-                    task_run = FineTuningRun(initial_model, data, settings)
+                    task_run = _open_run(initial_model, data, settings)
+                    if isinstance(task_run, ContrastiveRun) and task_run.truncation_note:
+                        report(task_run.truncation_note)
                 result = self._cache.add(run, self._epochs(task_run, seed, report))
             results.append(result)
         return results
 
-    def _epochs(self, task_run: FineTuningRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
+    def _find(self, run: PlannedRun) -> FineTuningResult | None:
+        """The stored result; None where a model is to be saved, which results do not hold."""
+        return None if self._save_folder else self._cache.find(run)
+
+    def _epochs(self, task_run: TaskRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
         epochs: list[EpochScores] = []
         for epoch in task_run.run(seed):
             epochs.append(epoch)
+            is_best = _best_index(task_run.data.name, epochs) == len(epochs) - 1
+            if is_best and self._save_folder and isinstance(task_run, ContrastiveRun):
+                task_run.save(self._save_folder)
             self._done += _epoch_cost(task_run.data, task_run.settings)
             report(self._progress_line(task_run, seed, epochs))
         return epochs
 
-    def _progress_line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
+    def _progress_line(self, task_run: TaskRun, seed: int, epochs: Sequence[EpochScores]) -> str:
         """Returns a line with progress and speed of a run, and the estimated time left for all runs."""
         data, last = task_run.data, epochs[-1]
         metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
@@ -214,6 +232,11 @@ class Comparison:
             f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
             f"{self._done / self._work:.0%} of all runs done, {format_duration(left)} left"
         )
+
+
+def _open_run(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> TaskRun:
+    run_type = ContrastiveRun if data.name.startswith(PAIRS_PREFIX) else FineTuningRun
+    return run_type(initial_model, data, settings)
 
 
 def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:

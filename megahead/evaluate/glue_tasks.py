@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -317,6 +317,23 @@ TASKS: Mapping[str, Task] = {
 }
 """By name; `xnli/fr` trains on French."""
 
+PAIRS_PREFIX = "retrieval/"
+"""Of tasks whose name goes on with the path of their data: `search_data.load_pairs`."""
+
+_PAIRS_TASK = Task(
+    labels=(),
+    build=text_builder("query", "positive"),
+    files=(),
+    hub=("", "", ""),
+    metric="ndcg@10",
+    extra_metrics=("recall@1", "recall@10", "recall@100", "mrr@10"),
+)
+
+
+def find_task(name: str) -> Task:
+    """The task of that name, one of `TASKS` or retrieval/PATH."""
+    return _PAIRS_TASK if name.startswith(PAIRS_PREFIX) else TASKS[name]
+
 
 # Loads a task's examples from published files or from the Hugging Face hub.
 
@@ -329,8 +346,9 @@ class TaskData:
     task: Task
     train: Sequence[Example]
 
-    evaluation_sets: Mapping[str, Sequence[Example]]
-    """By name: labelled dev splits. As in the paper, the best epoch is chosen on the first, which is also reported."""
+    evaluation_sets: Mapping[str, Iterable[Example]]
+    """By name: labelled dev splits, or a `SearchData`. As in the paper, the best epoch is chosen on the first, which is
+    also reported."""
 
     trains_on_dev: bool
     """Whether half of the dev split is `train`, because there is no training split."""
@@ -389,9 +407,9 @@ def expand_task_names(names: Sequence[str], sources: DataSource) -> list[str]:
     expanded: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
-        if name not in TASKS and not members:
+        if name not in TASKS and not members and not name.startswith(PAIRS_PREFIX):
             known = [task for task in TASKS if not task.startswith("xnli/")]
-            rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE"
+            rule = f"name tasks of {', '.join(known)}, {PAIRS_PREFIX}PATH, xnli/LANGUAGE"
             raise FieldError("--task", rule, got=name, hint=did_you_mean(name, known))
         available = [task for task in members if sources.has_task(task)]
         if members and not available:

@@ -80,18 +80,28 @@ def stsb(model_dir: Path, file: Path, limit: int | None = None, batch_size: int 
 class TextEncoder:
     """The vectors of texts by a Hugging Face encoder: its body, in fp32, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, batch_size: int | None = None, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batch_size: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        random_weights: bool = False,
+    ) -> None:
         """`batch_size`: texts at once; None: 16,384 tokens. `max_tokens`: of a text, [CLS] and [SEP] included, where
         the context has room for them. CheckpointError for a folder of another kind of model."""
         if not is_encoder(folder):
             raise CheckpointError(f"`{folder}` must hold an encoder, whose [CLS] reads the whole text, but does not.")
-        self._model = load_encoder(folder).to("cuda" if torch.cuda.is_available() else "cpu")
-        self._tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
-        self._start, self._end, _ = special_ids(self._tokenizer)
-        self.size = int(self._model.config.hidden_size)
+        self.model = load_encoder(folder, random_weights=random_weights)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
+        self._start, self._end, _ = special_ids(self.tokenizer)
+        self.size = int(self.model.config.hidden_size)
         """Features of a vector: D."""
 
-        self._max_text = min(context_length(self._model), max_tokens) - 2
+        self.max_tokens = min(context_length(self.model), max_tokens)
+        """Of a text, [CLS] and [SEP] included."""
+
         self.num_truncated = 0
         """Texts so far that were truncated."""
 
@@ -99,16 +109,20 @@ class TextEncoder:
     def vectors(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """[N, D] each, of length 1: `cls`, the hidden state of [CLS], and `mean`, that over all tokens, [CLS] and [SEP]
         included as in sentence-transformers. Texts of similar lengths are encoded together."""
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        self.num_truncated += sum(len(ids) > self._max_text for ids in encoded)
-        rows = [[self._start, *ids[: self._max_text], self._end] for ids in encoded]
+        rows = self.tokenize(texts)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         hidden: dict[str, list[Tensor]] = {"cls": [], "mean": []}
         for batch in self._batches([rows[index] for index in order]):
-            for pooling, vectors_BD in self._pooled(batch).items():
-                hidden[pooling].append(F.normalize(vectors_BD, dim=1))
-        inverse = torch.tensor(order).argsort().to(self._model.device)
+            for pooling, vectors_BD in self.pool(batch).items():
+                hidden[pooling].append(vectors_BD)
+        inverse = torch.tensor(order).argsort().to(self.model.device)
         return {pooling: torch.cat(parts)[inverse] for pooling, parts in hidden.items()}
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text between [CLS] and [SEP], truncated; truncated texts are counted."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        self.num_truncated += sum(len(ids) > self.max_tokens - 2 for ids in encoded)
+        return [[self._start, *ids[: self.max_tokens - 2], self._end] for ids in encoded]
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
         """Consecutive rows, of which the last is the longest."""
@@ -123,14 +137,16 @@ class TextEncoder:
     def _has_room(self, texts: int, longest: int) -> bool:
         return texts <= self._batch_size if self._batch_size else texts * longest <= _BATCH_TOKENS
 
-    def _pooled(self, rows: Sequence[list[int]]) -> Mapping[str, Tensor]:
+    def pool(self, rows: Sequence[list[int]]) -> Mapping[str, Tensor]:
+        """The vectors of B tokenized texts, [B, D] each, at once and with gradients."""
         ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         lengths_B = torch.tensor([len(row) for row in rows])
         is_text_BT = torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
-        ids_BT, is_text_BT = (x.to(self._model.device) for x in (ids_BT, is_text_BT))
-        hidden_BTD: Tensor = self._model(input_ids=ids_BT, attention_mask=is_text_BT).last_hidden_state
+        ids_BT, is_text_BT = (x.to(self.model.device) for x in (ids_BT, is_text_BT))
+        hidden_BTD: Tensor = self.model(input_ids=ids_BT, attention_mask=is_text_BT).last_hidden_state
         summed_BD = (hidden_BTD * is_text_BT[..., None]).sum(1)
-        return {"cls": hidden_BTD[:, 0], "mean": summed_BD / is_text_BT.sum(1, keepdim=True)}
+        vectors = {"cls": hidden_BTD[:, 0], "mean": summed_BD / is_text_BT.sum(1, keepdim=True)}
+        return {pooling: F.normalize(vectors_BD, dim=1) for pooling, vectors_BD in vectors.items()}
 
 
 # Queries with judged texts, scored as by trec_eval.

@@ -6,14 +6,16 @@ BEIR (Thakur et al. 2021, arXiv 2104.08663) has corpus.jsonl, queries.jsonl and 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megahead.errors import DataError
-from megahead.evaluate.glue_tasks import Example
+from megahead.errors import DataError, FieldError
+from megahead.evaluate.glue_tasks import PAIRS_PREFIX, Example, FineTuningSettings, LossName, TaskData, find_task
 from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_text
+from megahead.hf.pooling import PoolingName
 
 _EVALUATION_SPLITS = ("test", "dev", "train")
 _HELD_OUT_EVERY = 10
@@ -112,6 +114,40 @@ def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
 
 def _inverse(ids: Mapping[str, str]) -> dict[str, str]:
     return {id_: text for text, id_ in ids.items()}
+
+
+# Tuning on pairs as one of the tasks of `megahead finetune`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveSettings(FineTuningSettings):
+    """Settings of a contrastive run; a batch's pairs are negatives for each other."""
+
+    loss: LossName = "regular"
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    batch_size: int = 64
+    epochs: int = 3
+
+    pooling: PoolingName = "mean"
+    """The vector of a text: the hidden state of [CLS], or the mean over tokens."""
+
+    temperature: float = 0.05
+    """The temperature to begin with, which divides cosines; learned."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature <= 0:
+            raise FieldError("--temperature", "be above 0", got=self.temperature)
+
+
+def load_pairs(name: str, max_train_rows: int | None = None) -> TaskData:
+    """The data of the task retrieval/PATH; `max_train_rows` as in `load_task`."""
+    path = Path(name.removeprefix(PAIRS_PREFIX))
+    train, evaluation = read_tuning_data(path)
+    if max_train_rows is not None and len(train) > max_train_rows:
+        train = random.Random(0).sample(train, max_train_rows)
+    return TaskData(name, find_task(name), train, {path.name: evaluation}, trains_on_dev=False)
 
 
 # BEIR's files.

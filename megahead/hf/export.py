@@ -96,7 +96,7 @@ def export(
         write_shards(folder, list(iter_export_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
         if pooling is not None:
-            write_pooling(folder, pooling, model.config.model)
+            write_pooling(folder, pooling, model.config.model.hidden_size, model.config.model.max_positions)
         parity = verify(folder, target)
         fingerprints = {"source": checkpoint_fingerprint(model)} | _tokenizer_fingerprint(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})

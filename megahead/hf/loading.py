@@ -64,11 +64,14 @@ def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return _load(AutoModelForMaskedLM, folder, dtype, {})
 
 
-def load_encoder(folder: Path) -> Any:
+def load_encoder(folder: Path, *, random_weights: bool = False) -> Any:
     """Returns the body of the encoder in `folder` in fp32, in evaluation mode, without its head or pooler, if it has
-    one; CheckpointError if weights of the body are missing."""
+    one; random_weights: only the config is read. CheckpointError if weights of the body are missing."""
     has_pooler = _hf_config_or_empty(folder).get("model_type") in encoders.WITH_POOLER
     options = {"add_pooling_layer": False} if has_pooler else {}
+    if random_weights:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        return AutoModel.from_config(config, dtype=torch.float32, **options).eval()
     model, report = _load_with_report(AutoModel, folder, torch.float32, options)
     if report["missing_keys"]:
         missing = sorted(map(str, report["missing_keys"]))[0]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megahead.config.model import ModelConfig
 from megahead.errors import CheckpointError, FieldError
 
 PoolingName = Literal["cls", "mean"]
@@ -29,9 +28,9 @@ def require_pooling(pooling: str, *, is_masked_lm: bool) -> None:
         raise FieldError("--pooling", "be left out for a decoder, whose tokens read no later ones", got=pooling)
 
 
-def write_pooling(folder: Path, pooling: str, model: ModelConfig) -> None:
-    """Writes the files by which sentence-transformers opens the export in `folder` and pools its hidden states.
-    CheckpointError without a tokenizer.json."""
+def write_pooling(folder: Path, pooling: str, hidden_size: int, context: int) -> None:
+    """Writes the files by which sentence-transformers opens the export in `folder` and pools its hidden states;
+    `context`: the most tokens that the model reads. CheckpointError without a tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
             "the run must have a tokenizer for --pooling, but has none; put its tokenizer.json there."
@@ -42,9 +41,9 @@ def write_pooling(folder: Path, pooling: str, model: ModelConfig) -> None:
     ]
     flags = {key: name == pooling for key, name in _NAMES.items()}
     files: dict[str, object] = {
-        _LENGTH_FILE: {"max_seq_length": max_text_tokens(folder, model.max_positions), "do_lower_case": False},
+        _LENGTH_FILE: {"max_seq_length": max_text_tokens(folder, context), "do_lower_case": False},
         _MODULES_FILE: modules,
-        "1_Pooling/config.json": {"word_embedding_dimension": model.hidden_size, **flags},
+        "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, **flags},
         "2_Normalize/config.json": {},
         "config_sentence_transformers.json": {
             "prompts": {},

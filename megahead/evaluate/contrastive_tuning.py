@@ -1,0 +1,144 @@
+"""Tunes an encoder on pairs of a query and a text that answers it, so that their vectors are near.
+
+B pairs of a rank, P texts of a rank, U distinct texts of the batch, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed.group import Group, copy_to_group, gather_from_group, per_rank_rng
+from megahead.errors import DataError
+from megahead.evaluate.finetuning import EpochScores, InitialModel, train_epochs
+from megahead.evaluate.glue_tasks import Example, FineTuningSettings, TaskData
+from megahead.evaluate.retrieval import TextEncoder, score_search
+from megahead.evaluate.search_data import ContrastiveSettings, SearchData
+from megahead.hf.pooling import write_pooling
+from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.scores import LearnedTemperature
+from megahead.losses.softmax import candidate_loss
+from megahead.wording import pluralize
+
+
+class ContrastiveModel(nn.Module):
+    """An encoder and a learned temperature, with the loss of a batch that is split over the ranks of `group`.
+
+    `rows`: the tokenized texts of all batches, by text.
+    """
+
+    def __init__(
+        self, encoder: TextEncoder, rows: Mapping[str, list[int]], settings: ContrastiveSettings, group: Group
+    ) -> None:
+        super().__init__()
+        self.backbone: nn.Module = encoder.model
+        self.temperature = LearnedTemperature(settings.temperature)
+        nn.init.constant_(self.temperature.log_value, math.log(settings.temperature))
+        self.to(encoder.model.device)
+        self._encoder, self._rows, self._pooling, self._group = encoder, rows, settings.pooling, group
+
+    def loss(self, batch: Sequence[Example]) -> Tensor:
+        """This rank's part of the batch's loss, a scalar; collective, with the same batch on every rank.
+
+        -1/B sum_i log( exp(q_i.t_i / T) / sum_u exp(q_i.t_u / T) ), with the cosines of queries and texts (DPR:
+        Karpukhin et al. 2020, arXiv 2004.04906). Candidates are the distinct answers and negatives of all ranks; a text
+        that occurs twice is one. A rank has every `size`-th pair, and sends the vectors of its texts.
+        """
+        shares = [batch[rank :: self._group.size] for rank in range(self._group.size)]
+        texts_by_rank = [list(dict.fromkeys(text or "" for x in share for text in x.second_texts)) for share in shares]
+        width = max(map(len, texts_by_rank))
+        rows: dict[str, int] = {}
+        for rank, texts in enumerate(texts_by_rank):
+            for index, text in enumerate(texts):
+                rows.setdefault(text, rank * width + index)
+        pairs, texts = shares[self._group.rank], texts_by_rank[self._group.rank]
+        with per_rank_rng(self._group, self.temperature.log_value.device):
+            queries_BD, texts_PD = self._vectors([pair.first_text for pair in pairs]), self._vectors(texts)
+        padded_PD = F.pad(texts_PD, (0, 0, 0, width - len(texts)))
+        gathered_PD = copy_to_group(gather_from_group(padded_PD, self._group, 0), self._group)
+        indices = {text: index for index, text in enumerate(rows)}
+        target_B = torch.tensor([indices[pair.second_texts[0] or ""] for pair in pairs], device=queries_BD.device)
+        candidates = vocabulary_candidates(target_B)
+        return candidate_loss(self.temperature(queries_BD), gathered_PD[list(rows.values())], candidates) / len(batch)
+
+    def _vectors(self, texts: Sequence[str]) -> Tensor:
+        return self._encoder.pool([self._rows[text] for text in texts])[self._pooling]
+
+
+def tokenize_pairs(encoder: TextEncoder, pairs: Sequence[Example]) -> dict[str, list[int]]:
+    """The ids of every text of `pairs`, once."""
+    texts = list(dict.fromkeys(text or "" for pair in pairs for text in (pair.first_text, *pair.second_texts)))
+    return dict(zip(texts, encoder.tokenize(texts), strict=True))
+
+
+def epoch_batches(pairs: Sequence[Example], batch_size: int, generator: torch.Generator) -> Iterator[list[Example]]:
+    """Yields every query once, with one of its answers, in random batches of almost equal sizes: no answer of a query
+    is drawn as another's negative because the query is in the batch twice."""
+    by_query: dict[str, list[Example]] = {}
+    for pair in pairs:
+        by_query.setdefault(pair.first_text, []).append(pair)
+    drawn = [members[int(torch.randint(len(members), (), generator=generator))] for members in by_query.values()]
+    order = torch.randperm(len(drawn), generator=generator)
+    yield from ([drawn[row] for row in rows.tolist()] for rows in order.tensor_split(num_batches(pairs, batch_size)))
+
+
+def num_batches(pairs: Sequence[Example], batch_size: int) -> int:
+    """Batches of an epoch."""
+    return math.ceil(len({pair.first_text for pair in pairs}) / batch_size)
+
+
+class ContrastiveRun:
+    """Tunes one model on one set of pairs, for any number of seeds, on all connected ranks."""
+
+    def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> None:
+        assert isinstance(settings, ContrastiveSettings)
+        self.initial_model, self.data, self.settings = initial_model, data, settings
+        self._group = Group.world()
+        queries = len({pair.first_text for pair in data.train})
+        if queries < 2 or min(queries, settings.batch_size) < 2 * self._group.size:
+            rule = f"have at least two queries of a batch on each of {pluralize(self._group.size, 'rank')}"
+            raise DataError(f"{data.name} must {rule}, but has {queries} to train on; add pairs.")
+        self._encoder = self._open_encoder()
+        self._rows = tokenize_pairs(self._encoder, data.train)
+        count, max_tokens = self._encoder.num_truncated, self._encoder.max_tokens
+        self.truncation_note = f"{data.name}: {pluralize(count, 'text')} longer than {max_tokens} tokens, and truncated"
+        """A line about texts to train on that are longer than `max_length` or the context; empty without any."""
+        self.truncation_note *= count > 0
+
+    def run(self, seed: int) -> Iterator[EpochScores]:
+        """Tunes with `seed` for the order and dropout (and random weights); yields after each epoch."""
+        torch.manual_seed(seed)
+        self._encoder, order = self._open_encoder(), torch.Generator().manual_seed(seed)
+        pairs, settings = self.data.train, self.settings
+        model = ContrastiveModel(self._encoder, self._rows, settings, self._group)
+
+        def batches() -> Iterator[list[Example]]:
+            return epoch_batches(pairs, settings.batch_size, order)
+
+        steps = num_batches(pairs, settings.batch_size)
+        yield from train_epochs(model, batches, steps, model.loss, self._scores, settings, self._group)
+
+    def save(self, folder: Path) -> None:
+        """Writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers."""
+        encoder = self._encoder
+        encoder.model.save_pretrained(folder)
+        encoder.tokenizer.save_pretrained(folder)
+        write_pooling(folder, self.settings.pooling, encoder.size, encoder.max_tokens)
+
+    def _open_encoder(self) -> TextEncoder:
+        model = self.initial_model
+        return TextEncoder(model.folder, max_tokens=self.settings.max_length, random_weights=model.random_weights)
+
+    def _scores(self) -> Mapping[str, Mapping[str, float]]:
+        self._encoder.model.eval()
+        prefix, scores = f"{self.settings.pooling}_", {}
+        for name, evaluation_set in self.data.evaluation_sets.items():
+            assert isinstance(evaluation_set, SearchData)
+            results = score_search(self._encoder, evaluation_set, [self.settings.pooling])
+            scores[name] = {score.metric.removeprefix(prefix): score.value for score in results}
+        return scores
