@@ -35,6 +35,7 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
     settings = _GPT2.hf_config(model)
     if model.activation == "gelu_tanh":
         settings["activation_function"] = "gelu_new"  # the published name
+    settings |= {"n_ctx": model.max_positions}  # an old name of n_positions, which llama.cpp's converter reads
     return {"model_type": "gpt2", **settings, "embd_pdrop": model.hidden_dropout, "use_cache": True}
 
 

@@ -75,6 +75,22 @@ LISTED = {
         f"{_LLAMA_LAYER} self_attn.q_norm.weight self_attn.k_norm.weight",
         "model.layers",
     ),
+    "GPT2LMHeadModel": Listed(
+        f"{_SHAPE.replace('intermediate_size', 'n_inner')} activation_function layer_norm_epsilon scale_attn_weights "
+        "scale_attn_by_inverse_layer_idx reorder_and_upcast_attn add_cross_attention tie_word_embeddings",
+        f"transformer.wte.weight transformer.wpe.weight {_both('transformer.ln_f')}",
+        _both("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        "transformer.h",
+        gguf="n_ctx n_embd n_head",
+    ),
+    "Gemma3ForCausalLM": Listed(
+        f"{_LLAMA.replace('hidden_act ', '')} hidden_activation query_pre_attn_scalar attention_bias layer_types "
+        "sliding_window attn_logit_softcapping final_logit_softcapping",
+        _LLAMA_ENDS,
+        f"{_LLAMA_LAYER} self_attn.q_norm.weight self_attn.k_norm.weight pre_feedforward_layernorm.weight "
+        "post_feedforward_layernorm.weight",
+        "model.layers",
+    ),
     "ModernBertModel": Listed(
         f"{_SHAPE} norm_eps norm_bias attention_bias mlp_bias local_attention layer_types rope_parameters "
         "deterministic_flash_attn classifier_pooling classifier_bias classifier_activation",
@@ -102,6 +118,8 @@ EXPORTS: list[tuple[str, str, dict[str, Any]]] = [
     ("LlamaForCausalLM", "tied", LLAMA),
     ("Qwen2ForCausalLM", "tied", LLAMA | {"attention_bias": "qkv"}),
     ("Qwen3ForCausalLM", "tied", LLAMA | {"qk_norm": True}),
+    ("GPT2LMHeadModel", "tied", {"family": "gpt2"}),
+    ("Gemma3ForCausalLM", "tied", {"family": "gemma3", "num_key_heads": 1}),
     ("ModernBertModel", "none", {"family": "modernbert"}),
     ("BertModel", "none", {"family": "bert"}),
     ("RobertaModel", "none", {"family": "roberta"}),
