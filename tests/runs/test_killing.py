@@ -20,6 +20,7 @@ VARIANTS = {
     | {"masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59}},
     "a gemma": stage(1)
     | {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_window": 4, "model.global_every": 2},
+    "a gpt2": stage(1) | {"model.family": "gpt2"},
     "a llama": stage(2) | {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True},
 }
 
