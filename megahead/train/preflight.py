@@ -19,9 +19,14 @@ _SETTING_BY_OPTION = {
     "--items": "tasks.items",
     "--articles": "tasks.articles",
 }
-_SPECIAL_TOKENS = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
+_SPECIAL_TOKENS = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "cls_token": ("[CLS]", "<s>", "<bos>"),
+    "sep_token": ("[SEP]", "</s>", "<eos>"),
+}
 """Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
-_ALL_SPECIAL_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
+_ALL_SPECIAL_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "<pad>", "[UNK]", "<unk>")
+"""Of one role each; `<s>` or `<eos>` both begins and ends texts of some models."""
 
 
 def describe_files(config: RunConfig) -> tuple[str, str]:

@@ -92,6 +92,18 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
         "`masking.sep_token` must be the id of [SEP] in data.tokenizer",
     ),
     (
+        "masking.cls_token",
+        "dry",
+        masks("cls_token", 1) | {"data.tokenizer": "F/roberta.json"},
+        "`masking.cls_token` must be the id of <s> in data.tokenizer (0), but is 1, which is <pad> instead",
+    ),
+    (
+        "masking.sep_token",
+        "dry",
+        masks("sep_token", 3) | {"data.tokenizer": "F/roberta.json"},
+        "`masking.sep_token` must be the id of </s> in data.tokenizer (2), but is 3, which is <unk> instead",
+    ),
+    (
         "data.id_weights",
         "start",
         masks("strategy", "weights") | {"data.id_weights": "F/zero.npy"},
@@ -182,6 +194,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "empty.json"))
     letters = {name: id_ for id_, name in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="[UNK]")).save(str(folder / "letters.json"))
+    roberta = {name: id_ for id_, name in enumerate(("<s>", "<pad>", "</s>", "<unk>", "<mask>", "a"))}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(roberta, unk_token="<unk>")).save(str(folder / "roberta.json"))
     (folder / "garbage.json").write_text("not a tokenizer")
     (folder / "garbage.model").write_text("not a tokenizer")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
