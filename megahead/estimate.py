@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
+from megahead.config.graphs import captures_micro_steps
 from megahead.config.model import ModelConfig
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes
 from megahead.config.plan import RunPlan, phases_of
@@ -344,12 +345,17 @@ class RankMemory:
     table: float = 0.0
     """A sharded embedding: the rank's rows and their moments, and the rows that a step fetches."""
 
+    graphs: float = 0.0
+    """What CUDA graphs keep in a pool of their own: activations and the loss once more, since evaluations and
+    micro-batches of other shapes run beside them, and weights or gradients in half precision."""
+
     host: float = 0.0
     """Bytes offloaded to the host's memory; not in the total."""
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.activations + self.loss + self.table
+        states = self.weights + self.gradients + self.optimizer + self.buffers
+        return states + self.activations + self.loss + self.table + self.graphs
 
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
@@ -373,8 +379,10 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     element_size = 4 if precision == "fp32" else 2
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
     embedding = sharded_embedding_bytes(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
-    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, precision)
-    return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, host)
+    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, precision, plan.device)
+    pool = activations + loss + (0 if precision == "fp32" else 2 * rank_parameters(config))
+    graphs = pool if plan.device == "cuda" and captures_micro_steps(plan) else 0
+    return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, graphs, host)
 
 
 def _muon_parameters(config: RunConfig) -> float:
@@ -454,13 +462,15 @@ def rank_parameters(config: RunConfig) -> int:
     return replicated + (counts.total - excluded - replicated) // tensor
 
 
-def _loss_bytes(config: RunConfig, precision: str) -> float:
+def _loss_bytes(config: RunConfig, precision: str, device: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is in fp32, and scores that are products are a GPU kernel's.
+    In half precision the rows' gradient is in fp32. Scores that are products are the kernel's on a GPU; those of a CPU
+    in bf16 count as such.
     """
     is_half, is_product, total = precision != "fp32", config.objective.score != "harmonic", 0.0
-    sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_half and is_product else (CPU_CHUNKS, 4)
+    is_kernel = is_product and (is_half or device == "cuda")
+    sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
     for targets_per_row, candidates in ((config.targets_per_row(), candidate_rows(config)), _own_targets(config)):
         targets, rows = config.batch.micro_size * targets_per_row, candidates / config.parallel.tensor
         if not targets:

@@ -357,6 +357,9 @@ class RunPlan:
     zero_stage: int
     """What is partitioned over data ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
 
+    device: str = "cuda"
+    """Of each rank: cpu or cuda."""
+
     precision_was_auto: bool = False
     """Whether `engine.precision` was resolved from `auto`."""
 
@@ -373,7 +376,7 @@ class RunPlan:
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
         deepspeed = deepspeed_config(config, data_ranks, device)
-        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), precision_was_auto)
+        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), device, precision_was_auto)
 
     @property
     def zero(self) -> Mapping[str, Any]:

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megahead.config.embedding import shards_embedding
+from megahead.config.graphs import graphs_unsupported_reason, wants_graphs
 from megahead.config.plan import RunPlan
-from megahead.config.token_subsets import subset_layers
 from megahead.engine.deepspeed import mark_gradients
 from megahead.objectives.micro_batch import MicroBatch
 
@@ -31,58 +30,14 @@ MAX_GRAPHS = 8
 that most runs have one to four shapes."""
 
 
-# Which runs are captured.
-
-
-def captures_micro_steps(plan: RunPlan, device: torch.device) -> bool:
-    """Whether a run's micro-steps are captured, on a CPU: take static inputs."""
-    return _are_graphs_wanted(plan, device) and not graphs_unsupported_reason(plan, device)
-
-
-def describe_graphs(plan: RunPlan, device: torch.device) -> list[tuple[str, str]]:
-    """The banner's line about graphs, if the run's config asks for them on this device."""
-    if not _are_graphs_wanted(plan, device):
+def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
+    """The banner's line about graphs, if the run's config asks for them on its device."""
+    if not wants_graphs(plan):
         return []
-    if reason := graphs_unsupported_reason(plan, device):
+    if reason := graphs_unsupported_reason(plan):
         return [("graphs", f"no, {reason}")]
     on_gpu = f"one for each shape of a micro-batch, {MAX_GRAPHS} at most"
-    return [("graphs", on_gpu if device.type == "cuda" else "static inputs alone, since a CPU has no graphs")]
-
-
-def _are_graphs_wanted(plan: RunPlan, device: torch.device) -> bool:
-    setting = plan.config.engine.graphs
-    return device.type == "cuda" if setting == "auto" else setting
-
-
-def graphs_unsupported_reason(plan: RunPlan, device: torch.device) -> str:
-    """The reason why a run's micro-steps cannot be captured; empty if they can."""
-    config = plan.config
-    model, objective, engine = config.model, config.objective, config.engine
-    conditions = {
-        "tensor ranks communicate within a micro-step": config.parallel.tensor > 1,
-        f"ZeRO {plan.zero_stage} communicates within a micro-step": plan.zero_stage > 1,
-        "each step fetches other rows of the embedding": shards_embedding(config),
-        "fp16's loss scale changes": engine.precision == "fp16",
-        "dropout draws new masks": max(model.hidden_dropout, model.attention_dropout) > 0,
-        "recomputation saves the state of random numbers": bool(engine.activation_checkpointing),
-        "an auxiliary objective's sums are read in each micro-step": objective.auxiliary() is not None,
-        "some layers compute a part of the tokens": bool(subset_layers(config)),
-        "adaptive masking counts errors in each micro-step": config.masking is not None
-        and config.masking.is_adaptive(),
-        "its attention reads lengths on the host": engine.attention == "documents" and device.type == "cuda",
-        "DeepSpeed handles gradients in hooks": _handles_gradients_in_hooks(plan),
-    }
-    return next((reason for reason, holds in conditions.items() if holds), "")
-
-
-def _handles_gradients_in_hooks(plan: RunPlan) -> bool:
-    """Whether DeepSpeed's optimizer at stage 1 has hooks on gradients, in which it copies, sums or reduces them."""
-    zero, is_bf16 = plan.zero, plan.config.engine.precision == "bf16"
-    if plan.zero_stage != 1 or zero.get("offload_optimizer"):
-        return plan.zero_stage == 1
-    if is_bf16:
-        return bool(plan.deepspeed["bf16"].get("immediate_grad_update"))
-    return bool(zero.get("overlap_comm")) or bool(zero.get("contiguous_gradients", True))
+    return [("graphs", on_gpu if plan.device == "cuda" else "static inputs alone, since a CPU has no graphs")]
 
 
 # Gradients at fixed addresses, to which all micro-steps of a step add, captured or not.

@@ -115,7 +115,7 @@ def _shape(model: ModelConfig) -> str:
 def _memory(memory: RankMemory) -> str:
     states = memory.weights + memory.gradients + memory.optimizer
     parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
-    parts |= {"table": memory.table} if memory.table else {}
+    parts |= {name: size for name, size in (("table", memory.table), ("graphs", memory.graphs)) if size}
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
     return f"about {format_gib(memory.total)} a rank ({sizes}{offloaded})"

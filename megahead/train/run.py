@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from megahead.config.graphs import captures_micro_steps
 from megahead.config.plan import RunPlan, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
@@ -24,7 +25,7 @@ from megahead.distributed.launch import Launch, choose_device, distributed_sessi
 from megahead.distributed.tensors import TensorSource
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, start_engine
-from megahead.engine.graphs import captures_micro_steps, describe_graphs
+from megahead.engine.graphs import describe_graphs
 from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
 from megahead.losses.candidates import training_free_bias
@@ -397,7 +398,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{note}"),
         *describe_precision(plan, session.device),
-        *([] if captures_micro_steps(plan, session.device) else describe_launches(plan, device_peak)),
+        *([] if captures_micro_steps(plan) else describe_launches(plan, device_peak)),
     ]
 
 
@@ -415,7 +416,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        static_shapes=captures_micro_steps(plan, session.device),
+        static_shapes=captures_micro_steps(plan),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
         auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
         planning_group=new_planning_group(config, session.mesh),
@@ -437,6 +438,6 @@ def build_engine(
     shard_embedding_(pretraining.backbone, config, mesh, device)
     optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
     engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)
-    if captures_micro_steps(plan, device):
+    if captures_micro_steps(plan):
         engine.capture_micro_steps()
-    return engine, engine_lines + describe_graphs(plan, device)
+    return engine, engine_lines + describe_graphs(plan)

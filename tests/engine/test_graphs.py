@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from megahead.config.graphs import captures_micro_steps, graphs_unsupported_reason
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine import engine as engine_module
 from megahead.engine import graphs
-from megahead.engine.graphs import captures_micro_steps, describe_graphs, graphs_unsupported_reason
+from megahead.engine.graphs import describe_graphs
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
@@ -234,8 +235,8 @@ def test_a_cpu_runs_micro_steps_on_static_inputs(tmp_path: Path) -> None:
 )
 def test_why_a_run_is_not_captured_is_said(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     plan = RunPlan.of(small_config(tmp_path, {"engine.graphs": True} | changes), 2, "cpu")
-    assert not captures_micro_steps(plan, CPU)
-    ((name, line),) = describe_graphs(plan, CPU)
+    assert not captures_micro_steps(plan)
+    ((name, line),) = describe_graphs(plan)
     assert (name, line.startswith(f"no, {reason}")) == ("graphs", True), line
 
 
@@ -243,7 +244,7 @@ def test_graphs_are_captured_where_they_are_asked_for(tmp_path: Path) -> None:
     def told(asked: Any, device: torch.device, **changes: Any) -> tuple[bool, list[tuple[str, str]]]:
         changes = {"engine.graphs": asked} | stage(1) | BF16 | changes
         plan = RunPlan.of(small_config(tmp_path, changes), 1, device.type)
-        return captures_micro_steps(plan, device), describe_graphs(plan, device)
+        return captures_micro_steps(plan), describe_graphs(plan)
 
     assert told(False, CUDA) == told(False, CPU) == told("auto", CPU) == (False, [])
     one_each = [("graphs", "one for each shape of a micro-batch, 8 at most")]
@@ -310,4 +311,4 @@ def test_where_deepspeed_has_hooks_is_known_before_it_starts(
     assert on_ranks(1, hooked, precision, zero, deepspeed) == [has_hooks]
     content = deepspeed | {"zero_optimization": {"stage": 1, **zero}}
     plan = RunPlan.of(small_config(tmp_path, {"engine.deepspeed": content, "engine.precision": precision}), 1, "cpu")
-    assert bool(graphs_unsupported_reason(plan, CPU)) is has_hooks
+    assert bool(graphs_unsupported_reason(plan)) is has_hooks

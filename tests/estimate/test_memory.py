@@ -98,15 +98,27 @@ def test_a_table_of_rows_is_divided_by_all_ranks_and_lighter_rules_are_lighter()
 @pytest.mark.parametrize("vocab_size", [1024, 50 * 1024])
 def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> None:
     settings = f"model.vocab_size={vocab_size}", "objective.name=vanilla", "parallel.tensor=1", "batch.micro_size=2"
-    full, *halves = (planned(*settings, f"engine.precision={name}", ranks=1) for name in ("fp32", "bf16", "fp16"))
-    targets, hidden = 2 * full.config.data.sequence_length, full.config.model.hidden_size
+    plans = {name: planned(*settings, f"engine.precision={name}", ranks=1) for name in ("fp32", "bf16", "fp16")}
+    config = plans["fp32"].config
+    targets, hidden = 2 * config.data.sequence_length, config.model.hidden_size
     matrices = 2 * (targets + vocab_size) * hidden
+    on_cpu = planned(*settings, "engine.precision=fp32", "engine.device=cpu", ranks=1)
     scores = vocab_size * CPU_CHUNKS.outputs_per_chunk(targets, vocab_size, 4)
-    assert rank_memory(full).loss == 4 * matrices + 4 * scores
-    in_float32 = 4 * vocab_size * hidden
-    for half, score_size in zip(halves, (2, 4 + 2), strict=True):
+    assert rank_memory(on_cpu).loss == 4 * matrices + 4 * scores
+    for precision, score_size in (("fp32", 4), ("bf16", 2), ("fp16", 4 + 2)):
+        in_float32 = 0 if precision == "fp32" else 4 * vocab_size * hidden
         scores = vocab_size * GPU_CHUNKS.outputs_per_chunk(targets, vocab_size, score_size)
-        assert rank_memory(half).loss == 2 * matrices + in_float32 + score_size * scores
+        size = 4 if precision == "fp32" else 2
+        assert rank_memory(plans[precision]).loss == size * matrices + in_float32 + score_size * scores
+
+
+def test_graphs_keep_activations_and_the_loss_once_more() -> None:
+    captured = "engine.graphs=auto", "parallel.tensor=1", "engine.activation_checkpointing=false"
+    memory = rank_memory(planned(*captured))
+    assert memory.graphs == memory.activations + memory.loss + 2 * rank_parameters(pythia("parallel.tensor=1"))
+    assert memory.total - memory.graphs == rank_memory(planned(*captured, "engine.graphs=false")).total
+    assert rank_memory(planned(*captured, "engine.device=cpu")).graphs == 0
+    assert rank_memory(planned("engine.graphs=auto")).graphs == 0  # tensor ranks
 
 
 def test_recomputed_activations_are_an_order_less() -> None:
