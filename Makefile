@@ -18,7 +18,7 @@ help:
 	@echo "make docs                the documentation as a site: build/site/index.html (ARGS=serve: on this machine's port 8000)"
 	@echo "make dist                the package as dist/megahead-VERSION.whl and .tar.gz, for \`pip install\` elsewhere"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
-	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
+	@echo "make gpu-report          all measurements on a GPU in 45 minutes (ARGS: of tools/gpu_report.py)"
 	@echo "make gpu-text            a text as a dataset to be carried there, too (ARGS='--input F --tokenizer JSON')"
 	@echo "make gpu-wheels          what a GPU machine without a network lacks, to be carried there with the checkout"
 

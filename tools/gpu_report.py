@@ -1,16 +1,17 @@
 """Runs all measurements that need a GPU, within a time budget, and writes a report.
 
-tools/gpu_report.py                                     25 minutes, without trainings
+tools/gpu_report.py                                     45 minutes, without trainings
 tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on the dataset of `make gpu-text`
 tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
-Parts run by priority: the loss beside third-party kernels; whole steps, headless against vanilla, plain and compiled;
+Parts run by priority: whole steps of the engine, headless against vanilla, of three models and vocabularies, and with
+each way of computing them on or off; the loss beside third-party kernels; steps without an engine, plain and compiled;
 DeepSpeed's overhead; host waits; profiles of steps that miss their targets; with a text (of at most 50,277 ids) real
 trainings, of 100 M tokens each at 10 % (14 M) and 25 % MFU (70 M) of an H100, which also share the spare time; more
-steps and waits; and the largest micro-batch. Each is a separate process with a time limit. report.json and report.md
-are rewritten after each part; a second call runs the parts that are missing.
+steps and waits; the largest micro-batch; and the tests that need a GPU. Each is a separate process with a time limit.
+report.json and report.md are rewritten after each part; a second call runs the parts that are missing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
+    parser.add_argument("--minutes", type=float, default=45, help="for all parts together (default: 45)")
     parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
     parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as preprocess.py made it")
     parser.add_argument("--text", type=_existing_path, nargs="+", default=[], metavar="F", help="what to train on")

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpu_parts.page import step_rows, target_rows, training_rows
+from gpu_parts.page import step_rows, target_rows, training_rows, whole_rows
 from gpu_parts.plan import DRY, FULL, MFU_BY_SIZE, RESULT, STARTUP_SECONDS, TOKENS, Outcome, Text, build_parts
 from gpu_parts.session import DRY_RUN, Session
+from megahead.config.graphs import captures_micro_steps
 from megahead.config.loading import load_config
+from megahead.config.plan import RunPlan
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
@@ -50,7 +52,8 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     assert page.startswith("# A dry run on a CPU: no number here says anything about a GPU\n")
     assert "$ python tools/bench_loss.py --sizes 64" in page
     assert RESULT not in page
-    (row,) = training_rows(tmp_path / "out", [*states])
+    (whole, _), (row,) = (rows(tmp_path / "out", [*states]) for rows in (whole_rows, training_rows))
+    assert (whole["steps"], whole["vanilla takes"].endswith("times as long")) == ("tiny-headless", True)
     assert row["model"] == "tiny"
     assert row["headless after these tokens"] > 1
 
@@ -59,7 +62,9 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
     """And their commands' options exist."""
     text = Text(tmp_path)
     full, dry = (build_parts(scale, text, tmp_path) for scale in (FULL, DRY))
-    assert [part.command[0] for part in full if part.command[0] not in {one.command[0] for one in dry}] == []
+    assert [part.command[0] for part in full if part.command[0] not in {one.command[0] for one in dry}] == [
+        "-m"  # pytest
+    ]
     assert len({part.name for part in full}) == len(full)
     for name in ("tools/bench_loss.py", "tools/bench_step.py", "tools/bench_engine.py", "tools/count_waits.py"):
         told = run_script(name, "--help").stdout
@@ -67,12 +72,18 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
         assert used
         assert not [word for word in used if word not in told]
     assert all(part.unsupported_reason for part in full if part.name.startswith("train-"))
+    for part in full:
+        words = list(part.command)
+        if "--config" in words and "train-" not in part.name:
+            changes = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+            plan = RunPlan.of(load_config(words[words.index("--config") + 1], changes), 1, "cuda")
+            assert captures_micro_steps(plan) == part.name.endswith("-graphs")
 
 
 def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
     text = Text(tmp_path, (tmp_path / "a",), tmp_path / "t.json")
     parts = build_parts(FULL, text, tmp_path)
-    assert sum(part.seconds for part in parts) <= 25 * 60
+    assert sum(part.seconds for part in parts) <= 45 * 60
     base = ["data.train=''", "data.validation=null", "data.tokenizer=null", "batch.global_size=64"]
     trainings = {part.name: part.seconds for part in parts if part.uses_spare_time}
     assert len(trainings) == 4

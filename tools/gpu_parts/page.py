@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_parts.plan import PREFIX, Outcome
+from gpu_parts.plan import PREFIX, WHOLE, Outcome
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_markdown
-from megahead.wording import format_duration
+from megahead.wording import format_duration, to_milliseconds
 
 
 def step_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]
     rows = []
     for name in measured:
         size, vanilla = name.removeprefix(PREFIX).removesuffix("-headless"), name.replace("-headless", "-vanilla")
-        if not name.endswith("-headless") or vanilla not in measured:
+        if not (name.startswith(PREFIX) and name.endswith("-headless") and vanilla in measured):
             continue
         runs = {"headless": read_metrics(folder / "runs" / name), "vanilla": read_metrics(folder / "runs" / vanilla)}
         row: dict[str, Any] = {"model": size}
@@ -139,6 +139,20 @@ def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]
     return rows
 
 
+def whole_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each part of whole steps: the median step of the run's second half, and vanilla's time over it."""
+    seconds_by_name: dict[str, float] = {}
+    for name in (name for name in measured if name.startswith(WHOLE)):
+        ends = [record["seconds"] for record in read_metrics(folder / "runs" / name).training]
+        seconds_by_name[name] = float(np.median(np.diff(ends)[-(len(ends) // 2) :]))
+    rows: list[dict[str, Any]] = []
+    for name, seconds in seconds_by_name.items():
+        vanilla = seconds_by_name.get(name.replace("headless", "vanilla")) if "headless" in name else None
+        row = {"steps": name.removeprefix(WHOLE), "ms": to_milliseconds(seconds)}
+        rows.append(row | {"vanilla takes": None if vanilla is None else f"{vanilla / seconds:.2f} times as long"})
+    return rows
+
+
 MAX_OUTPUT_CHARS = 20_000  # of a part's output on the page
 
 
@@ -151,6 +165,7 @@ def render_page(title: str, machine: Mapping[str, str], outcomes: Sequence[Outco
         part_rows.append(row | {"because": outcome.why.partition("\n")[0]})
     tables = {
         "Targets": target_rows(outcomes),
+        "Whole steps of the engine": whole_rows(folder, measured),
         "Steps, headless against vanilla": step_rows(outcomes),
         "Trainings, headless against vanilla": training_rows(folder, measured),
         "All parts": part_rows,

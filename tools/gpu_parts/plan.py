@@ -124,7 +124,7 @@ class Text:
                 writer.add_document(document)
 
 
-PREFIX = "train-"
+PREFIX, WHOLE = "train-", "whole-"  # of names of parts
 TOKENS = 100_000_000
 MFU_BY_SIZE = {"14m": 0.10, "70m": 0.25}  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
