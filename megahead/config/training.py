@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megahead.config.base import Settings, require
-from megahead.config.model import ModelConfig
+from megahead.config.model import ROBERTAS, ModelConfig
 from megahead.remote_files import is_remote
 
 UnitInterval = Annotated[float, Field(ge=0, lt=1)]
@@ -371,6 +371,8 @@ class ParallelConfig(Settings):
         divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
         rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"
         require(divisible, "parallel.tensor", rule, got=self.tensor)
+        refused = self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)  # SHARDING splits no tokens
+        require(not refused, "parallel.sequence", f"be false for model.family {model.family}", got="true")
         divisible = not self.sequence or sequence_length % self.tensor == 0
         rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"
         require(divisible, "data.sequence_length", rule, got=sequence_length)

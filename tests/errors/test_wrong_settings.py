@@ -169,6 +169,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`schedule.warmup_steps` must leave its warm-up and decay within training.steps (100), but is 101 + 0 instead; "
         "a share, such as 0.01, follows training.steps.",
     ),
+    (
+        {"model.family": "xlm_roberta", "masking": {"mask_token": 4, "cls_token": 2, "sep_token": 3}}
+        | {"parallel.tensor": 2, "parallel.sequence": True},
+        "`parallel.sequence` must be false for model.family xlm_roberta, but is true instead.",
+    ),
     ({"parallel.tensor": 3}, "`parallel.tensor` must divide the model's num_heads (4), but is 3 instead."),
     (
         {"parallel.tensor": 4, "parallel.sequence": True, "data.sequence_length": 126},

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megahead.config.model import ModelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
+from megahead.config.training import ParallelConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FullTensors
 from megahead.errors import ConfigError, ConfigErrors
@@ -172,3 +175,11 @@ def test_rows_that_do_not_split_evenly_are_refused() -> None:
 def test_a_model_that_does_not_say_where_tokens_split_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`parallel\.sequence` must be false for a Linear"):
         parallelize_(nn.Linear(2, 2), {"": "column"}, Group(), sequence=True)
+
+
+@pytest.mark.parametrize("family", SHARDING)
+def test_a_config_refuses_families_that_split_no_tokens(family: Any) -> None:
+    model = ModelConfig(family=family, num_layers=1, hidden_size=32, num_heads=4, vocab_size=64)
+    is_refused = "tokens" not in SHARDING[family].values()
+    with pytest.raises(ConfigError, match=f"must be false for .*{family}") if is_refused else nullcontext():
+        ParallelConfig(tensor=2, sequence=True).check(model, sequence_length=32)
