@@ -69,14 +69,14 @@ def test_the_table_adds_up_what_this_run_did(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     stages = StepRunner(tmp_path, console)
     stages.run("first", lambda: "one")
-    StepRunner(tmp_path, console).run("second", lambda: "two")
-    stages.run("second", lambda: "never")
+    StepRunner(tmp_path, console).run("second", lambda: 2.0)
+    stages.run("second", lambda: 0.0, describe_result="{:.2f} s".format)
     console.print(time_table(stages))
     table = console.file.getvalue().splitlines()[-4:]
     assert [line.split() for line in table] == [
         ["stage", "time", "result"],
         ["first", "0s", "one"],
-        ["second", "reused", "two"],
+        ["second", "reused", "2.00", "s"],
         ["this", "run", "0s"],
     ]
 

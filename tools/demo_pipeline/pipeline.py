@@ -224,7 +224,9 @@ def time_table(stages: StepRunner) -> Table:
     table.add_column("time", footer=format_duration(spent), justify="right")
     table.add_column("result")
     for stage in stages.finished:
-        table.add_row(stage.name, "reused" if stage.reused else format_duration(stage.seconds), escape(stage.result))
+        table.add_row(
+            stage.name, "reused" if stage.reused else format_duration(stage.seconds), escape(stage.description)
+        )
     return table
 
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class FinishedStep:
     seconds: float
     result: Any  # of JSON's types
     reused: bool = False
+    description: str = ""  # of the result
 
 
 class StepRunner:
@@ -83,9 +84,10 @@ class StepRunner:
                 content: dict[str, Any] = {"key": key, "outputs": self._files_hash(outputs)}
                 content |= {"seconds": finished.seconds, "result": result}
                 write_atomically(record, json.dumps(content, indent=1) + "\n")
+        finished = replace(finished, description=describe_result(finished.result))
         self.finished.append(finished)
         state = "reused" if finished.reused else "done"
-        note = f"{state} ({format_duration(finished.seconds)}): {describe_result(finished.result)}"
+        note = f"{state} ({format_duration(finished.seconds)}): {finished.description}"
         self._print(("✓", "green"), name, note)
         return finished
 
