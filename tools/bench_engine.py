@@ -3,6 +3,7 @@
 OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, and a plain torch loop
 OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks, and two single ranks at once
 OMP_NUM_THREADS=1 tools/bench_engine.py --host          what the host does for a micro-batch, beside a plain N x N loop
+tools/bench_engine.py --launches --device cuda          what a launch costs the host: an operator, a graph, the loss
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread a rank. Variants
@@ -34,7 +35,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     parser.add_argument("--host", action="store_true", help="time the host alone, at ZeRO 1 on a tiny model")
+    parser.add_argument("--launches", action="store_true", help="time launches alone")
     arguments = parser.parse_args()
+    if arguments.launches:
+        from benchmarks.launches import time_launches
+
+        report(time_launches(arguments.device, 2 * arguments.rounds), output=arguments.output)
+        return
     if arguments.host:
         from benchmarks.host import time_host
 

@@ -6,11 +6,12 @@ tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.jso
 tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
-Parts run by priority: whole steps of the engine, headless against vanilla, of three models and vocabularies, and with
-each way of computing them on or off; the loss beside third-party kernels; steps without an engine, plain and compiled;
-DeepSpeed's overhead; host waits; profiles of steps that miss their targets; with a text (of at most 50,277 ids) real
-trainings, of 100 M tokens each at 10 % (14 M) and 25 % MFU (70 M) of an H100, which also share the spare time; more
-steps and waits; the largest micro-batch; and the tests that need a GPU. Each is a separate process with a time limit.
+Parts run by priority: what a launch costs the host; whole steps of the engine, headless against vanilla, of three
+models and vocabularies, and with each way of computing them on or off; the loss beside third-party kernels; steps
+without an engine, plain and compiled; DeepSpeed's overhead; host waits; profiles of steps that miss their targets; with
+a text (of at most 50,277 ids) real trainings of 70 M parameters with 50,277 and 131,072 ids, of 80 M tokens each at
+25 % MFU of an H100, which also share the spare time; more steps and waits; the largest micro-batch; and the tests that
+need a GPU. Each is a separate process with a time limit.
 report.json and report.md are rewritten after each part; a second call runs the parts that are missing.
 """
 

@@ -104,7 +104,7 @@ TARGETS = (
     Target("loss", "times as fast as Apple's", 1.0, _speedup_over("cut")),
     *(
         Target(f"step-{size}", "of the ratio by operations", 0.90, _share_of_flops_ratio)
-        for size in ("70m", "410m", "160m", "bert-base-512", "bert-base-128")
+        for size in ("70m", "410m", "160m", "bert-base-512")
     ),
     Target("step-70m", "MFU", 0.40, _mfu),
     Target("step-410m", "MFU", 0.50, _mfu),

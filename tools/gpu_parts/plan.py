@@ -125,8 +125,7 @@ class Text:
 
 
 PREFIX, WHOLE = "train-", "whole-"  # of names of parts
-TOKENS = 100_000_000
-MFU_BY_SIZE = {"14m": 0.10, "70m": 0.25}  # assumed, so that TOKENS fit into the seconds of a training
+TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
 FULL, DRY = PLAN["full"], PLAN["dry"]
 
