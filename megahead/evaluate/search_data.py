@@ -89,9 +89,11 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
     if path.is_dir():
         return read_search_data(path, ("train",)).pairs(), read_search_data(path, ("dev", "test"))
     pairs = read_pairs(path)
-    held_out = set(list(dict.fromkeys(pair.first_text for pair in pairs))[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY])
+    queries = list(dict.fromkeys(pair.first_text for pair in pairs))
+    held_out = set(queries[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY])
     if not held_out:
-        raise DataError(f"`{path}` must hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out.")
+        rule = f"hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out"
+        raise DataError(f"`{path}` must {rule}, but has {len(queries)}; add pairs.")
     train, evaluation = (
         _judge_pairs([pair for pair in pairs if (pair.first_text in held_out) is is_held_out])
         for is_held_out in (False, True)

@@ -238,7 +238,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (lambda folder: load_tokenizer(folder / "t.json"), "`F/t.json` must be a tokenizer.json file or a .model, but there is none; check the path."),
     (read_text('{"text": 3}\n'), "`F/a.jsonl:1` must have a string in `text`, but has int instead."),
     (read_text("nope"), "`F/a.jsonl:1` must be one JSON object in UTF-8, but is not (invalid literal, expected 'null': line 1 column 1 (char 0))."),
-    (read_text("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .json, .txt, .md, .csv, .tsv (or these with .gz or .zst), .parquet, .arrow, but does not; convert or rename it."),
+    (read_text("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .json, .txt, .md, .csv, .tsv, .dat (or these with .gz or .zst), .parquet, .arrow, .tar, .tar.gz, .tgz, .zip, but does not; convert or rename it."),
     (lambda folder: preprocess([f"{folder}/*.jsonl"], folder / "t.json", folder / "o"), "`F/*.jsonl` must match a file, but matches none; check the pattern."),
     (lambda folder: read_text('{"text": "a"}')(folder) or preprocess([str(folder / "a.jsonl")], folder / "t.json", folder / "t"), "`F/t.json` must not be named like the dataset's description, but `F/t` would write over it; give one of them another name."),
     (lambda folder: read_metrics(folder / "run"), "F/run/metrics.jsonl must be the metrics of a run, but cannot be read (No such file or directory); name a run folder such as runs/NAME."),

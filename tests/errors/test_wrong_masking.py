@@ -136,7 +136,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.masks_from_layer` must be below model.num_layers (2), but is 2 instead.",
     ),
     (
-        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "parallel": {"tensor": 2, "sequence": True}},
+        BERT
+        | {
+            "model.size": "modernbert-15m",
+            "masking": MASKS | {"masks_from_layer": 1},
+            "parallel": {"tensor": 2, "sequence": True},
+        },
         "`masking.masks_from_layer` must be left out with parallel.sequence, which splits whole rows, but is 1 instead.",
     ),
     (
@@ -172,7 +177,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.mask_decoder_layers` must be left out with mask_share: 0, which has no mask tokens, but is 2 instead.",
     ),
     (
-        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "parallel": {"tensor": 2, "sequence": True}},
+        BERT
+        | {
+            "model.size": "modernbert-15m",
+            "masking": MASKS | {"mask_decoder_layers": 2},
+            "parallel": {"tensor": 2, "sequence": True},
+        },
         "`masking.mask_decoder_layers` must be left out with parallel.sequence, which splits whole rows, but is 2 instead.",
     ),
     (
@@ -208,7 +218,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.dropping.keep_share` must be at least the largest share of targets (0.6), since all may be mask tokens, which are kept, but is 0.5 instead.",
     ),
     (
-        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "parallel": {"tensor": 2, "sequence": True}},
+        BERT
+        | {
+            "model.size": "modernbert-15m",
+            "masking": MASKS | {"dropping": {"from_layer": 0}},
+            "parallel": {"tensor": 2, "sequence": True},
+        },
         "`masking.dropping` must be left out with parallel.sequence, which splits whole rows, but is given instead.",
     ),
     (
