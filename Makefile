@@ -25,11 +25,11 @@ help:
 .venv/.torch:
 	@echo "installing into .venv: some minutes, on Linux some GB (TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch without CUDA)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/pip install torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
 .venv/.installed: pyproject.toml .venv/.torch
-	$(BIN)/pip install -q -e .
+	$(BIN)/pip install -e .
 	@touch $@
 
 .venv/.installed-test: pyproject.toml .venv/.installed
