@@ -36,8 +36,7 @@ def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
         rows.append({"model": shape, "trained": "before"} | _scores(base, old))
         start = [*new, *settings, *_convert(runs, f"{shape}-base", new)]
         for way, overrides in grid["ways"].items():
-            mode = "init.mode=continue" if way == "headless" else "init.mode=finetune"
-            run = _train_for(runs, config, f"{shape}-{way}", [*start, *overrides, mode])
+            run = _train_for(runs, config, f"{shape}-{way}", [*start, *overrides])
             rows.append({"model": shape, "trained": way} | _scores(run, new))
     runner.record("continuing", rows)
 
@@ -47,7 +46,7 @@ def _convert(runner: ExperimentRunner, base: str, data: Sequence[str]) -> list[s
     tokenizer = Path(_value(data, "data.tokenizer"))
     converted = runner.folder / f"{base}-converted"
     runner.make(converted, "convert.py", "revocabulary", "--model", runner.folder / base, "--tokenizer", tokenizer)
-    return to_overrides({"init.from_checkpoint": converted})
+    return to_overrides({"init.from_checkpoint": converted, "init.mode": "continue"})
 
 
 def _train_for(runner: ExperimentRunner, config: str, name: str, overrides: Sequence[str]) -> RunMetrics:
