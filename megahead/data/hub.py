@@ -76,10 +76,15 @@ class HubSplit:
 
     def open(self) -> IterableDataset:
         """The stream of its examples; DataError if the Hub does not give it, or has no such config or split."""
-        from datasets import load_dataset
+        from datasets import load_dataset_builder
+        from pyarrow.dataset import ParquetFragmentScanOptions
 
         try:
-            return load_dataset(self.name, self.config, split=self.split, revision=self.revision, streaming=True)
+            builder = load_dataset_builder(self.name, self.config, revision=self.revision)
+            if builder.name == "parquet":  # whose default keeps all that it has read of a file in memory
+                options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=8 << 20)
+                builder.config.fragment_scan_options, builder.config.batch_size = options, ROWS_PER_READ
+            return builder.as_streaming_dataset(split=self.split)
         except Exception as error:  # of the libraries below, each with errors of its own
             raise self._unreadable(error) from error
 

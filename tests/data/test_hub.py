@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +29,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import Recipe, preprocess
 from megahead.data.records import Selection
 from megahead.data.shards import preprocess_shards
+from megahead.data.sources import find_inputs
 from megahead.errors import DataError, FieldError
 
 NAME = "someone/tales"
@@ -151,6 +154,23 @@ def test_a_split_gives_what_its_files_give(config: str, hub: Hub, tokenizer_path
     assert info.source == f"{url}&revision={hub.commit}"
     for part in (".bin", ".idx", "-validation.bin"):
         assert (tmp_path / f"hub{part}").read_bytes() == (tmp_path / f"files{part}").read_bytes()
+
+
+def test_what_is_read_of_a_file_is_freed(hub: Hub) -> None:
+    texts, sink = [random.Random(i).randbytes(1 << 13).hex() for i in range(4096)], pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=64)
+    hub.files["plain/0.parquet"] = sink.getvalue().to_pybytes()
+    del sink
+    (first, *_) = find_inputs(URL)
+    tracemalloc.start()  # the buffers of a file that Python reads are Python's
+    try:
+        for _ in first.chunks(Selection()):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = len(hub.files["plain/0.parquet"])
+    assert peak < size / 2
 
 
 def test_a_stopped_run_continues_at_its_commit(
