@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from megahead.errors import UserError
-from megahead.report.read import read_metrics
+from megahead.report.read import last_logged_step, read_metrics
 
 BENCHMARK_STEPS = 12
 """Of a timing."""
@@ -110,11 +109,11 @@ class Pace:
     """As many as there is time for, after `is_too_slow`."""
 
     def __post_init__(self) -> None:
-        self._step, self._first = self._logged_step(), (0.0, 0)
+        self._step, self._first = last_logged_step(self.run), (0.0, 0)
 
     def is_too_slow(self) -> bool:
         """Whether fewer steps, after another start, would end earlier by more than the tolerance."""
-        now, step, (first_time, first_step) = monotonic(), self._logged_step(), self._first
+        now, step, (first_time, first_step) = monotonic(), last_logged_step(self.run), self._first
         if step == self._step:
             return False
         self._step = step
@@ -129,9 +128,3 @@ class Pace:
         if saved_seconds > self.tolerance:
             self.new_steps = steps
         return self.new_steps is not None
-
-    def _logged_step(self) -> int:
-        with suppress(UserError):  # there is no line yet
-            for record in reversed(read_metrics(self.run).training):
-                return int(record["step"])
-        return 0

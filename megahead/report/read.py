@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ Record = Mapping[str, Any]
 _RESTART_KEYS = {"session", "rollback"}
 """Keys of records after which a run continues from an earlier step."""
 
+_TAIL_BYTES = 1 << 16
 _EVENT_KEYS = {*_RESTART_KEYS, "fault", "slow", "replica", "copy", "mirror"}
 
 
@@ -77,6 +79,19 @@ def read_metrics(run: Path) -> RunMetrics:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name
     return RunMetrics(name, _sorted_values(training), _sorted_values(validation), _sorted_values(tasks), events)
+
+
+def last_logged_step(run: Path) -> int:
+    """The step of the last training line in a run folder's log; 0 if it has none. Reads only the log's end, so that it
+    costs a running training nothing."""
+    with suppress(OSError), RunFolder(run).metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with suppress(ValueError):  # the first line may be cut
+                record = json.loads(line)
+                if "loss" in record:
+                    return int(record["step"])
+    return 0
 
 
 def read_all_metrics(runs: Sequence[Path]) -> list[RunMetrics]:

@@ -11,7 +11,7 @@ import pytest
 from megahead.errors import UserError
 from megahead.report.figures import draw_curves, save_figure
 from megahead.report.panels import running_mean
-from megahead.report.read import read_metrics
+from megahead.report.read import last_logged_step, read_metrics
 from support.logged_run import evaluation, training, write_run
 
 
@@ -25,6 +25,15 @@ def test_training_and_validation_are_told_apart(tmp_path: Path) -> None:
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     run = read_metrics(write_run(tmp_path / "killed", training(1), tail='{"step": 2, "tok'))
     assert [record["step"] for record in run.training] == [1]
+
+
+def test_the_last_step_is_read_from_the_end_of_a_log(tmp_path: Path) -> None:
+    assert last_logged_step(tmp_path) == 0
+    assert last_logged_step(write_run(tmp_path / "begun", tail='{"step": 1, "loss"')) == 0
+    many = [training(step) for step in range(1, 2001)]
+    run = write_run(tmp_path / "long", *many, evaluation(2000, 80.0), tail='{"step": 2001, "loss')
+    assert (run / "metrics.jsonl").stat().st_size > 2 << 16
+    assert last_logged_step(run) == read_metrics(run).training[-1]["step"] == 2000
 
 
 def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
