@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import cycle, product
 from math import ceil, nan
 from pathlib import Path
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from megahead.errors import UserError
 from megahead.hf.export import ExportOrigin, read_origin
 from megahead.report.figures import MUTED, PALETTE, STYLE
-from megahead.report.read import RunMetrics, read_metrics
+from megahead.report.read import Record, RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 
 
@@ -55,11 +56,12 @@ class TrainingProgress(NamedTuple):
 def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProgress]:
     """The progress of each model, from model to its Hugging Face folder; CheckpointError for one not by megahead."""
     origins = {model: read_origin(folder) for model, folder in folders.items()}
-    names = run_names(origins, folders)
-    return {
-        model: TrainingProgress(name, origin.tokens, _hours(model, origin.tokens) if folders[model] != model else None)
-        for name, (model, origin) in zip(names, origins.items(), strict=True)
-    }
+    names, read_log = run_names(origins, folders), cache(_read_log)
+    progress = {}
+    for name, (model, origin) in zip(names, origins.items(), strict=True):
+        log = read_log(RunFolder.of(model)) if folders[model] != model else ()
+        progress[model] = TrainingProgress(name, origin.tokens, _hours(log, origin.tokens))
+    return progress
 
 
 def run_names(origins: Mapping[Path, ExportOrigin], folders: Mapping[Path, Path]) -> list[str]:
@@ -72,13 +74,17 @@ def run_names(origins: Mapping[Path, ExportOrigin], folders: Mapping[Path, Path]
     ]
 
 
-def _hours(model: Path, tokens: int) -> float | None:
-    """Hours of training that the run's log has for so many tokens."""
+def _read_log(run: RunFolder) -> Sequence[Record]:
+    """The records of a run's log with its time; none if it is not there."""
     with suppress(UserError):
-        metrics = read_metrics(RunFolder.of(model).path)
-        records = [r for r in (*metrics.training, *metrics.validation) if r["tokens"] <= tokens]
-        return max((r["seconds"] / 3600 for r in records), default=None)
-    return None
+        metrics = read_metrics(run.path)
+        return [*metrics.training, *metrics.validation]
+    return []
+
+
+def _hours(records: Sequence[Record], tokens: int) -> float | None:
+    """Hours of training after so many tokens."""
+    return max((record["seconds"] / 3600 for record in records if record["tokens"] <= tokens), default=None)
 
 
 _MAX_COLUMNS = 4
