@@ -19,7 +19,8 @@ from megahead.evaluate.finetuning import EpochScores, InitialModel, train_epochs
 from megahead.evaluate.glue_tasks import Example, FineTuningSettings, TaskData
 from megahead.evaluate.retrieval import TextEncoder, score_search
 from megahead.evaluate.search_data import ContrastiveSettings, SearchData
-from megahead.hf.pooling import write_pooling
+from megahead.files import atomic_folder
+from megahead.hf.pooling import MODULES_FILE, write_pooling
 from megahead.losses.candidates import vocabulary_candidates
 from megahead.losses.scores import LearnedTemperature
 from megahead.losses.softmax import candidate_loss
@@ -106,9 +107,9 @@ class ContrastiveRun:
         self._encoder = self._open_encoder()
         self._rows = tokenize_pairs(self._encoder, data.train)
         count, max_tokens = self._encoder.num_truncated, self._encoder.max_tokens
-        self.truncation_note = f"{data.name}: {pluralize(count, 'text')} longer than {max_tokens} tokens, and truncated"
+        note = f"{data.name}: {pluralize(count, 'text')} longer than {max_tokens} tokens, and truncated"
+        self.truncation_note = note if count else ""
         """A line about texts to train on that are longer than `max_length` or the context; empty without any."""
-        self.truncation_note *= count > 0
 
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Tunes with `seed` for the order and dropout (and random weights); yields after each epoch."""
@@ -124,11 +125,13 @@ class ContrastiveRun:
         yield from train_epochs(model, batches, steps, model.loss, self._scores, settings, self._group)
 
     def save(self, folder: Path) -> None:
-        """Writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers."""
+        """Writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers, in place of one of
+        an earlier epoch."""
         encoder = self._encoder
-        encoder.model.save_pretrained(folder)
-        encoder.tokenizer.save_pretrained(folder)
-        write_pooling(folder, self.settings.pooling, encoder.size, encoder.max_tokens)
+        with atomic_folder(folder, replaceable=MODULES_FILE) as partial:
+            encoder.model.save_pretrained(partial)
+            encoder.tokenizer.save_pretrained(partial)
+            write_pooling(partial, self.settings.pooling, encoder.size, encoder.max_tokens)
 
     def _open_encoder(self) -> TextEncoder:
         model = self.initial_model

@@ -13,7 +13,7 @@ PoolingName = Literal["cls", "mean"]
 
 POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 
-_MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
+MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
 _MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
 _NAMES: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 """Keys of 1_Pooling/config.json that all versions of sentence-transformers read; version 5 also writes
@@ -42,7 +42,7 @@ def write_pooling(folder: Path, pooling: str, hidden_size: int, context: int) ->
     flags = {key: name == pooling for key, name in _NAMES.items()}
     files: dict[str, object] = {
         _LENGTH_FILE: {"max_seq_length": max_text_tokens(folder, context), "do_lower_case": False},
-        _MODULES_FILE: modules,
+        MODULES_FILE: modules,
         "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, **flags},
         "2_Normalize/config.json": {},
         "config_sentence_transformers.json": {
@@ -59,7 +59,7 @@ def write_pooling(folder: Path, pooling: str, hidden_size: int, context: int) ->
 def read_pooling(folder: Path) -> PoolingName | None:
     """Returns the pooling that a folder of sentence-transformers names; None for another folder. CheckpointError for
     one that pools in another way, or has further layers."""
-    modules = _read_json(folder / _MODULES_FILE)
+    modules = _read_json(folder / MODULES_FILE)
     if not isinstance(modules, list):
         return None
     paths = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
