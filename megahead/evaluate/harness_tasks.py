@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from itertools import islice
 from math import log, sqrt
 from pathlib import Path
 from statistics import fmean, variance
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
@@ -129,8 +130,21 @@ def read_qasper(file: Path) -> list[Row]:
 
 def read_text(file: Path) -> str:
     """Reads a file, without a byte order mark; DataError if it is missing or not UTF-8."""
+    with _open_text(file) as lines:
+        return lines.read()
+
+
+def read_first_line(file: Path) -> str:
+    """Reads the first line that is not empty, as `read_text`; empty if there is none."""
+    with _open_text(file) as lines:
+        return next((line for line in lines if line.strip()), "")
+
+
+@contextmanager
+def _open_text(file: Path) -> Iterator[TextIO]:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as lines:
+            yield lines
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.glue_tasks import PAIRS_PREFIX, Example, FineTuningSettings, LossName, TaskData, find_task
-from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_text
+from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_first_line, read_text
 from megahead.hf.pooling import PoolingName
 
 _EVALUATION_SPLITS = ("test", "dev", "train")
@@ -56,7 +56,7 @@ def read_searches(path: Path, limit: int | None) -> Sequence[Row | Example]:
 
 def has_queries(path: Path) -> bool:
     """Whether `path` is BEIR's folder or a file of pairs, and not one of articles."""
-    return path.is_dir() or '"query"' in read_text(path).lstrip().split("\n", 1)[0]
+    return path.is_dir() or '"query"' in read_first_line(path)
 
 
 def read_search_data(path: Path, splits: Sequence[str] = _EVALUATION_SPLITS, limit: int | None = None) -> SearchData:
