@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
 from pathlib import Path
 
-from docs.test_pages import commands
+from docs.test_pages import run_page
 
 from support.commands import ROOT
-from support.forked import run_script
 
 PAGE = ROOT / "docs/items.md"
 TINY = [
@@ -28,18 +26,10 @@ TINY = [
 
 
 def test_the_page_about_items_from_its_first_to_its_last_command(tmp_path: Path) -> None:
-    for name in ("tools", "launch", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
     draw = random.Random(0)
     rows = [f"u{draw.randrange(30)},i{draw.randrange(40)},{time}" for time in range(600)]
     (tmp_path / "events.csv").write_text("\n".join(["user,item,time", *rows]))
-    smaller = [word for setting in TINY for word in ("--set", setting)]
-    shown = ""
-    for command in commands(PAGE, PAGE.read_text()):
-        _, *words = shlex.split(command.text)
-        done = run_script(*words, *(smaller if "launch/pretrain.py" in words else []), cwd=tmp_path)
-        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-        shown += done.stdout
+    shown = run_page(PAGE, tmp_path, TINY)
     assert "tasks at step 2: next_item hr@10" in shown
     assert "ndcg@10_unseen" in shown
     keys = json.loads((tmp_path / "exports/items/keys.json").read_text())

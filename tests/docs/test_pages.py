@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,19 @@ def commands(page: Path, text: str) -> Iterator[Command]:
             bare = " ".join(re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").split())
             if bare:
                 yield Command(page, bare, why_not)
+
+
+def run_page(page: Path, folder: Path, settings: Sequence[str]) -> str:
+    """Runs a page's commands in `folder`, trainings with `settings`; returns what they print."""
+    for name in ("tools", "launch", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    smaller, shown = [word for setting in settings for word in ("--set", setting)], ""
+    for command in commands(page, page.read_text()):
+        _, *words = shlex.split(command.text)
+        done = run_script(*words, *(smaller if "launch/pretrain.py" in words else []), cwd=folder)
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        shown += done.stdout
+    return shown
 
 
 def all_commands() -> list[Command]:

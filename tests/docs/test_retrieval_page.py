@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
-from docs.test_pages import commands
+from docs.test_pages import run_page
 from hf.test_encoder_export import write_tokenizer
 
 from megahead.hf.pooling import read_pooling
@@ -36,20 +35,12 @@ TINY = [
 
 
 def test_the_page_about_search_from_its_first_command_to_its_search(tmp_path: Path) -> None:
-    for name in ("tools", "launch", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
     write_tokenizer(tmp_path / "data/bert-base-uncased-tokenizer.json")
     rows = [{"title": f"cat {k}", "text": f"The cat sat {k} times. The dog saw the mat."} for k in range(60)]
     for name in ("documents", "held-out"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "queries.txt").write_text("the dog\nthe cat sat\n")
-    smaller = [word for setting in TINY for word in ("--set", setting)]
-    shown = ""
-    for command in commands(PAGE, PAGE.read_text()):
-        _, *words = shlex.split(command.text)
-        done = run_script(*words, *(smaller if "launch/pretrain.py" in words else []), cwd=tmp_path)
-        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-        shown += done.stdout
+    shown = run_page(PAGE, tmp_path, TINY)
     assert "title_cls_recall@10" in shown
     assert "wrote queries.npy: 2 vectors of 32 features (cls, length 1)" in shown
     assert read_pooling(tmp_path / "models/search") == "cls"
