@@ -161,15 +161,17 @@ def test_a_gpt_neox_is_taken_too(tmp_path: Path) -> None:
     assert first_loss(tmp_path / "run") == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
 
 
+BERT: dict[str, Any] = {
+    "model.family": "bert",
+    "model.max_positions": 32,
+    "masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59},
+}
+
+
 def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
     write_text(tmp_path)
     saved(BertForMaskedLM(BertConfig(**HF_SHAPE, intermediate_size=128, max_position_embeddings=32)), tmp_path / "hf")
-    changes = {
-        "model.family": "bert",
-        "model.max_positions": 32,
-        "masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59},
-        "objective": {"name": "vanilla", "tied": True},
-    }
+    changes = BERT | {"objective": {"name": "vanilla", "tied": True}}
     on_ranks(1, run, begun(tmp_path, tmp_path / "hf", **changes))
     published, checkpoint = HFModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
     for name in ("backbone.positions.weight", "mask_head.dense.weight", "mask_head.bias"):
@@ -180,13 +182,7 @@ def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
 def test_what_an_objective_adds_to_an_encoder_begins_as_in_a_new_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     saved(BertForMaskedLM(BertConfig(**HF_SHAPE, intermediate_size=128, max_position_embeddings=32)), tmp_path / "hf")
-    changes = {
-        "model.family": "bert",
-        "model.max_positions": 32,
-        "masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59},
-        "objective.retromae": {},
-    }
-    config = begun(tmp_path, tmp_path / "hf", **changes)
+    config = begun(tmp_path, tmp_path / "hf", **BERT, **{"objective.retromae": {}})
     on_ranks(1, run, config)
     published, checkpoint = HFModel.open(tmp_path / "hf"), open_checkpoint(tmp_path / "run")
     names = [name for name in checkpoint.names() if name.startswith("weight/retromae.")]
