@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
-    **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes"), "grids"),
+    **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes", "mixture"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
-    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing")},
+    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval")},
 }
 
 

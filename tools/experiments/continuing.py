@@ -15,7 +15,7 @@ from megahead.errors import UserError
 from megahead.report.read import RunMetrics
 
 SMALLER, LARGER = 8_192, 119_547  # as many ids as multilingual BERT's tokenizer
-BASE_STEPS, PROBE_STEPS = 200, 8
+BASE_STEPS = 200
 MINUTES = 4.0  # of CPU, of each continuation
 HELD_OUT = 200  # one in so many documents
 ALL_SAMPLES = 1_000_000  # an evaluation reads all of the held-out text, the same bytes in every vocabulary
@@ -51,11 +51,7 @@ def _convert(runner: ExperimentRunner, base: str, data: Sequence[str]) -> list[s
 
 def _train_for(runner: ExperimentRunner, config: str, name: str, overrides: Sequence[str]) -> RunMetrics:
     """Trains for about MINUTES, at the speed of the steps after the first of a short run."""
-    probe = training_overrides(PROBE_STEPS, evaluate_samples=8)
-    short = runner.train(config, f"{name}-probe", *overrides, *probe)
-    step_seconds = (time_spent(short) - time_spent(short, 2)) / (PROBE_STEPS - 2)
-    if step_seconds <= 0:
-        raise UserError(f"steps of {name} must take time, but take {step_seconds:.3f} s; raise PROBE_STEPS.")
+    step_seconds = runner.step_seconds(config, name, *overrides)
     steps = max(2, round(60 * MINUTES / step_seconds))
     return runner.train(config, name, *overrides, *training_overrides(steps, evaluate_samples=ALL_SAMPLES))
 

@@ -43,6 +43,7 @@ from megahead.train.run import resolve_precision
 from steps.once import StepRunner, output_lock
 
 ROOT = Path(__file__).resolve().parents[2]
+PROBE_STEPS = 12
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
 
 
@@ -160,6 +161,15 @@ class ExperimentRunner:
         self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
         return metrics
 
+    def step_seconds(self, config_name: str, name: str, *overrides: str) -> float:
+        """CPU time of a step (on a GPU time) of a short run `NAME-probe`, without its first two, which take longer."""
+        short = training_overrides(PROBE_STEPS, evaluate_samples=8, log_seconds=0)
+        run = self.train(config_name, f"{name}-probe", *overrides, *short)
+        seconds = (time_spent(run) - time_spent(run, 2)) / (int(run.training[-1]["step"]) - 2)
+        if seconds <= 0:
+            raise UserError(f"steps of {name} must take time, but take {seconds:.3f} s; raise PROBE_STEPS.")
+        return seconds
+
     def run(self, tool: str, *arguments: object) -> None:
         """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,13 +208,13 @@ class ExperimentRunner:
             raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
 
     def score(
-        self, name: str, tasks: str, limit: int | None, data: Path, models: Sequence[Path], cloze: Path | None = None
+        self, name: str, tasks: str, limit: int | None, data: Path | None, models: Sequence[Path], **files: Path | None
     ) -> dict[Path, list[TaskResult]]:
         """Scores models on the harness's tasks, on the first `limit` examples or on all; saves to `folder`/NAME.json.
 
-        `cloze`: the passages of that task."""
+        `files`: of tasks that name their own, by option (`cloze`, `articles`)."""
         output = self.folder / f"{name}.json"
-        option_values = {"tasks": tasks, "data": data, "output": output, "limit": limit, "cloze": cloze}
+        option_values = {"tasks": tasks, "data": data, "output": output, "limit": limit, **files}
         options = [
             word for option, value in option_values.items() if value is not None for word in (f"--{option}", value)
         ]

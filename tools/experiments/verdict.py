@@ -252,7 +252,7 @@ class Comparison:
         """Adds scores on whole tasks, and their standard errors, to the final rows."""
         folders = [self.runner.folder / self.folder_name(row["curve"]) for row in rows if row["end"]]
         tasks_to_run, cloze = ("blimp", None) if self.part.encoder else (",".join(FULL_TASK_COLUMNS), _cloze(data))
-        results_by_model = self.runner.score(f"{self.title}-tasks", tasks_to_run, None, tasks, folders, cloze)
+        results_by_model = self.runner.score(f"{self.title}-tasks", tasks_to_run, None, tasks, folders, cloze=cloze)
         scores_by_folder: dict[str, Row] = {}
         for model, results in results_by_model.items():
             row = scores_by_folder.setdefault(model.name, {})

@@ -14,9 +14,10 @@ from support.runner import TINY, results
 @pytest.mark.long
 @pytest.mark.slow
 def test_both_shapes_continue_each_way(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"SMALLER": 320, "LARGER": 400, "BASE_STEPS": 2, "PROBE_STEPS": 3, "MINUTES": 1e-9, "HELD_OUT": 20}
+    sizes = {"SMALLER": 320, "LARGER": 400, "BASE_STEPS": 2, "MINUTES": 1e-9, "HELD_OUT": 20}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.continuing.{name}", value)
+    monkeypatch.setattr("experiments.runner.PROBE_STEPS", 3)
     settings = [*(part for part in TINY if "training.steps" not in part), "batch.micro_size=4"]
     compare_continuing(replace(runner, settings=settings), [])
     rows = results(runner, "continuing")

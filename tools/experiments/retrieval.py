@@ -1,0 +1,146 @@
+"""RetroMAE beside plain masking, both headless and with a softmax: how well an encoder's vectors find texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.measures import Row, aggregate_seeds
+from experiments.runner import GRIDS, ExperimentRunner, grid_points, training_overrides
+from megahead.data.sources import read_blocks
+from megahead.errors import FieldError
+from megahead.files import write_atomically
+from steps.once import output_lock
+
+GRID = GRIDS["retrieval"]
+SHARE = 10  # of so many articles one chooses the learning rates, and one is searched in the end
+SEARCHES = ("title", "sentence")
+
+
+class Way(NamedTuple):
+    """What an encoder learns, and by which softmax."""
+
+    rule: str
+    objective: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule}-{self.objective}"
+
+    @property
+    def pooling(self) -> str:
+        """The text's vector that the rule trains, or that is better without one."""
+        return "cls" if self.rule == "retromae" else "mean"
+
+
+def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
+    """Trains each way (or those of `only`) with every rate and the first seed, then with its best rate and all seeds:
+    for equal tokens, and for the time that RetroMAE with a softmax takes. Scores all before and after tuning on pairs
+    of a title and its article.
+
+    --text: JSON lines with `title` and `text`; --tasks-data: with STS-B.
+    """
+    ways = {Way(**values): overrides for values, overrides in grid_points({"axes": GRID["ways"]}, {})}
+    names = [way.name for way in ways]
+    if unknown := [name for name in only if name not in names]:
+        raise FieldError("--only", f"name some of {', '.join(names)}", got=unknown[0])
+    comparison = Comparison.prepare(runner)
+    longest = comparison.step_seconds(Way("retromae", "vanilla"), ways[Way("retromae", "vanilla")])
+    rows = list[Row]()
+    for way, overrides in ways.items():
+        if only and way.name not in only:
+            continue
+        rate = comparison.best_rate(way, overrides)
+        rows += comparison.rows(way, [*overrides, rate], GRID["steps"], "tokens")
+        steps = round(GRID["steps"] * longest / comparison.step_seconds(way, overrides))
+        if steps > GRID["steps"]:
+            rows += comparison.rows(way, [*overrides, rate], steps, "time")
+    runner.record("retrieval-runs", rows)
+    scores = [name for name, value in rows[0].items() if isinstance(value, float)]
+    runner.record("retrieval", aggregate_seeds(rows, ("way", "equal", "rate", "steps"), scores))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trains and scores encoders on one part of the articles; `chosen_by` and `searched` are two others."""
+
+    runner: ExperimentRunner
+    data: Sequence[str]
+    pairs: Path
+    chosen_by: Path
+    searched: Path
+
+    @staticmethod
+    def prepare(runner: ExperimentRunner) -> Comparison:
+        """Splits the articles into three files, once, and tokenizes the first."""
+        folder = runner.folder / "articles"
+        train, chosen_by, searched, pairs = (folder / f"{n}.jsonl" for n in ("train", "choose", "search", "pairs"))
+        with output_lock(folder):
+            if not pairs.exists():
+                text = b"".join(block for block, _ in read_blocks(runner.require_text()))
+                articles = [json.loads(line) for line in text.splitlines()]
+                trained = [article for i, article in enumerate(articles) if i % SHARE > 1]
+                folder.mkdir(parents=True, exist_ok=True)
+                _write(train, trained)
+                _write(chosen_by, articles[::SHARE])
+                _write(searched, articles[1::SHARE])
+                _write(pairs, [{"query": one["title"], "positive": one["text"]} for one in trained])
+        runs = replace(runner, folder=runner.folder / "runs", text=train)
+        return Comparison(runs, runs.data(GRID["vocabulary"], encoder=True), pairs, chosen_by, searched)
+
+    def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
+        """CPU time of a step."""
+        return self.runner.step_seconds(GRID["config"], way.name, *self.data, *overrides)
+
+    def best_rate(self, way: Way, overrides: Sequence[str]) -> str:
+        """The override of the learning rate that finds most articles by their titles."""
+
+        def found(rate: str) -> float:
+            run = self._train(way, [*overrides, rate], GRID["steps"], GRID["seeds"][0])
+            return float(self._scores(run, self.chosen_by)[f"title_{way.pooling}_recall@10"])
+
+        return max((f"optimizer.learning_rate={rate}" for rate in GRID["rates"]), key=found)
+
+    def rows(self, way: Way, overrides: Sequence[str], steps: int, equal: str) -> list[Row]:
+        """A row of scores for each seed, before tuning and after it."""
+        rows, rate = list[Row](), overrides[-1].partition("=")[2]
+        for seed in GRID["seeds"]:
+            run = self._train(way, overrides, steps, seed)
+            row: Row = {"way": way.name, "equal": equal, "rate": rate, "steps": steps, "seed": seed}
+            scores = self._scores(run, self.searched)
+            tuned = self._scores(self._tune(run, way), self.searched)
+            row |= {name: float(value) for name, value in scores.items()}
+            rows.append(row | {f"tuned: {name}": float(tuned[name]) for name in scores if f"_{way.pooling}" in name})
+        return rows
+
+    def _train(self, way: Way, overrides: Sequence[str], steps: int, seed: int) -> Path:
+        name = f"{way.name}-{overrides[-1].partition('=')[2]}-{steps}-{seed}"
+        settings = [*self.data, *overrides, f"seed={seed}", *training_overrides(steps)]
+        self.runner.train(GRID["config"], name, *settings)
+        return self.runner.folder / name
+
+    def _tune(self, run: Path, way: Way) -> Path:
+        """The folder of the encoder tuned on the pairs."""
+        tuned = run / "tuned"
+        with output_lock(tuned):
+            if not tuned.exists():
+                options = ["--pooling", way.pooling, *GRID["tuning"], "--seeds", "1", "--save", tuned]
+                self.runner.run("finetune.py", "--model", run, "--task", f"retrieval/{self.pairs}", *options)
+        return tuned
+
+    def _scores(self, model: Path, articles: Path) -> Row:
+        """recall@10 by title and by sentence, and STS-B's correlation if there is its data, by both vectors."""
+        data, names = self.runner.tasks_data, ["retrieval"]
+        names += [] if data is None else ["stsb"]
+        output = "-".join([articles.stem, *model.relative_to(self.runner.folder).parts])  # one for each process
+        results = self.runner.score(output, ",".join(names), None, data, [model], articles=articles)
+        values = {score.metric: score.value for result in results[model] for score in result.scores}
+        kept = [f"{query}_{pooling}_recall@10" for query in SEARCHES for pooling in ("cls", "mean")]
+        return {name: values[name] for name in [*kept, "spearman_cls", "spearman_mean"] if name in values}
+
+
+def _write(path: Path, records: Sequence[Row]) -> None:
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
