@@ -22,7 +22,7 @@ from support.runner import TINY, results
 
 
 def test_groups_in_batches_and_pairs_of_vocabularies(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare_negatives(runner, ["batch-16-group-1"])
+    compare_negatives(replace(runner, settings=[*TINY, "model.num_heads=2"]), ["batch-16-group-1"])
     (row,) = json.loads((runner.folder / "negatives.json").read_text())["results"]
     assert (row["batch"], row["group"]) == (16, 1)
     assert 1 < row["candidates"] <= 16
