@@ -288,7 +288,8 @@ class InitConfig(Settings):
     """Initial weights from a checkpoint or model."""
 
     from_checkpoint: str | None = None
-    """A checkpoint, or a run folder for its newest one; or a URL of either."""
+    """A checkpoint, or a run folder for its newest one; or a URL of either. What an auxiliary objective adds, and the
+    checkpoint lacks, starts as in a new run."""
 
     from_hf: str | None = None
     """A Hugging Face folder with safetensors of a model like `model`: body, embedding, and the head if the

@@ -213,12 +213,18 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
 
 
 def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
-    """The weights of `init.from_checkpoint`; a temperature that it lacks starts as in a new run."""
-    if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
-        return _checkpoint_weights(checkpoint, shapes)
-    weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name != TEMPERATURE})
+    """The weights of `init.from_checkpoint`; a temperature and an auxiliary objective that it lacks as in a new run."""
+    saved, prefixes = set(checkpoint.names()), (TEMPERATURE, *_auxiliary_prefixes(config))
+    new = {name for name in shapes if name.startswith(prefixes) and f"weight/{name}" not in saved}
+    weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name not in new})
     new_weights = initial_weights(config)
-    return MappedTensors(lambda name: (new_weights if name == TEMPERATURE else weights, name))
+    return MappedTensors(lambda name: (new_weights if name in new else weights, name))
+
+
+def _auxiliary_prefixes(config: RunConfig) -> tuple[str, ...]:
+    """How the names of an auxiliary objective's parameters begin; none without one."""
+    settings = config.objective.auxiliary()
+    return () if settings is None else (f"{auxiliary_class(settings).key}.",)
 
 
 def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
@@ -292,6 +298,5 @@ def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _HFW
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    settings = objective.auxiliary()
-    auxiliary_prefixes = () if settings is None else (f"{auxiliary_class(settings).key}.",)
-    return _HFWeights(HFModel.open(path), initial_weights(config), (TEMPERATURE, OUTPUT_BIAS, *auxiliary_prefixes))
+    prefixes = (TEMPERATURE, OUTPUT_BIAS, *_auxiliary_prefixes(config))
+    return _HFWeights(HFModel.open(path), initial_weights(config), prefixes)

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForMaskedLM
 
+from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.objectives.auxiliary import held_out_row_collator
+from megahead.objectives.pretraining import initial_weights
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -64,6 +67,22 @@ def test_a_resume_is_bitwise(tmp_path: Path, changes: dict[str, Any]) -> None:
     again = config_of(tmp_path, **stage(1), **changes)
     on_ranks(2, run, again, str(tmp_path / "through/checkpoints/step-00000003"))
     assert same_tensors(tmp_path / "run", tmp_path / "through")
+
+
+def test_an_encoder_of_masked_tokens_goes_on_with_a_new_decoder(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    steps = {"training.steps": 3, "training.checkpoint_every": 3, "objective.group_samples": 4}
+    on_ranks(1, run, config_of(tmp_path, output_dir=str(tmp_path / "masked"), objective={}, **steps))
+    init = {"from_checkpoint": str(tmp_path / "masked"), "mode": "continue"}
+    config = config_of(tmp_path, init=init, **{"optimizer.learning_rate": 1e-30}, **steps)
+    on_ranks(2, run, config)
+    masked, checkpoint = open_checkpoint(tmp_path / "masked"), open_checkpoint(tmp_path / "run")
+    names = [name for name in checkpoint.names() if name.startswith("weight/")]
+    assert {name for name in names if "retromae" in name} == {*names} - {*masked.names()}
+    for name in names:
+        is_new = name.startswith("weight/retromae.")
+        expected = initial_weights(config).read(name.removeprefix("weight/")) if is_new else masked.read(name)
+        torch.testing.assert_close(checkpoint.read(name), expected)
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
