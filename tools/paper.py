@@ -23,35 +23,42 @@ EXPERIMENTS = {
     **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
     **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes", "mixture"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
-    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval")},
+    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval", "items")},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it")
+    parser.add_argument(
+        "--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it (items: its table)"
+    )
     tasks_help = "task files, as tools/eval_harness.py takes them"
     parser.add_argument("--tasks-data", type=existing_path, metavar="DIR", help=tasks_help)
     tokenizer_help = "revocabulary: another tokenizer.json to change to as well"
     parser.add_argument("--tokenizer", type=existing_path, metavar="F", help=tokenizer_help)
+    columns_help = "items: the table's columns (default: user_id item_id timestamp)"
+    columns = ("user_id", "item_id", "timestamp")
+    parser.add_argument("--columns", nargs=3, default=columns, metavar=("USER", "ITEM", "TIME"), help=columns_help)
+    rivals_help = "items: an interpreter with rectools[torch] (default: this one)"
+    parser.add_argument("--rivals-python", type=existing_path, metavar="F", help=rivals_help)
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     ranks_help = "each run on N ranks of this machine (default: 1)"
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
-    if arguments.text is not None:
+    if arguments.text is not None and arguments.experiment != "items":  # which reads a table
         find_inputs([arguments.text])  # reports its errors before the slow import of torch
     folder = (arguments.folder / arguments.experiment).absolute()
-    text, data, tokenizer = (
-        path and path.absolute() for path in (arguments.text, arguments.tasks_data, arguments.tokenizer)
-    )
+    paths = (arguments.text, arguments.tasks_data, arguments.tokenizer, arguments.rivals_python)
+    text, data, tokenizer, rivals_python = (path and path.absolute() for path in paths)
     os.chdir(ROOT)
     module = import_module(f"experiments.{EXPERIMENTS[arguments.experiment]}")
     from experiments.runner import ExperimentRunner
 
     options = {"tasks_data": data, "tokenizer": tokenizer, "ranks": arguments.ranks}
+    options |= {"columns": arguments.columns, "rivals_python": rivals_python}
     runner = ExperimentRunner(folder, text, arguments.set, terminal(), **options)
     getattr(module, f"compare_{arguments.experiment}")(runner, arguments.only)
 

@@ -70,6 +70,8 @@ class ExperimentRunner:
     vocabulary: int = 8_192
     tasks_data: Path | None = None  # as for tools/eval_harness.py; evaluations that need it are left out without
     tokenizer: Path | None = None  # another tokenizer.json, for experiments that change to one
+    columns: Sequence[str] = ("user_id", "item_id", "timestamp")  # of a table of events
+    rivals_python: Path | None = None  # an interpreter that has the libraries of related methods
     held_out: int = 50  # one in so many documents is kept for evaluation
     ranks: int = 1  # of each run: for short steps two with a thread each are faster than one with two
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # the seed, tokens, seconds and settings of each

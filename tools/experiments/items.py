@@ -1,0 +1,133 @@
+"""Sequences of items: headless against a full softmax, tied and untied, and two models of the library RecTools.
+
+Each side is trained with every recipe on the first seed; the one whose validation NDCG@10 is best, with all seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from experiments.item_rivals import METRICS, RIVALS, best_recipe_on_all_seeds, score_row
+from experiments.measures import Row, aggregate_seeds, time_spent
+from experiments.runner import GRIDS, ROOT, ExperimentRunner, to_overrides, training_overrides
+from megahead.config.loading import load_config
+from megahead.data.indexed import IndexedDataset
+from megahead.errors import DataError, UserError
+from megahead.evaluate.next_item import next_item
+from megahead.hf.export import ensure_hf_folder
+
+
+def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
+    """Trains all sides (or those of `only`) on the table --text; records every run of the chosen recipes, and means
+    over seeds of the test's HR@10, NDCG@10 and MRR among unseen items."""
+    grid, rows = GRIDS["items"], list[Row]()
+    table = _Table.prepare(runner)
+    for side, overrides in grid["sides"].items():
+        if not only or side in only:
+            training = _SideTraining(runner, table, side, overrides)
+            rows += best_recipe_on_all_seeds(side, grid["recipes"], grid["seeds"], training.scores)
+    rivals = [rival for rival in RIVALS if not only or rival in only]
+    rows += _train_rivals(runner, table, rivals) if rivals else []
+    runner.record("items-runs", rows)
+    columns = ("model", "dropout", "rate")
+    runner.record("items", aggregate_seeds(rows, columns, ["validation NDCG@10", *METRICS, "CPU s"]))
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table's datasets, and how long runs on them are."""
+
+    prefix: Path
+    num_ids: int
+    num_users: int
+    steps_an_epoch: int
+    sequence_length: int
+
+    @classmethod
+    def prepare(cls, runner: ExperimentRunner) -> _Table:
+        prefix = runner.folder / "table" / "items"
+        columns = zip(("--user", "--item", "--time"), runner.columns, strict=True)
+        options = [word for pair in columns for word in pair]
+        runner.make(
+            prefix.with_suffix(".idx"), "preprocess.py", "--table", runner.require_text(), *options, output=prefix
+        )
+        info = IndexedDataset(prefix).info
+        if info is None:
+            raise DataError(f"`{prefix}.json` must have the number of ids, but is missing.")
+        config = load_config(f"configs/{GRIDS['items']['config']}.yaml", runner.settings)
+        length = config.data.sequence_length
+        steps = ceil(info.tokens / (config.batch.global_size * length))
+        return cls(prefix, info.vocab_size, info.documents, steps, length)
+
+    def part(self, name: str) -> Path:
+        """The `.idx` of `validation` or `test`."""
+        return self.prefix.with_name(f"{self.prefix.name}-{name}.idx")
+
+
+@dataclass(frozen=True)
+class _SideTraining:
+    """Runs of one objective."""
+
+    runner: ExperimentRunner
+    table: _Table
+    side: str
+    overrides: Sequence[str]
+
+    def scores(self, recipe: Mapping[str, float], seed: int) -> Row:
+        """Trains the run of a recipe and seed; its scores on both held-out items."""
+        name = f"{self.side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
+        run = self.runner.train(GRIDS["items"]["config"], name, *self._settings(recipe, seed))
+        folder = ensure_hf_folder(self.runner.folder / name)
+        validation, test = (next_item(folder, self.table.part(part)).scores for part in ("validation", "test"))
+        return score_row(validation, test, time_spent(run))
+
+    def _settings(self, recipe: Mapping[str, float], seed: int) -> list[str]:
+        prefix, dropout = self.table.prefix, recipe["dropout"]
+        settings: dict[str, Any] = {"seed": seed, "model.vocab_size": self.table.num_ids, "tasks": "null"}
+        settings |= {"data.train": prefix, "data.validation": f"{prefix}-validation"}
+        settings |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
+        settings |= {"optimizer.learning_rate": recipe["rate"]}
+        steps = GRIDS["items"]["epochs"] * self.table.steps_an_epoch
+        return [*to_overrides(settings), *self.overrides, *training_overrides(steps)]
+
+
+def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]) -> list[Row]:
+    """The rows of the rivals' best recipes, trained by `runner.rivals_python`; none where that lacks RecTools."""
+    python = str(runner.rivals_python or sys.executable)
+    check = [python, "-c", "import rectools.models.nn.transformers.sasrec"]
+    if subprocess.run(check, capture_output=True).returncode:
+        runner.console.print(f"left out: {' and '.join(models)}; {python} has no rectools[torch]", soft_wrap=True)
+        return []
+    grid, plan_file, log = GRIDS["items"], runner.folder / "rivals.json", runner.folder / "rivals.log"
+    plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
+    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(runner, table)}
+    plan_file.write_text(json.dumps(plan, indent=1) + "\n")
+    with log.open("a") as output:
+        command = [python, "-m", "experiments.item_rivals", str(plan_file)]
+        code = subprocess.run(command, cwd=ROOT / "tools", env=_environment(), stdout=output, stderr=output).returncode
+    if code:
+        raise UserError(f"training {' and '.join(models)} must come to its end, but failed; see {log}.")
+    rows: list[Row] = json.loads(plan_file.with_name("rivals-rows.json").read_text())
+    return rows
+
+
+def _rival_settings(runner: ExperimentRunner, table: _Table) -> dict[str, int]:
+    """The shape of ours, as many epochs, and as many steps in each."""
+    model = load_config(f"configs/{GRIDS['items']['config']}.yaml", runner.settings).model
+    shape = {"n_blocks": model.num_layers, "n_factors": model.hidden_size, "n_heads": model.num_heads}
+    batch = ceil(table.num_users / table.steps_an_epoch)
+    length = table.sequence_length
+    return shape | {"epochs": GRIDS["items"]["epochs"], "batch_size": batch, "session_max_len": length}
+
+
+def _environment() -> dict[str, str]:
+    """In which `megahead` and `experiments` are those of this checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}
