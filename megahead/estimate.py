@@ -34,6 +34,8 @@ def _own_targets(config: RunConfig) -> tuple[int, int]:
     """The auxiliary objective's own targets of a row, and their candidates in a micro-batch."""
     auxiliary = config.objective.auxiliary()
     targets = 0 if auxiliary is None else auxiliary.targets_per_row(config.data.sequence_length)
+    if auxiliary is not None and auxiliary.shares_candidates:
+        return targets, candidate_rows(config)
     if config.objective.name == "vanilla":
         return targets, config.model.padded_vocab_size()
     return targets, expected_candidates(config.batch.micro_size * targets, config.model.vocab_size)
@@ -135,7 +137,11 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
 
 def _auxiliary_head(config: RunConfig) -> int:
     auxiliary = config.objective.auxiliary()
-    return 0 if auxiliary is None else auxiliary.head_parameters(config.model)
+    if auxiliary is None:
+        return 0
+    blocks = auxiliary.head_blocks(config.model)
+    in_blocks = 0 if blocks is None else count_parameters(blocks).body - position_parameters(blocks)
+    return in_blocks + auxiliary.head_parameters(config.model)
 
 
 # Peak dense operations per second, from NVIDIA's data sheets of V100, T4, A10, A100, RTX 3090 and 4090, L4, L40S, H100,
@@ -276,7 +282,10 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     auxiliary objective are not counted if their number depends on the text."""
     length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
     model, generator, head = config.model_in_training(), config.generator_config(), _head_flops(config, candidate_rows)
-    head += 0.0 if auxiliary is None else auxiliary.head_flops(model, length)
+    if auxiliary is not None:
+        head += auxiliary.head_flops(model, length)
+        if (blocks := auxiliary.head_blocks(model)) is not None:
+            head += training_flops(blocks, length, 0).total
     if generator is None:
         outputs = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
         flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))

@@ -42,6 +42,9 @@ class AuxiliarySettings(Settings):
     num_layers: ClassVar[int] = 0
     """Blocks of its own that read all tokens, for estimates of memory."""
 
+    shares_candidates: ClassVar[bool] = False
+    """Whether its targets are predicted among the candidates of the batch's targets, without a lookup of its own."""
+
     skews_targets: ClassVar[bool] = False
     """Whether it changes how often an id is a target."""
 
@@ -82,12 +85,16 @@ class AuxiliarySettings(Settings):
         """Targets of its own in a full row, which the run's softmax predicts."""
         return 0
 
+    def head_blocks(self, model: ModelConfig) -> ModelConfig | None:
+        """The shape of a decoder whose blocks and final norm it has, for estimates; None by default."""
+        return None
+
     def head_parameters(self, model: ModelConfig) -> int:
-        """Number of its own parameters, without a generator."""
+        """Number of its other parameters, without a generator."""
         return 0
 
     def head_flops(self, model: ModelConfig, sequence_length: int) -> float:
-        """FLOPs per token of these parameters, forward and backward."""
+        """FLOPs per token of these other parameters, forward and backward."""
         return 0.0
 
     def describe(self) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from megahead.config.auxiliary import AuxiliarySettings, Curve, CustomConfig
 from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig
+from megahead.config.multi_token import MultiTokenConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.config.retromae import RetroMAEConfig
@@ -108,6 +109,7 @@ _AUXILIARY_CLASSES: dict[str, type[AuxiliarySettings]] = {
     "phrases": PhrasesConfig,
     "replaced_tokens": ReplacedTokensConfig,
     "retromae": RetroMAEConfig,
+    "multi_token": MultiTokenConfig,
     "custom": CustomConfig,
 }
 """Fields of `ObjectiveConfig` for auxiliary objectives, with their settings."""
@@ -177,6 +179,9 @@ class ObjectiveConfig(Settings):
 
     retromae: RetroMAEConfig | None = None
     """encoder: also reads texts back from [CLS], for retrieval (RetroMAE); none by default."""
+
+    multi_token: MultiTokenConfig | None = None
+    """decoder: also learns tokens further ahead (multi-token prediction); none by default."""
 
     custom: CustomConfig | None = None
     """An auxiliary objective of your own, beside the softmax (docs/extending.md)."""

@@ -51,6 +51,14 @@ class TargetsLoss(Protocol):
         ...
 
 
+class CandidatesLoss(Protocol):
+    """Predicts the batch's targets from other outputs, among the same candidates, which are not looked up again."""
+
+    def __call__(self, outputs_ND: Tensor, weight_N: Tensor) -> Tensor:
+        """The loss summed over the targets with the float32 weights `weight_N`, differentiable."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One forward pass of the model over a batch: the argument of an auxiliary objective."""
@@ -79,6 +87,9 @@ class ForwardContext:
 
     targets_loss: TargetsLoss | None = None
     """In training the loss of the objective's own `targets`, if it has some."""
+
+    candidates_loss: CandidatesLoss | None = None
+    """In training the loss of other outputs for the batch's targets."""
 
 
 class Auxiliary(nn.Module):

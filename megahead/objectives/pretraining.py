@@ -129,9 +129,11 @@ class Pretraining(nn.Module):
             return loss * micro.loss_weight
         predictions = partial(self._predictions, parts, outputs_ND, batch)
         targets_loss = partial(self._loss_of_own_targets, auxiliary, micro, own_rows)
+        candidates_loss = partial(self._loss_among_candidates, micro, rows[: len(micro.candidates)])
+        losses = {"targets_loss": targets_loss, "candidates_loss": candidates_loss}
         states = inputs_BTD, outputs_ND, hidden_MD
         sums = auxiliary.compute_sums(
-            ForwardContext(self.backbone, batch, *states, predictions, first_BD=first_BD, targets_loss=targets_loss)
+            ForwardContext(self.backbone, batch, *states, predictions, first_BD=first_BD, **losses)
         )
         if self.on_metrics is not None:
             self.on_metrics(sums)
@@ -169,6 +171,15 @@ class Pretraining(nn.Module):
         assert targets is not None
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
         return self._mix_losses([self._softmax(*part) for part in parts], outputs_PD, targets.ids_P)
+
+    def _loss_among_candidates(
+        self, micro: MicroBatch, rows: Sequence[Tensor], outputs_ND: Tensor, weight_N: Tensor
+    ) -> Tensor:
+        """The loss of other outputs for the batch's targets, see `auxiliary.CandidatesLoss`."""
+        weights = weight_N.split([group.target_N.numel() for group in micro.candidates])
+        groups = [replace(group, weight_N=part) for group, part in zip(micro.candidates, weights, strict=True)]
+        softmaxes = [self._softmax(*part) for part in _split_groups(outputs_ND, rows, groups)]
+        return self._mix_losses(softmaxes, outputs_ND, micro.batch.target_ids_N, weight_N)
 
     def _mix_losses(
         self, softmaxes: Sequence[Softmax], outputs_ND: Tensor, ids_N: Tensor, weight_N: Tensor | None = None

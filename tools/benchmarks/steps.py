@@ -44,7 +44,15 @@ Muon for the matrices of the blocks."""
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
 STEPS = 3  # for each size of micro-batch tried; the first is a warm-up
 # Settings that headless and vanilla objectives share
-SHARED_SETTINGS = ("score", "temperature", "learned_temperature", "replaced_tokens", "phrases", "retromae")
+SHARED_SETTINGS = (
+    "score",
+    "temperature",
+    "learned_temperature",
+    "replaced_tokens",
+    "phrases",
+    "retromae",
+    "multi_token",
+)
 
 
 def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
