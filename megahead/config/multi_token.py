@@ -49,7 +49,7 @@ class MultiTokenConfig(AuxiliarySettings):
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError unless the run is a decoder's, with room for the tokens ahead."""
-        rule = "be left out of an encoder: its masked tokens have none ahead"
+        rule = "be left out of an encoder: heads read earlier tokens alone"
         require(not config.model.is_encoder(), _SECTION, rule, got="given")
         why = f"with {_SECTION}, whose heads learn from the first step to the last"
         refuse("objective.schedule", config.objective.schedule and "given", why)
@@ -57,8 +57,8 @@ class MultiTokenConfig(AuxiliarySettings):
         require(self.heads < length, f"{_SECTION}.heads", f"be below data.sequence_length ({length})", got=self.heads)
 
     def targets_per_row(self, sequence_length: int) -> int:
-        """Those of a row that is one document: head k has none for the first k of its targets."""
-        return self.heads * sequence_length - self.heads * (self.heads + 1) // 2
+        """All tokens of the row for each head: those without a target in their document are computed, too."""
+        return self.heads * sequence_length
 
     def head_blocks(self, model: ModelConfig) -> ModelConfig:
         """A block for each head, and a norm that they share."""

@@ -79,9 +79,7 @@ class MultiToken(Auxiliary):
         """[B, T, D]: the outputs of head k, computed as the body's last block computes its own."""
         block = cast(Block, self.blocks[k - 1])
         block.attention.attend = cast(Block, backbone.blocks[-1]).attention.attend
-        outputs_BTD: Tensor = self.norm(
-            backbone.run_block(block, hidden_BTD, *backbone.block_arguments(documents)[-1])
-        )
+        outputs_BTD: Tensor = self.norm(backbone.run_block(block, hidden_BTD, *backbone.block_arguments(documents)[-1]))
         return outputs_BTD
 
 

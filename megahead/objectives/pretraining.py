@@ -130,11 +130,18 @@ class Pretraining(nn.Module):
         predictions = partial(self._predictions, parts, outputs_ND, batch)
         targets_loss = partial(self._loss_of_own_targets, auxiliary, micro, own_rows)
         candidates_loss = partial(self._loss_among_candidates, micro, rows[: len(micro.candidates)])
-        losses = {"targets_loss": targets_loss, "candidates_loss": candidates_loss}
-        states = inputs_BTD, outputs_ND, hidden_MD
-        sums = auxiliary.compute_sums(
-            ForwardContext(self.backbone, batch, *states, predictions, first_BD=first_BD, **losses)
+        context = ForwardContext(
+            self.backbone,
+            batch,
+            inputs_BTD,
+            outputs_ND,
+            hidden_MD,
+            predictions,
+            first_BD=first_BD,
+            targets_loss=targets_loss,
+            candidates_loss=candidates_loss,
         )
+        sums = auxiliary.compute_sums(context)
         if self.on_metrics is not None:
             self.on_metrics(sums)
         if micro.auxiliary_weight is None:

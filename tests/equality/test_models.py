@@ -1,4 +1,5 @@
-"""Llamas, GPT-2s, Gemmas, and encoders by masked diffusion or RetroMAE train on every mesh what plain torch does."""
+"""Llamas, GPT-2s, Gemmas, decoders of several tokens, and encoders by masked diffusion or RetroMAE train on every mesh
+what plain torch does."""
 
 from __future__ import annotations
 
@@ -135,5 +136,29 @@ def test_retromae_equals_plain_torch(
 ) -> None:
     write_text(tmp_path)
     changes = {"model": ENCODER | model, **RETROMAE, **changes}
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+
+
+MULTI_TOKEN = {"objective.multi_token": {"heads": 2, "weight": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "changes"),
+    [
+        ("headless", 0, 1, 2, {"objective.group_samples": 8}),
+        ("headless", 2, 1, 2, ROWS | LLAMA),
+        ("headless", 3, 1, 2, GPT2),
+        ("vanilla", 1, 2, 1, {}),
+        ("headless", 3, 2, 1, LLAMA | {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        long("tied", 2, 2, 2, GEMMA3),
+    ],
+    ids=str,
+)
+def test_multi_token_prediction_equals_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    changes = MULTI_TOKEN | changes
     reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
     assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)

@@ -98,6 +98,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
+            BERT | {"masking": MASKS, "objective.multi_token": {}} | changes,
+            "`objective.multi_token` must be left out of an encoder: heads read earlier tokens alone, but is given instead.",
+        )
+        for changes in ({}, {"model.is_causal": True})
+    ),
+    *(
+        (
             changes | {"objective.retromae": {}},
             "`objective.retromae` must be left out where next tokens are learned: [CLS] comes first and reads no text there, but is given instead.",
         )

@@ -39,6 +39,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`faults.spike` must be 'note', 'skip', 'rollback' or 'stop', but is 'ignore' instead.",
     ),
     ({"model": 7}, "`model` must be a section of settings, but is 7 instead."),
+    ({"objective.multi_token": {"heads": 0}}, "`objective.multi_token.heads` must be at least 1, but is 0 instead."),
+    (
+        {"objective.multi_token": {"heads": 128}},
+        "`objective.multi_token.heads` must be below data.sequence_length (128), but is 128 instead.",
+    ),
+    (
+        {"objective.multi_token": {}, "objective.schedule": {"vanilla_share": 0.5}},
+        "`objective.schedule` must be left out with objective.multi_token, whose heads learn from the first step to the last, but is given instead.",
+    ),
     (
         {"name": "a/b"},
         "`name` must consist of letters, digits, dots, dashes and underscores, and not of dots alone, but is 'a/b' instead.",

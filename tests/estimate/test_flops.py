@@ -215,6 +215,24 @@ def test_a_decoder_of_texts_and_its_candidates_are_counted():
     assert 36 * more == pytest.approx(counter.get_total_flops() - of_ends)
 
 
+def test_heads_of_tokens_further_ahead_are_counted():
+    """Blocks, and a softmax for each; their attention as that of a decoder, of which torch counts every pair."""
+    config = small_config(
+        model={**CONFIG.model_dump(), "vocab_size": 64},
+        data={"sequence_length": 18},
+        objective={"name": "vanilla", "tied": True, "multi_token": {"heads": 2}},
+    )
+    plain = config.model_copy(update={"objective": ObjectiveConfig(name="vanilla", tied=True)})
+    model, documents = initialized(config), Documents.whole_rows(2, 18)
+    heads, backbone = model.auxiliary, model.backbone
+    hidden, table = (torch.randn(*size, 48, requires_grad=True) for size in ((2, 18), (64,)))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        sum((heads.outputs(k, hidden, documents, backbone) @ table.T).sum() for k in (1, 2)).backward()
+    more = run_flops(config, 64).total - run_flops(plain, 64).total
+    of_later_tokens = 2 * 3 * 4 * 48 * (18 - 19 / 2)
+    assert counter.get_total_flops() == pytest.approx(36 * (more + of_later_tokens))
+
+
 def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
     """Operations of a step of 4 rows by torch's count, without rotations, and how many candidates it has."""
     tokens, collator = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_collator(config)

@@ -83,6 +83,12 @@ def test_a_decoder_of_texts_is_counted(family):
     assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(config).values())
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gpt2", "gemma3"])
+def test_heads_of_tokens_further_ahead_are_counted(family):
+    config = small_config(model={"family": family, "max_positions": 32}, objective={"multi_token": {"heads": 3}})
+    assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(config).values())
+
+
 def test_an_untied_head_is_one_more_table():
     without, with_head = count_parameters(ODD), count_parameters(ODD, untied_head=True)
     assert with_head.head == with_head.embedding == 64 * 48
