@@ -59,8 +59,8 @@ class ParameterCounts:
     the norms."""
 
     head: int
-    """V D for an untied vanilla head; D^2 + 3 D + V for a BERT's transform and bias, D^2 + D + V for a ModernBERT's;
-    V for a bias alone; 1 for a learned temperature; those of an auxiliary objective."""
+    """V D for an untied vanilla head, or the candidates' own table; D^2 + 3 D + V for a BERT's transform and bias,
+    D^2 + D + V for a ModernBERT's; V for a bias alone; 1 for a learned temperature; those of an auxiliary objective."""
 
     generator: int = 0
     """Blocks, norms and positions of an ELECTRA-style generator, which shares the embedding."""

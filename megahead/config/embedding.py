@@ -43,6 +43,9 @@ def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
     if config.objective.has_vocabulary_softmax():
         rule = "be `dense` with a softmax over the vocabulary, which updates each row at each step"
         return ShardingConflict("the softmax covers all ids", ConfigError("engine.embedding", rule, got="`rows`"))
+    if config.objective.candidates == "own":
+        rule = "be `dense` with objective.candidates: own, whose table is dense"
+        return ShardingConflict("candidates have their own table", ConfigError("engine.embedding", rule, got="`rows`"))
     auxiliary = config.objective.auxiliary()
     if auxiliary is not None and auxiliary.dense_embedding_reason is not None:
         reason, rule = auxiliary.dense_embedding_reason

@@ -28,8 +28,8 @@ class ObjectiveScheduleConfig(Settings):
 
     vanilla_share: float | None = Field(default=None, gt=0, lt=1)
     """headless: share of training.steps, up to the last, that trains a softmax over the vocabulary. Its head starts
-    as the training-free head: the embedding (`objective.tied`) or a copy, and a bias per token. Evaluations and
-    exports are a vanilla model's from then on."""
+    as the training-free head: the embedding (`objective.tied`), a copy, or the candidates' own table, and a bias per
+    token. Evaluations and exports are a vanilla model's from then on."""
 
     @model_validator(mode="after")
     def _require_a_share(self) -> ObjectiveScheduleConfig:
@@ -130,6 +130,10 @@ class ObjectiveConfig(Settings):
     tied: bool = False
     """vanilla: the head is the input embedding instead of a matrix of its own."""
 
+    candidates: Literal["input", "own"] = "input"
+    """headless: the table whose rows the candidates are. `input`: the input embedding (the paper); `own`: a second one
+    of the same size, which evaluations and exports have as their head."""
+
     output_bias: bool = False
     """vanilla: a learned bias per token, which replaces BERT's transform in an encoder. With `init.from_checkpoint`
     of a headless run it starts as the bias of the training-free head, else as 0."""
@@ -198,13 +202,14 @@ class ObjectiveConfig(Settings):
     def _check_consistency(self) -> ObjectiveConfig:
         if self.name == "vanilla":
             rule, hint = "be left out of a vanilla objective", "use name: headless"
-            fields = ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
+            fields = ("candidates", "group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
             for field, value in self.changed(*fields).items():
                 raise ConfigError(field, rule, got=value, hint=hint)
             require(not self.ends_with_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
         else:
             if self.vanilla_weight == 0 and not self.ends_with_vanilla():
                 refuse("tied", self.tied, "of a headless objective without vanilla_weight")
+            refuse("tied", self.tied and self.candidates == "own", "with candidates: own, whose table is the head")
             refuse("output_bias", self.output_bias, "of a headless objective")
         if self.score == "harmonic":
             refuse("learned_temperature", self.learned_temperature, "with score: harmonic")
@@ -229,15 +234,14 @@ class ObjectiveConfig(Settings):
 
     def trains_head(self) -> bool:
         """Whether there is an output matrix separate from the input embedding."""
-        return not self.tied and self.has_vocabulary_softmax()
+        return self.candidates == "own" or (not self.tied and self.has_vocabulary_softmax())
 
     def head(self) -> HeadKind:
-        """The best language-model head: `trained`, a separate matrix; `tied`, the embedding; `pmi`, the embedding
+        """The best language-model head: `trained`, a separate matrix; `tied`, the embedding; `pmi`, either of them
         and a training-free bias."""
-        if self.trains_head():
-            return "trained"
-        learns_log_probabilities = self.has_vocabulary_softmax() or self.bias == "corrected"
-        return "tied" if learns_log_probabilities else "pmi"
+        if not (self.has_vocabulary_softmax() or self.bias == "corrected"):
+            return "pmi"  # scores are not log-probabilities
+        return "trained" if self.trains_head() else "tied"
 
     def has_vocabulary_softmax(self) -> bool:
         """Whether the loss, or a part of it, is a softmax over all ids."""

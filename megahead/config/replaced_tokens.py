@@ -71,6 +71,8 @@ class ReplacedTokensConfig(AuxiliarySettings):
         _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
         _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
         _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")
+        own = objective.candidates == "own" and "own"
+        _refuse("objective.candidates", own, "whose model reads the candidates' rows as inputs")
         from_hf = config.init and config.init.from_hf
         _refuse("init.from_hf", from_hf, "whose generator is in no such folder")
         keep_best = config.training.keep_best

@@ -332,6 +332,6 @@ def _check_init(config: RunConfig) -> None:
         return
     got = repr(init.mode)
     require(not config.model.is_encoder(), "init.mode", "be `continue` or `table` for an encoder", got=got)
-    rule = "be `continue` or `table` unless the objective is an untied vanilla softmax"
+    rule = "be `continue` or `table` unless the objective has a head beside the embedding"
     hint = "set objective.name=vanilla, which trains the head"
-    require(config.objective.head() == "trained", "init.mode", rule, got=got, hint=hint)
+    require(config.objective.trains_head(), "init.mode", rule, got=got, hint=hint)

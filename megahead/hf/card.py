@@ -179,6 +179,7 @@ _HEAD_DESCRIPTIONS = {
     "objective has others), ",
     "trained": "the one that was trained",
 }
+_OWN_TABLE = "with E the candidates' own table; the bias is "
 _PADDING_BIAS_NOTE = ", and rows of padding that are never probable: their bias is "
 _TOKEN_BIAS_NOTE = ", with a bias for each token, which is "
 _FOLDED_BIAS, _STORED_BIAS = "folded into the head's own weights", "the head's own"
@@ -189,7 +190,7 @@ def _describe_head(head: Head, objective: ObjectiveConfig) -> str:
     is_stored = head.bias_V is not None or head.transform is not None
     bias_storage = _STORED_BIAS if is_stored else _FOLDED_BIAS
     if head.name == "pmi":
-        return description + bias_storage
+        return description + (_OWN_TABLE if head.matrix == HEAD else "") + bias_storage
     if head.folded_bias is None and head.bias_V is None:
         return description
     return description + (_TOKEN_BIAS_NOTE if objective.output_bias else _PADDING_BIAS_NOTE) + bias_storage

@@ -213,7 +213,7 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return Head(name)
     if reason is not None:
         raise _head_error(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    matrix = HEAD if objective.head() == "trained" else EMBEDDING
+    matrix = HEAD if objective.trains_head() else EMBEDDING
     model_config, head, bias_V = model.config.model, Head(name, matrix, model.temperature()), model.head_bias(name)
     num_padding_rows = model_config.padded_vocab_size() - model_config.vocab_size
     has_padding = keep_padding and num_padding_rows > 0
@@ -229,18 +229,21 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
     if model_config.qk_norm:
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
         reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
-        alternatives = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
+        plain = "trained" if objective.trains_head() else "tied"
+        alternatives = "none" if objective.output_bias else f"{plain} or none without --keep-padding, or train a head"
         raise _head_error(option, "a bias in the head", reason, alternatives)
     return replace(head, bias_V=bias_V)
 
 
 def require_head(name: HeadName, model: TrainedModel) -> None:
     """Raises UserError if the model's objective rules out the head `name`."""
-    is_headless, objective_head = model.config.objective.name == "headless", model.config.objective.head()
-    if name == "trained" and is_headless and objective_head != "trained":
+    objective = model.config.objective
+    is_headless, trains_head, objective_head = objective.name == "headless", objective.trains_head(), objective.head()
+    if name == "trained" and is_headless and not trains_head:
         raise _head_error(name, "a run that trained a head", "this one was headless", "pmi, tied or none")
-    if name == "tied" and objective_head == "trained":
-        raise _head_error(name, "a run that scored by its embedding", "this one trained a head", "trained or none")
+    if name == "tied" and trains_head:
+        alternatives = f"{objective_head} or none"
+        raise _head_error(name, "a run that scored by its embedding", "this one trained a head", alternatives)
     if name == "pmi" and not is_headless:
         raise _head_error(name, "a headless model", "this one is vanilla", "trained or none")
     if name == "pmi" and objective_head != "pmi":

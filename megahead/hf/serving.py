@@ -46,12 +46,12 @@ def possible_heads(config: RunConfig) -> list[HeadName]:
     """The heads that a run can be exported with."""
     if config.no_head_reason() is not None:
         return ["none"]
-    best, is_vanilla = config.objective.head(), config.objective.name == "vanilla"
+    objective = config.objective
     is_possible: dict[HeadName, bool] = {
         "none": True,
-        "tied": best != "trained",
-        "pmi": best == "pmi",
-        "trained": is_vanilla or best == "trained",
+        "tied": not objective.trains_head(),
+        "pmi": objective.head() == "pmi",
+        "trained": objective.name == "vanilla" or objective.trains_head(),
     }
     return [head for head, possible in is_possible.items() if possible]
 

@@ -123,7 +123,9 @@ class VocabularyParallelEmbedding(nn.Module):
             return reduce_from_group(self._local_rows(ids), self.group)
         rows = self._local_rows(torch.cat([ids.flatten(), scattered_ids_U]))
         rows, scattered = rows.split([ids.numel(), scattered_ids_U.numel()])
-        return reduce_from_group(rows.view(*ids.shape, -1), self.group), reduce_scatter_to_group(scattered, self.group)
+        return reduce_from_group(rows.unflatten(0, ids.shape), self.group), reduce_scatter_to_group(
+            scattered, self.group
+        )
 
     def _local_rows(self, ids: Tensor) -> Tensor:
         """The rows of the ids that this rank owns, zeros for other ids."""

@@ -246,14 +246,6 @@ class EvaluationRequest:
 # V padded vocabulary, D features, N targets.
 
 
-class OutputEmbedding(nn.Module):
-    """The matrix of an untied vanilla head, [V, D]; has no `forward`."""
-
-    def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(padded_vocab_size, hidden_size))
-
-
 class OutputBias(nn.Module):
     """The bias of the logits, [V]; has no `forward`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, str
 from megahead.models.backbone import Backbone
 from megahead.models.documents import TargetPositions
 from megahead.models.families import SHARDING, build_backbone, initial_blocks, initial_value
+from megahead.models.layers import Embedding
 from megahead.models.parallel import parallelize_, shard_dims
 from megahead.objectives.auxiliary import Auxiliary, ForwardContext, build_auxiliary
 from megahead.objectives.micro_batch import (
@@ -30,7 +31,6 @@ from megahead.objectives.micro_batch import (
     MaskHead,
     MicroBatch,
     OutputBias,
-    OutputEmbedding,
     all_positions_of,
     documents_of,
     target_and_first_positions_of,
@@ -39,7 +39,7 @@ from megahead.objectives.micro_batch import (
 )
 
 # In a headless run (contrastive weight tying) the candidates are the input embeddings of the targets of a candidate
-# group: consecutive samples. In a vanilla run they are the whole vocabulary.
+# group: consecutive samples; or their rows of a second table, the head. In a vanilla run they are the whole vocabulary.
 #
 # B rows, T inputs per row, M = B T, D features, N targets, U candidates, w: one rank's share of them, W: its shares of
 # all groups, R ranks, V vocabulary.
@@ -74,7 +74,7 @@ class Pretraining(nn.Module):
         backbone: Backbone,
         objective: ObjectiveConfig,
         vocab_size: int,
-        head: OutputEmbedding | None = None,
+        head: nn.Embedding | None = None,
         mask_head: MaskHead | None = None,
         output_bias: OutputBias | None = None,
         auxiliary: Auxiliary | None = None,
@@ -224,18 +224,27 @@ class Pretraining(nn.Module):
     def _embed_inputs_and_candidates(
         self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and of this rank's share of each group's candidates [w, D], in one
-        lookup. If the candidates are the whole vocabulary, their rows are the output matrix."""
+        """Embeddings of the inputs [B, T, D], and rows of this rank's share of each group's candidates [w, D]. If the
+        candidates are the whole vocabulary, their rows are the output matrix."""
         ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
         if not ids:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
+        if self.objective.candidates == "input":
+            return self._look_up(self.backbone.embedding, input_ids_BT, ids)
+        assert self.head is not None
+        return self.backbone.embed(input_ids_BT), self._look_up(self.head, input_ids_BT[:0], ids)[1]
+
+    def _look_up(
+        self, table: nn.Embedding, input_ids_BT: Tensor, candidate_ids: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same rows of one `table`, in one lookup."""
         if self.group.size == 1:
-            embeddings = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
-            inputs_MD, *rows = embeddings.split([input_ids_BT.numel(), *map(len, ids)])
-            return inputs_MD.view(*input_ids_BT.shape, -1), rows
-        id_shards = [self._shard_ids(ids_U) for ids_U in ids]
+            embeddings = table(torch.cat([input_ids_BT.flatten(), *candidate_ids]))
+            inputs_MD, *rows = embeddings.split([input_ids_BT.numel(), *map(len, candidate_ids)])
+            return inputs_MD.unflatten(0, input_ids_BT.shape), rows
+        id_shards = [self._shard_ids(ids_U) for ids_U in candidate_ids]
         scattered_ids = torch.cat(id_shards, dim=1).flatten()  # by rank, then by candidate group
-        inputs_BTD, rows_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
+        inputs_BTD, rows_WD = table(input_ids_BT, scattered_ids)
         return inputs_BTD, list(rows_WD.split([ids_Rw.shape[1] for ids_Rw in id_shards]))
 
     def _shard_ids(self, ids_U: Tensor) -> Tensor:
@@ -332,7 +341,7 @@ TEMPERATURE = "temperature.log_value"
 def build_pretraining(config: RunConfig) -> Pretraining:
     """The full model on torch's default device, with uninitialized weights."""
     model, objective = config.model_in_training(), config.objective
-    head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
+    head = Embedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
     output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
     layers = head, mask_head, output_bias, build_auxiliary(config)
@@ -378,12 +387,6 @@ def initial_weights(config: RunConfig) -> InitialWeights:
     return InitialWeights(config, weight_shapes(config))
 
 
-class ParallelOutputEmbedding(OutputEmbedding):
-    """This rank's rows of an untied head, split like the embedding table."""
-
-    shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
-
-
 def build_parallel_model(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
     """The model of `config`, split over `group`, with unallocated parameters: a shape on `device`, no memory.
 
@@ -425,6 +428,5 @@ def _parallelize_(module: Pretraining, config: RunConfig, group: Group) -> None:
         generator_sharding = {pattern: style for pattern, style in sharding.items() if pattern != "embedding"}
         parallelize_(generator, generator_sharding, group, sequence=sequence)
     if module.head is not None:
-        rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
-        module.head = ParallelOutputEmbedding(rows, features)
+        parallelize_(module, {"head": "vocabulary"}, group)
     module.group = group

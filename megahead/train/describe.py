@@ -138,6 +138,7 @@ def _objective(config: RunConfig, group_samples: int) -> str:
     else:
         targets = pluralize(group_samples * config.targets_per_row(), "target")
         parts.append(f"candidates from {pluralize(group_samples, 'row')} ({targets})")
+        parts += ["of a table of their own"] if objective.candidates == "own" else []
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
         parts += [pluralize(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []

@@ -63,6 +63,7 @@ GEMMA3 = {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_windo
         long("vanilla", 1, 2, 2, GPT2),
         long("headless", 3, 2, 1, GPT2 | {"parallel.sequence": True}),
         ("headless", 3, 1, 2, GEMMA3),
+        ("headless", 3, 2, 1, GPT2 | {"objective.candidates": "own", "parallel.sequence": True}),
         long("headless", 2, 2, 2, GEMMA3 | ROWS),
         long("tied", 1, 2, 1, GEMMA3 | {"parallel.sequence": True}),
     ],
@@ -124,6 +125,7 @@ RETROMAE = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rat
     [
         ("headless", 2, 1, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.bias": "once"}),
+        ("headless", 1, 1, 2, BERT, {"objective.candidates": "own"}),
         ("vanilla", 1, 2, 1, BERT, {}),
         long("headless", 1, 2, 2, BERT, {"objective.vanilla_weight": 0.3, "objective.group_samples": 8}),
         long("tied", 3, 2, 2, MODERNBERT, {"batch.micro_size": 1}),

@@ -64,6 +64,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
                 "whose generator has one head, but is 0.1",
             ),
             (
+                "objective.candidates",
+                {"objective.candidates": "own"},
+                "whose model reads the candidates' rows as inputs, but is own",
+            ),
+            (
                 "init.from_hf",
                 {"init": {"from_hf": "bert", "mode": "continue"}},
                 "whose generator is in no such folder, but is bert",

@@ -151,6 +151,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`objective.tied` must be left out of a headless objective without vanilla_weight, but is True instead.",
     ),
     (
+        {"objective.candidates": "own", "objective.tied": True, "objective.vanilla_weight": 0.1},
+        "`objective.tied` must be left out with candidates: own, whose table is the head, but is True instead.",
+    ),
+    (
+        {"objective.candidates": "own", "objective.name": "vanilla"},
+        "`objective.candidates` must be left out of a vanilla objective, but is own instead; use name: headless.",
+    ),
+    (
+        {"objective.candidates": "own", "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` with objective.candidates: own, whose table is dense, but is `rows` instead.",
+    ),
+    (
         {"objective.negatives_from": "uniform"},
         "`objective.negatives_from` must be left out without negatives, but is uniform instead; set negatives.",
     ),
@@ -198,7 +210,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"init.from_checkpoint": "runs/x"},
-        "`init.mode` must be `continue` or `table` unless the objective is an untied vanilla softmax, but is 'finetune' instead; set objective.name=vanilla, which trains the head.",
+        "`init.mode` must be `continue` or `table` unless the objective has a head beside the embedding, but is 'finetune' instead; set objective.name=vanilla, which trains the head.",
     ),
     (
         {"resume.allow": ["learning_rate"]},

@@ -51,6 +51,7 @@ def test_an_encoders_transform_is_counted(tied, model):
         {"name": "vanilla", "output_bias": True},
         {"tied": True, "schedule": {"vanilla_share": 0.5}},
         {"learned_temperature": True},
+        {"candidates": "own"},
     ],
 )
 def test_a_bias_for_each_token_is_counted(objective):

@@ -28,6 +28,7 @@ OBJECTIVES = {
     "corrected": {"bias": "corrected", "learned_temperature": True},
     "capped": {"max_candidates": 5},
     "mixed": {"vanilla_weight": 0.3},
+    "own": {"candidates": "own", "vanilla_weight": 0.3},
     "untied": {"name": "vanilla"},
     "tied": {"name": "vanilla", "tied": True},
     "cosine": {"score": "cosine", "learned_temperature": True},

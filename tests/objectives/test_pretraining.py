@@ -112,10 +112,25 @@ def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
     assert scores.targets == 32
 
 
+def test_candidates_of_their_own_are_rows_of_the_second_table_and_leave_the_first_to_inputs() -> None:
+    pretraining = initialized(tiny({"candidates": "own"}))
+    table = pretraining.get_parameter("head.weight")
+    micro = prepared(pretraining)
+    batch, ids_N = micro.batch, micro.batch.target_ids_N
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
+    loss = pretraining(micro)
+    torch.testing.assert_close(loss, 32 * cwt_loss(outputs, ids_N, table))
+    loss.backward()
+    touched = [weight.grad.any(1).nonzero()[:, 0] for weight in (pretraining.backbone.embedding.weight, table)]
+    assert [ids.tolist() for ids in touched] == [batch.input_ids_BT.unique().tolist(), ids_N.unique().tolist()]
+
+
 EVERY_PART: dict[str, object] = {"vanilla_weight": 0.5, "learned_temperature": True, "max_candidates": 4}
 
 
-@pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}, EVERY_PART])
+@pytest.mark.parametrize(
+    "objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}, {"candidates": "own"}, EVERY_PART]
+)
 def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(objective: dict[str, object]) -> None:
     pretraining = initialized(tiny(objective))
     tokens = default_rng(0).integers(0, 1, (2, 9))  # nothing but end tokens, which predict nothing

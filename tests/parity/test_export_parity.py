@@ -29,6 +29,8 @@ from support.small_checkpoint import save_small, small_config
         ({"negatives": 50, "negatives_from": "uniform", "learned_temperature": True}, "pmi"),
         ({"bias": "corrected", "learned_temperature": True}, "tied"),
         ({"vanilla_weight": 0.2}, "trained"),
+        ({"candidates": "own", "temperature": 0.7}, "pmi"),
+        ({"candidates": "own", "bias": "corrected"}, "trained"),
     ],
     ids=str,
 )

@@ -83,6 +83,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
         (1, LLAMA | {"objective.bias": "once", "objective.negatives": 9}, 1e-6),
         (1, ENCODER, 1e-6),
         (2, stage(3) | TIED | {"objective.bias": "corrected"}, 1e-6),
+        (1, {"objective.candidates": "own"}, 1e-6),
         (2, stage(1) | ROWS, 1e-6),
         long(4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
         long(2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
@@ -95,6 +96,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
         "llama",
         "encoder",
         "corrected",
+        "own",
         "in rows",
         "in rows on a mesh",
         "bf16",
@@ -151,7 +153,7 @@ def test_both_phases_equal_plain_torch(
 @pytest.mark.parametrize(
     ("ranks", "changes", "steps"),
     [
-        (1, stage(0) | {"training.save_in_background": True}, AROUND),
+        (1, stage(0) | {"training.save_in_background": True, "objective.candidates": "own"}, AROUND),
         (2, stage(1) | ROWS, [SWITCH]),
         long(2, stage(2) | TIED | {"engine.precision": "bf16"}, AROUND),
         long(2, stage(3) | ROWS, AROUND),

@@ -108,6 +108,7 @@ def test_training_and_evaluating_print_the_runs_own_lines_only(
     [
         (0, {"name": "headless"}),
         (1, {"name": "vanilla"}),
+        (2, {"candidates": "own"}),
         long(1, {"name": "headless"}),
         long(0, {"name": "vanilla"}),
         long(0, {"name": "vanilla", "tied": True}),
