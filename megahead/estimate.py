@@ -306,6 +306,7 @@ def _head_flops(config: RunConfig, candidate_rows: int) -> float:
     if auxiliary is not None:
         targets, candidates = _own_targets(config)
         products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
+        products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
     return 2 * config.model.hidden_size * products_per_token
 
 

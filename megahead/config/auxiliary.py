@@ -89,6 +89,10 @@ class AuxiliarySettings(Settings):
         """The shape of a decoder whose blocks and final norm it has, for estimates; None by default."""
         return None
 
+    def pools_rows(self) -> bool:
+        """Whether the largest scores of its own targets' candidates over each row's tokens are learned, too."""
+        return False
+
     def head_parameters(self, model: ModelConfig) -> int:
         """Number of its other parameters, without a generator."""
         return 0
@@ -157,6 +161,10 @@ class CustomConfig(AuxiliarySettings):
         """The class's own `needs_all_outputs`. Imports the class, and with it torch."""
         auxiliary_class = load_class("objective.custom.objective", self.objective)
         return bool(getattr(auxiliary_class, "needs_all_outputs", False))
+
+    def pools_rows(self) -> bool:
+        """Whether the largest scores of its own targets' candidates over each row's tokens are learned, too."""
+        return False
 
     def head_parameters(self, model: ModelConfig) -> int:
         """The class's own `head_parameters(model)`. Imports the class, and with it torch."""

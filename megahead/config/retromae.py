@@ -28,12 +28,27 @@ class RetroMAEConfig(AuxiliarySettings):
     weight: float = Field(default=1.0, gt=0)
     """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
 
+    bag_weight: float = Field(default=0.0, ge=0)
+    """Weight of DupMAE's second task (Xiao et al. 2022, arXiv 2211.08769; the paper has 1): the largest scores over a
+    row's tokens, by their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the
+    set, divided by the number of tokens. 0: none."""
+
     metric_prefix: ClassVar = "decoder"
     num_layers: ClassVar = 1
     curves: ClassVar = (
         Curve("encoder_loss", "Encoder's loss", "of masked tokens, where a decoder reads [CLS]"),
         Curve("decoder_loss", "Decoder's loss", "of all tokens, from [CLS] and a few others"),
+        Curve("decoder_bag", "Bag of words", "loss of a text's set of tokens, per token"),
     )
+
+    @property
+    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
+        """Whether the hidden states of all tokens learn."""
+        return self.pools_rows()
+
+    def pools_rows(self) -> bool:
+        """Whether there is a bag of words."""
+        return self.bag_weight > 0
 
     def implementation(self) -> str:
         """The class that computes it."""
@@ -69,12 +84,21 @@ class RetroMAEConfig(AuxiliarySettings):
     def describe(self) -> str:
         """What the decoder does not see, and the weight of its loss."""
         masked = f"{self.decoder_rate:.0%} of its tokens masked"
-        return f"texts read back from [CLS] by a decoder with {masked} (weight {self.weight:g})"
+        bag = f", and as sets of tokens from all outputs (weight {self.bag_weight:g})" if self.pools_rows() else ""
+        return f"texts read back from [CLS] by a decoder with {masked} (weight {self.weight:g}){bag}"
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The decoder's loss per token, and that of the bag of words if there is one."""
+        means = super().means(sums)
+        of_decoder = means["loss"] - self.bag_weight / self.weight * means.get("bag", 0.0)
+        return means | {"loss": of_decoder}
 
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The loss of masked tokens: the run's loss without the weighted loss of the decoder."""
-        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"]}
+        """The loss of masked tokens: the run's loss without the weighted losses of the decoder and the bag of words."""
+        bag = self.bag_weight * means.get("decoder_bag", 0.0)
+        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"] - bag}
 
     def progress_text(self, means: Mapping[str, float]) -> str:
-        """For example: encoder 6.1000  decoder 7.2431"""
-        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}"
+        """For example: encoder 6.1000  decoder 7.2431  bag 5.9000"""
+        bag = f"  bag {means['decoder_bag']:.4f}" if "decoder_bag" in means else ""
+        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}{bag}"

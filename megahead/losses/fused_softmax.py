@@ -294,7 +294,7 @@ def sample_candidates(
         return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
     dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
     outputs_ND = outputs_ND.to(dtype)
-    with _without_autocast(outputs_ND.device):
+    with without_autocast(outputs_ND.device):
         softmax = TorchChunkSoftmax(outputs_ND, rows_wD.to(dtype), candidates, score, group)
         parts = _chunk_slices(softmax, outputs_ND)
         samples = [softmax.sample(outputs_ND[part], candidates.target_N[part], uniform_N[part]) for part in parts]
@@ -359,7 +359,7 @@ def _chunk_slices(softmax: ChunkSoftmax, outputs_ND: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + softmax.chunk_size, total)) for start in range(0, total, softmax.chunk_size))
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Entering `torch.autocast` takes the host longer than asking whether it is on."""
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
@@ -378,7 +378,7 @@ class _FusedSoftmax(torch.autograd.Function):
         score: Score,
         group: Group,
     ) -> Tensor:
-        with _without_autocast(outputs_ND.device):
+        with without_autocast(outputs_ND.device):
             softmax = build_chunk_softmax(outputs_ND, rows_wD, candidates, score, group)
             gradients = _Gradients(outputs_ND, rows_wD, softmax, needs_bias=ctx.needs_input_grad[2])
             losses = []

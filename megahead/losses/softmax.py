@@ -144,7 +144,7 @@ class Softmax:
 
     def loss(self) -> Tensor:
         """`candidate_loss`: summed over the outputs, a scalar."""
-        outputs_NE, rows_wE, candidates, score, group = self._local_inputs()
+        outputs_NE, rows_wE, candidates, score, group = self.local_inputs()
         if outputs_NE.shape[0] == 0:
             inputs = [outputs_NE, rows_wE] if candidates.bias_U is None else [outputs_NE, rows_wE, candidates.bias_U]
             return torch.stack([x[:0].float().sum() for x in inputs]).sum()
@@ -153,12 +153,12 @@ class Softmax:
     @torch.no_grad()
     def sums(self) -> EvaluationSums:
         """The sums that measure how well the outputs predict their targets."""
-        return EvaluationSums.of(softmax_stats(*self._local_inputs()), self.candidates)
+        return EvaluationSums.of(softmax_stats(*self.local_inputs()), self.candidates)
 
     @torch.no_grad()
     def top1_errors(self) -> Tensor:
         """bool [N]: whether another candidate is at least as probable as the target."""
-        stats = softmax_stats(*self._local_inputs())
+        stats = softmax_stats(*self.local_inputs())
         return stats.biased_target_score <= stats.best_other_score
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class Softmax:
         about as often as that head, and other tokens nearly so over many groups (a ratio of two means is biased).
         Samples from the whole vocabulary are exact."""
         candidates = replace(self.candidates, target_bias_U=self.candidates.sampling_bias_U)
-        index_N = sample_candidates(*replace(self, candidates=candidates)._local_inputs(), uniform_N)
+        index_N = sample_candidates(*replace(self, candidates=candidates).local_inputs(), uniform_N)
         if self.shard is None:
             return index_N
         return self.shard.group.all_reduce_max_(torch.where(index_N < 0, -1, index_N + self.shard.first))
@@ -185,7 +185,7 @@ class Softmax:
         rows_ND = self.rows_UD.index_select(0, index_N.clamp(0, self.shard.width - 1)).masked_fill(is_remote_N1, 0.0)
         return reduce_from_group(rows_ND, self.shard.group)
 
-    def _local_inputs(self) -> tuple[Tensor, Tensor, Candidates, Score, Group]:
+    def local_inputs(self) -> tuple[Tensor, Tensor, Candidates, Score, Group]:
         """The arguments of `fused_softmax_loss`: transformed outputs and local rows, local candidates, score, group."""
         rows_wD, candidates, group = self.rows_UD, self.candidates, Group()
         if self.shard is not None:

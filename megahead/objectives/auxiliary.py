@@ -91,6 +91,9 @@ class ForwardContext:
     candidates_loss: CandidatesLoss | None = None
     """In training the loss of other outputs for the batch's targets."""
 
+    bag_loss: TargetsLoss | None = None
+    """In training the loss by which their outputs together predict the set of each row's own `targets`."""
+
 
 class Auxiliary(nn.Module):
     """An auxiliary objective: `prepare` runs in the loader's thread, `sums` in each micro-batch's forward pass.

@@ -17,6 +17,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import TensorSource, copy_rows_
+from megahead.losses.bag_of_words import Texts, bag_loss
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
@@ -128,8 +129,7 @@ class Pretraining(nn.Module):
         if auxiliary is None:
             return loss * micro.loss_weight
         predictions = partial(self._predictions, parts, outputs_ND, batch)
-        targets_loss = partial(self._loss_of_own_targets, auxiliary, micro, own_rows)
-        candidates_loss = partial(self._loss_among_candidates, micro, rows[: len(micro.candidates)])
+        own = auxiliary, micro, own_rows
         context = ForwardContext(
             self.backbone,
             batch,
@@ -138,8 +138,9 @@ class Pretraining(nn.Module):
             hidden_MD,
             predictions,
             first_BD=first_BD,
-            targets_loss=targets_loss,
-            candidates_loss=candidates_loss,
+            targets_loss=partial(self._loss_of_own_targets, *own),
+            candidates_loss=partial(self._loss_among_candidates, micro, rows[: len(micro.candidates)]),
+            bag_loss=partial(self._loss_of_own_bags, *own),
         )
         sums = auxiliary.compute_sums(context)
         if self.on_metrics is not None:
@@ -168,7 +169,8 @@ class Pretraining(nn.Module):
         softmaxes = [self._softmax(*part) for part in parts]
         if self.on_errors is not None:
             self.on_errors(batch.target_ids_N, torch.cat([softmax.top1_errors() for softmax in softmaxes]))
-        return self._mix_losses(softmaxes, outputs_ND, batch.target_ids_N, batch.weight_N)
+        losses = [softmax.loss() for softmax in softmaxes]
+        return self._mix_losses(losses, Softmax.loss, outputs_ND, batch.target_ids_N, batch.weight_N)
 
     def _loss_of_own_targets(
         self, auxiliary: Auxiliary, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
@@ -177,7 +179,20 @@ class Pretraining(nn.Module):
         targets = auxiliary.targets(micro.batch)
         assert targets is not None
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
-        return self._mix_losses([self._softmax(*part) for part in parts], outputs_PD, targets.ids_P)
+        losses = [self._softmax(*part).loss() for part in parts]
+        return self._mix_losses(losses, Softmax.loss, outputs_PD, targets.ids_P)
+
+    def _loss_of_own_bags(
+        self, auxiliary: Auxiliary, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
+    ) -> Tensor:
+        """The loss of the set of own targets in each row, see `auxiliary.ForwardContext.bag_loss`."""
+        targets = auxiliary.targets(micro.batch)
+        assert targets is not None
+        texts = Texts(targets.index_P, *micro.batch.input_ids_BT.shape)
+        parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
+        texts_of_groups = texts.split([len(candidates.target_N) for _, _, candidates in parts])
+        losses = [bag_loss(self._softmax(*part), own) for part, own in zip(parts, texts_of_groups, strict=True)]
+        return self._mix_losses(losses, partial(bag_loss, texts=texts), outputs_PD, targets.ids_P)
 
     def _loss_among_candidates(
         self, micro: MicroBatch, rows: Sequence[Tensor], outputs_ND: Tensor, weight_N: Tensor
@@ -185,19 +200,23 @@ class Pretraining(nn.Module):
         """The loss of other outputs for the batch's targets, see `auxiliary.CandidatesLoss`."""
         weights = weight_N.split([group.target_N.numel() for group in micro.candidates])
         groups = [replace(group, weight_N=part) for group, part in zip(micro.candidates, weights, strict=True)]
-        softmaxes = [self._softmax(*part) for part in _split_groups(outputs_ND, rows, groups)]
-        return self._mix_losses(softmaxes, outputs_ND, micro.batch.target_ids_N, weight_N)
+        losses = [self._softmax(*part).loss() for part in _split_groups(outputs_ND, rows, groups)]
+        return self._mix_losses(losses, Softmax.loss, outputs_ND, micro.batch.target_ids_N, weight_N)
 
     def _mix_losses(
-        self, softmaxes: Sequence[Softmax], outputs_ND: Tensor, ids_N: Tensor, weight_N: Tensor | None = None
+        self,
+        losses: list[Tensor],
+        loss_of: Callable[[Softmax], Tensor],
+        outputs_ND: Tensor,
+        ids_N: Tensor,
+        weight_N: Tensor | None = None,
     ) -> Tensor:
-        """The loss of the groups' softmaxes, mixed with that over all ids if there is a `vanilla_weight`."""
-        losses = [softmax.loss() for softmax in softmaxes]
+        """The sum of the groups' losses, mixed with that over all ids if there is a `vanilla_weight`."""
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
             all_ids = vocabulary_candidates(ids_N, weight_N=weight_N)
-            loss = (1 - share) * loss + share * self._softmax(outputs_ND, self._output_rows(), all_ids).loss()
+            loss = (1 - share) * loss + share * loss_of(self._softmax(outputs_ND, self._output_rows(), all_ids))
         return loss
 
     def _softmax(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:

@@ -1,5 +1,6 @@
 """RetroMAE (Xiao et al. 2022, arXiv 2205.12035): a decoder of one layer reconstructs a text from the hidden state of
-its [CLS] and some of its tokens, so that this state learns to represent the text. Only the encoder is exported.
+its [CLS] and some of its tokens, so that this state learns to represent the text. In DupMAE (Xiao et al. 2022, arXiv
+2211.08769) the hidden states of the tokens predict the text's set of tokens, too. Only the encoder is exported.
 
 B rows, T tokens per row, D features, H heads of d dimensions, N masked tokens, P tokens that the decoder predicts.
 """
@@ -50,6 +51,7 @@ class RetroMAE(Auxiliary):
         settings = config.objective.retromae
         assert settings is not None
         self.decoder = EnhancedDecoder(config.model)
+        self._bag_factor = settings.bag_weight / settings.weight
         self._visible = round(256 * (1 - settings.decoder_rate))
 
     @classmethod
@@ -71,17 +73,24 @@ class RetroMAE(Auxiliary):
         return prepared.targets
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
-        """`loss` of the decoder's predictions, and their `count`."""
-        batch, prepared = context.batch, context.batch.auxiliary
-        assert context.first_BD is not None
+        """`loss` of the decoder's predictions, and their `count`; with a `bag_weight` the `bag`'s loss, too, which
+        `loss` includes, so that its weight is right."""
+        batch, prepared, hidden_MD = context.batch, context.batch.auxiliary, context.hidden_MD
+        first_BD = context.first_BD if hidden_MD is None else hidden_MD.view_as(context.inputs_BTD)[:, 0]
+        assert first_BD is not None
         assert context.targets_loss is not None
         text_ND = context.backbone.embed(batch.target_ids_N)
         text_MD = context.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, text_ND)
         mask_BTT = visible_tokens(prepared.draws_BT, prepared.shifts_BT, in_first_document(batch), self._visible)
         text_BTD = text_MD.view_as(context.inputs_BTD)
-        outputs_PD = self.decoder(context.first_BD, text_BTD, mask_BTT, prepared.targets.index_P)
+        outputs_PD = self.decoder(first_BD, text_BTD, mask_BTT, prepared.targets.index_P)
         count = torch.full((), len(outputs_PD), device=outputs_PD.device)
-        return {"loss": context.targets_loss(outputs_PD), "count": count}
+        loss = context.targets_loss(outputs_PD)
+        if hidden_MD is None:
+            return {"loss": loss, "count": count}
+        assert context.bag_loss is not None
+        bag = context.bag_loss(hidden_MD.index_select(0, prepared.targets.index_P))
+        return {"loss": loss + self._bag_factor * bag, "bag": bag.detach(), "count": count}
 
 
 # Enhanced decoding (section 3.3 of the paper). With h the hidden state of [CLS], e_j the embedding of token j of the

@@ -118,6 +118,7 @@ def test_masked_diffusion_equals_plain_torch(
 
 
 RETROMAE = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3}, "objective.retromae": {}}
+BAG = {"objective.retromae.bag_weight": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,10 @@ RETROMAE = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rat
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.bias": "once"}),
         ("headless", 1, 1, 2, BERT, {"objective.candidates": "own"}),
         ("vanilla", 1, 2, 1, BERT, {}),
+        ("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows", **BAG}),
+        ("vanilla", 3, 2, 1, BERT, BAG),
         long("headless", 1, 2, 2, BERT, {"objective.vanilla_weight": 0.3, "objective.group_samples": 8}),
+        long("headless", 3, 2, 2, BERT, {"objective.group_samples": 8, "objective.bias": "own_once", **BAG}),
         long("tied", 3, 2, 2, MODERNBERT, {"batch.micro_size": 1}),
         long("headless", 2, 2, 2, MODERNBERT, {"objective.group_samples": 8, "engine.embedding": "rows"}),
     ],

@@ -16,8 +16,10 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
 from megahead.data.loader import held_out_collator
 from megahead.estimate import SubsetLayers, run_flops, training_flops
-from megahead.losses.candidates import unique_candidates
+from megahead.losses.bag_of_words import Texts, bag_loss
+from megahead.losses.candidates import unique_candidates, vocabulary_candidates
 from megahead.losses.fused_softmax import TorchChunkSoftmax
+from megahead.losses.softmax import Softmax
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MicroBatch
@@ -194,14 +196,15 @@ def test_a_generator_and_all_tokens_classified_are_counted():
     assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)
 
 
-def test_a_decoder_of_texts_and_its_candidates_are_counted():
+@pytest.mark.parametrize("bag_weight", [0, 1])
+def test_a_decoder_of_texts_and_its_candidates_are_counted(bag_weight):
     """Of rows that are one document, whose every token between [CLS] and [SEP] is a target of the decoder."""
     config = small_config(
         model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
         data={"end_token": 2, "sequence_length": 18},
         batch={"global_size": 2, "micro_size": 2},
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
-        objective={"name": "vanilla", "tied": True, "retromae": {}},
+        objective={"name": "vanilla", "tied": True, "retromae": {"bag_weight": bag_weight}},
     )
     plain = config.model_copy(update={"objective": ObjectiveConfig(name="vanilla", tied=True)})
     model, hidden, all_ids = initialized(config), config.model.hidden_size, config.model.padded_vocab_size()
@@ -210,7 +213,12 @@ def test_a_decoder_of_texts_and_its_candidates_are_counted():
     mask = torch.ones(2, 18, 18, dtype=torch.bool)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         (decoder(first, rows, mask, torch.arange(36)) @ table.T).sum().backward()
-    more = run_flops(config, all_ids).total - run_flops(plain, all_ids).total
+        if bag_weight:
+            texts, candidates = Texts(torch.arange(36), 2, 18), vocabulary_candidates(torch.arange(36))
+            bag_loss(Softmax(rows.flatten(0, 1), table, candidates), texts).backward()
+    with_decoder, without = run_flops(config, all_ids), run_flops(plain, all_ids)
+    more, more_of_outputs = with_decoder.head - without.head, with_decoder.body - without.body
+    assert (more_of_outputs > 0) == bool(bag_weight)
     of_ends = 4 * 3 * 2 * hidden * all_ids  # which are no targets
     assert 36 * more == pytest.approx(counter.get_total_flops() - of_ends)
 

@@ -29,6 +29,8 @@ OBJECTIVES = {
     "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
     "phrases": {"phrases": {"group_samples": 4, "longest": 2}, "learned_temperature": True},
     "retromae": {"retromae": {}},
+    "bag": {"retromae": {"bag_weight": 0.5}, "learned_temperature": True, "vanilla_weight": 0.3},
+    "bag-untied": {"name": "vanilla", "retromae": {"bag_weight": 2}},
     "retromae-untied": {"name": "vanilla", "retromae": {"weight": 10}},
     "replaced": {"replaced_tokens": {"generator_layers": 1}, "learned_temperature": True},
     "replaced-untied": {"name": "vanilla", "replaced_tokens": {"generator_layers": 2, "weight": 10}},

@@ -23,15 +23,17 @@ from support.initialized import initialized
 from support.small_checkpoint import small_config
 
 ROWS, LENGTH = 4, 12
+TEXTS = (range(1, 11), range(13, 18), range(25, 32), range(37, 47))
+"""Places without [CLS], ends, and the second document."""
 
 
-def config_of(objective: dict[str, Any], family: str = "bert") -> RunConfig:
+def config_of(objective: dict[str, Any], family: str = "bert", bag_weight: float = 0.0) -> RunConfig:
     dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return small_config(
         model={"family": family, "num_layers": 2, "max_positions": 32, **dropouts},
         data={"end_token": 2, "sequence_length": LENGTH},
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
-        objective=objective | {"retromae": {"weight": 0.5, "decoder_rate": 0.6}},
+        objective=objective | {"retromae": {"weight": 0.5, "decoder_rate": 0.6, "bag_weight": bag_weight}},
     )
 
 
@@ -88,6 +90,26 @@ def outputs_by_hand(model: Pretraining, batch: Batch) -> Tensor:
     return torch.stack(outputs)
 
 
+def bag_by_hand(model: Pretraining, micro: MicroBatch) -> Tensor:
+    """Of the sets of tokens: the groups' biases are those of all their ids, each once in a group."""
+    batch = micro.batch
+    hidden = model.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
+    text = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N)
+    table, total = model.backbone.embedding.weight, hidden.sum() * 0
+    for row, places in enumerate(TEXTS):
+        group = micro.auxiliary_candidates[row // 2]
+        if group.ids_U is None:
+            assert model.mask_head is not None
+            scores = model.mask_head(hidden[places]) @ table[:61].T + model.mask_head.bias[:61]
+            logs = scores.amax(0).log_softmax(0)
+        else:
+            assert group.bias_U is not None
+            largest = (hidden[places] @ table.T).amax(0)
+            logs = largest - (largest[group.ids_U] + group.bias_U).logsumexp(0)
+        total = total - logs[text[places].unique()].sum()
+    return total
+
+
 def loss_by_hand(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Of masked tokens, and of the decoder's: with the groups' rows of the embedding, or with all of them."""
     batch, targets = micro.batch, micro.batch.auxiliary.targets
@@ -137,12 +159,50 @@ def test_the_loss_is_that_of_masked_tokens_and_of_all_tokens_by_the_decoder(
     assert int(noted[0]["count"]) == len(micro.batch.auxiliary.targets.ids_P)
 
 
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [({}, "modernbert"), ({"name": "vanilla", "tied": True}, "bert")],
+    ids=str,
+)
+def test_the_tokens_outputs_also_predict_the_set_of_their_text(objective: dict[str, Any], family: str) -> None:
+    config, noted = config_of(objective, family, bag_weight=0.7), list[Mapping[str, Tensor]]()
+    model, slow = (initialized(config).double() for _ in range(2))
+    micro = micro_batch(config)
+    model.on_metrics = noted.append
+    loss = model(micro)
+    (of_encoder, of_decoder), of_bag = loss_by_hand(slow, micro), bag_by_hand(slow, micro)
+    expected = 0.25 * of_encoder + 0.125 * (0.5 * of_decoder + 0.7 * of_bag)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert config.objective.retromae is not None
+    means = config.objective.retromae.means({name: float(value) for name, value in noted[0].items()})
+    count = sum(map(len, TEXTS))
+    assert means == pytest.approx({"loss": of_decoder.item() / count, "bag": of_bag.item() / count})
+
+
+def test_a_share_of_vanilla_is_one_of_the_bag() -> None:
+    """Each part alone has the loss of the mixture at a share of 0 or 1."""
+    bags = []
+    for share in (0.0, 0.3, 1.0):
+        config = config_of({"vanilla_weight": 0.3}, bag_weight=1.0)
+        model, noted = initialized(config).double(), list[Mapping[str, Tensor]]()
+        model.objective = config.objective.model_copy(update={"vanilla_weight": share})
+        model.on_metrics = noted.append
+        model(micro_batch(config))
+        bags.append(noted[0]["bag"].item())
+    headless, mixed, vanilla = bags
+    assert abs(headless - vanilla) > 0.1
+    assert mixed == pytest.approx(0.7 * headless + 0.3 * vanilla)
+
+
 def test_targets_are_all_tokens_of_the_first_document_whether_masked_or_not() -> None:
     batch = batch_of(config_of({}))
     index_P, ids_P = batch.auxiliary.targets
     text_M = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N)
-    rows = [range(1, 11), range(13, 18), range(25, 32), range(37, 47)]  # without [CLS], ends, and a second document
-    assert index_P.tolist() == [index for row in rows for index in row]
+    assert index_P.tolist() == [index for row in TEXTS for index in row]
     assert torch.equal(ids_P, text_M[index_P])
     assert set(batch.target_index_N.tolist()) & set(index_P.tolist())
 
@@ -191,8 +251,9 @@ def test_draws_belong_to_the_samples() -> None:
     assert len({tuple(row) for row in torch.cat([whole.draws_BT, whole.shifts_BT]).tolist()}) == 8
 
 
-def test_a_batch_of_special_tokens_alone_has_a_loss_of_zero_connected_to_all_weights() -> None:
-    config = config_of({})
+@pytest.mark.parametrize("bag_weight", [0.0, 1.0])
+def test_a_batch_of_special_tokens_alone_has_a_loss_of_zero_connected_to_all_weights(bag_weight: float) -> None:
+    config = config_of({}, bag_weight=bag_weight)
     model, collator = initialized(config), training_row_collator(config, [])
     batch = collator.batch(np.full((2, LENGTH - 2), 2), range(2))
     none = build_objective(config.objective, 61).candidate_set(batch.target_ids_N).candidates(batch.target_ids_N)

@@ -49,18 +49,29 @@ def test_the_decoder_learns_what_only_cls_can_tell(tmp_path: Path, capfd: pytest
         "training": {"steps": 60, "log_seconds": 0, "evaluate_every": 60},
         "batch": {"global_size": 16, "micro_size": 16},
         "optimizer": {"learning_rate": 1e-2},
-        "objective": {"retromae": {"decoder_rate": 1.0}},
+        "objective": {"retromae": {"decoder_rate": 1.0, "bag_weight": 0.5}},
     }
     on_ranks(1, run, config_of(tmp_path, **longer))
     records = read_metrics(tmp_path / "run").training
     losses = [record["decoder_loss"] for record in records]
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    assert records[-1]["decoder_bag"] < 0.8 * records[0]["decoder_bag"]
     for record in records:
-        assert record["loss"] == pytest.approx(record["encoder_loss"] + record["decoder_loss"])
-    assert "texts read back from [CLS] by a decoder with 100% of its tokens masked" in capfd.readouterr().out
+        losses = record["encoder_loss"], record["decoder_loss"], 0.5 * record["decoder_bag"]
+        assert record["loss"] == pytest.approx(sum(losses))
+    told, bag = capfd.readouterr().out, "and as sets of tokens from all outputs (weight 0.5)"
+    assert f"texts read back from [CLS] by a decoder with 100% of its tokens masked (weight 1), {bag}" in told
 
 
-@pytest.mark.parametrize("changes", [{}, {"engine.embedding": "rows", "optimizer.eps": 1e-4}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"engine.embedding": "rows", "optimizer.eps": 1e-4, "objective.retromae.bag_weight": 0.5},
+        {"objective.name": "vanilla", "objective.tied": True, "objective.retromae.bag_weight": 0.5},
+    ],
+    ids=str,
+)
 def test_a_resume_is_bitwise(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_text(tmp_path)
     on_ranks(2, run, config_of(tmp_path, output_dir=str(tmp_path / "through"), **stage(1), **changes))
