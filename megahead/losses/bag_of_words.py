@@ -167,9 +167,8 @@ def _rows_per_block(outputs_BTE: Tensor) -> int:
 def _sum_tokens_of_rows(gradient_Bw: Tensor, token_Bw: Tensor, outputs_BTE: Tensor) -> Tensor:
     """[w, E]: the sum over texts of the gradient times the output of the row's token."""
     num_texts, length = outputs_BTE.shape[:2]
-    index_Bw = (
-        token_Bw + torch.arange(0, num_texts * length, length, device=token_Bw.device, dtype=torch.int32)[:, None]
-    )
+    first_B = torch.arange(0, num_texts * length, length, device=token_Bw.device, dtype=torch.int32)
+    index_Bw = token_Bw + first_B[:, None]
     outputs_ME = outputs_BTE.flatten(0, 1).to(gradient_Bw.dtype)
     weights_wB = gradient_Bw.T.contiguous()
     return F.embedding_bag(index_Bw.T.contiguous(), outputs_ME, per_sample_weights=weights_wB, mode="sum")

@@ -1,4 +1,4 @@
-"""The bag of words: its loss and gradients against the definition, for every bias, score and split of the candidates."""
+"""The bag of words: its loss and gradients by the definition, for every bias, score and split of the candidates."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_the_tokens_outputs_also_predict_the_set_of_their_text(objective: dict[s
     for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
     assert config.objective.retromae is not None
-    means = config.objective.retromae.means({name: float(value) for name, value in noted[0].items()})
+    means = config.objective.retromae.means({name: value.item() for name, value in noted[0].items()})
     count = sum(map(len, TEXTS))
     assert means == pytest.approx({"loss": of_decoder.item() / count, "bag": of_bag.item() / count})
 

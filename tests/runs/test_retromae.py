@@ -57,8 +57,8 @@ def test_the_decoder_learns_what_only_cls_can_tell(tmp_path: Path, capfd: pytest
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
     assert records[-1]["decoder_bag"] < 0.8 * records[0]["decoder_bag"]
     for record in records:
-        losses = record["encoder_loss"], record["decoder_loss"], 0.5 * record["decoder_bag"]
-        assert record["loss"] == pytest.approx(sum(losses))
+        parts = record["encoder_loss"], record["decoder_loss"], 0.5 * record["decoder_bag"]
+        assert record["loss"] == pytest.approx(sum(parts))
     told, bag = capfd.readouterr().out, "and as sets of tokens from all outputs (weight 0.5)"
     assert f"texts read back from [CLS] by a decoder with 100% of its tokens masked (weight 1), {bag}" in told
 
@@ -68,7 +68,7 @@ def test_the_decoder_learns_what_only_cls_can_tell(tmp_path: Path, capfd: pytest
     [
         {},
         {"engine.embedding": "rows", "optimizer.eps": 1e-4, "objective.retromae.bag_weight": 0.5},
-        {"objective.name": "vanilla", "objective.tied": True, "objective.retromae.bag_weight": 0.5},
+        {"objective": {"name": "vanilla", "tied": True, "retromae": {"bag_weight": 0.5}}},
     ],
     ids=str,
 )
