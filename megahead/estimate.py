@@ -488,4 +488,13 @@ def _loss_bytes(config: RunConfig, precision: str, device: str) -> float:
         chunk = sizes.outputs_per_chunk(targets, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + rows) + (4 * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
-    return total
+    return total + _bag_bytes(config)
+
+
+def _bag_bytes(config: RunConfig) -> float:
+    """Bytes of the largest scores of texts, in float32, and of what follows from them: nine such matrices (measured on
+    a CPU: 64 texts and 30,522 ids)."""
+    auxiliary, (_, candidates) = config.objective.auxiliary(), _own_targets(config)
+    if auxiliary is None or not auxiliary.pools_rows():
+        return 0.0
+    return 9 * 4 * config.batch.micro_size * candidates / config.parallel.tensor
