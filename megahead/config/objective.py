@@ -241,6 +241,10 @@ class ObjectiveConfig(Settings):
         and a training-free bias."""
         if not (self.has_vocabulary_softmax() or self.bias == "corrected"):
             return "pmi"  # scores are not log-probabilities
+        return self.head_without_bias()
+
+    def head_without_bias(self) -> HeadKind:
+        """The head whose scores are those of training: `trained`, a separate matrix; or `tied`, the embedding."""
         return "trained" if self.trains_head() else "tied"
 
     def has_vocabulary_softmax(self) -> bool:

@@ -143,14 +143,16 @@ class FoldedBias:
         return rows_vD + torch.outer(bias_v - rows_vD @ self.delta_D, self.unit_D)
 
 
-def fold_bias(norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor) -> FoldedBias:
+def fold_bias(
+    norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor, head_without_bias: HeadName = "tied"
+) -> FoldedBias:
     """Folds `bias_V` after a layer norm of this weight and bias; CheckpointError if a weight is exactly 0."""
     weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
     zeros = int((weight_D == 0).sum())
     if zeros:
         raise CheckpointError(
             f"a head's bias cannot be folded into the model: {zeros} of the final norm's {len(weight_D)} weights are "
-            "exactly 0; export with --head tied or none, without --keep-padding."
+            f"exactly 0; export with --head {head_without_bias} or none, without --keep-padding."
         )
     constant = (norm_bias_D / weight_D).sum()
     sign = 1.0 if constant >= 0 else -1.0
@@ -213,7 +215,7 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return Head(name)
     if reason is not None:
         raise _head_error(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    matrix = HEAD if objective.trains_head() else EMBEDDING
+    matrix, plain = HEAD if objective.trains_head() else EMBEDDING, objective.head_without_bias()
     model_config, head, bias_V = model.config.model, Head(name, matrix, model.temperature()), model.head_bias(name)
     num_padding_rows = model_config.padded_vocab_size() - model_config.vocab_size
     has_padding = keep_padding and num_padding_rows > 0
@@ -225,11 +227,10 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return replace(head, transform=_encoder_transform(model, bias_V, head.temperature))
     if not model_config.has_rms_norm():
         norm_D, norm_bias_D = (model.weight(f"backbone.final_norm.{part}") for part in ("weight", "bias"))
-        return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V))
+        return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V, plain))
     if model_config.qk_norm:
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
         reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
-        plain = "trained" if objective.trains_head() else "tied"
         alternatives = "none" if objective.output_bias else f"{plain} or none without --keep-padding, or train a head"
         raise _head_error(option, "a bias in the head", reason, alternatives)
     return replace(head, bias_V=bias_V)

@@ -100,7 +100,7 @@ class TrainedModel:
         if not self.has_target_counts():
             raise CheckpointError(
                 f"`{self.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
-                "but lacks them; export with --head tied or none."
+                f"but lacks them; export with --head {self.config.objective.head_without_bias()} or none."
             )
         return self.training_free_bias()
 

@@ -296,6 +296,10 @@ def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: 
     [
         ({"model.hidden_size": 64}, "must hold weight/backbone.embedding.weight of shape (64, 64), but has (64, 32)"),
         ({"model.num_layers": 3}, "must hold weight/backbone.blocks.2.attention_norm.weight, but does not"),
+        (
+            {"objective": {"candidates": "own"}, "init.mode": "continue"},
+            "must hold weight/head.weight, but does not; `init.mode: finetune` copies the embedding to it.",
+        ),
         ({"init.from_checkpoint": "nowhere"}, "`init.from_checkpoint` must hold a checkpoint, but nowhere holds none."),
     ],
 )
