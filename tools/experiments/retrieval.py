@@ -12,6 +12,7 @@ from experiments.measures import Row, aggregate_seeds
 from experiments.runner import GRIDS, ExperimentRunner, grid_points, training_overrides
 from megahead.data.sources import read_blocks
 from megahead.errors import FieldError
+from megahead.evaluate.harness_tasks import read_articles
 from megahead.files import write_atomically
 from steps.once import output_lock
 
@@ -82,12 +83,12 @@ class Comparison:
             if not pairs.exists():
                 text = b"".join(block for block, _ in read_blocks(runner.require_text()))
                 articles = [json.loads(line) for line in text.splitlines()]
-                trained = [article for i, article in enumerate(articles) if i % SHARE > 1]
                 folder.mkdir(parents=True, exist_ok=True)
-                _write(train, trained)
+                _write(train, [article for i, article in enumerate(articles) if i % SHARE > 1])
                 _write(chosen_by, articles[::SHARE])
                 _write(searched, articles[1::SHARE])
-                _write(pairs, [{"query": one["title"], "positive": one["text"]} for one in trained])
+                found = read_articles(train, None)  # without the title in the text, which would tell
+                _write(pairs, [{"query": one["title"], "positive": one["rest"]} for one in found])
         runs = replace(runner, folder=runner.folder / "runs", text=train)
         return Comparison(runs, runs.data(GRID["vocabulary"], encoder=True), pairs, chosen_by, searched)
 
