@@ -128,7 +128,8 @@ class Comparison:
         tuned = run / "tuned"
         with output_lock(tuned):
             if not tuned.exists():
-                options = ["--pooling", way.pooling, *GRID["tuning"], "--seeds", "1", "--save", tuned]
+                outputs = ["--output", run / "tuning.json", "--save", tuned]
+                options = ["--pooling", way.pooling, *GRID["tuning"], "--seeds", "1", *outputs]
                 self.runner.run("finetune.py", "--model", run, "--task", f"retrieval/{self.pairs}", *options)
         return tuned
 
