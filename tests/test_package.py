@@ -13,6 +13,8 @@ import pytest
 import megahead
 from megahead.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def test_every_name_is_what_its_home_calls_so() -> None:
     for name in megahead.__all__:
@@ -53,3 +55,12 @@ def test_one_path_or_override_is_taken_for_a_list_of_one(tmp_path: Path) -> None
     assert megahead.load_config("small-headless", "training.steps=70").training.steps == 70
     with pytest.raises(UserError, match=r"`.*nope\.jsonl` must be a text file, but there is none"):
         megahead.preprocess(tmp_path / "nope.jsonl", "tokenizer.json", tmp_path / "out")
+
+
+def test_the_checkout_holds_no_results() -> None:
+    """Of commands whose default output is the folder in which they run."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    at_top = {name for name in listed.stdout.splitlines() if "/" not in name}
+    assert not [name for name in at_top if Path(name).suffix in (".json", ".jsonl", ".png", ".csv", ".npy", ".log")]
