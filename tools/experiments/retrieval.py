@@ -1,4 +1,4 @@
-"""RetroMAE beside plain masking, both headless and with a softmax: how well an encoder's vectors find texts."""
+"""RetroMAE and DupMAE beside plain masking, headless and with a softmax: how well an encoder's vectors find texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Way(NamedTuple):
     @property
     def pooling(self) -> str:
         """The text's vector that the rule trains, or that is better without one."""
-        return "cls" if self.rule == "retromae" else "mean"
+        return "mean" if self.rule == "masking" else "cls"
 
 
 def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def test_ways_are_tuned_alike_and_scored_before_and_after_tuning(
 
 
 def test_an_unknown_way_is_refused(runner: ExperimentRunner) -> None:
-    with pytest.raises(FieldError, match="retromae-headless, retromae-vanilla, masking-headless"):
+    with pytest.raises(FieldError, match="retromae-headless, retromae-vanilla, dupmae-headless"):
         compare_retrieval(runner, ["retromae"])
 
 
