@@ -162,10 +162,6 @@ class CustomConfig(AuxiliarySettings):
         auxiliary_class = load_class("objective.custom.objective", self.objective)
         return bool(getattr(auxiliary_class, "needs_all_outputs", False))
 
-    def pools_rows(self) -> bool:
-        """Whether the largest scores of its own targets' candidates over each row's tokens are learned, too."""
-        return False
-
     def head_parameters(self, model: ModelConfig) -> int:
         """The class's own `head_parameters(model)`. Imports the class, and with it torch."""
         auxiliary_class = load_class("objective.custom.objective", self.objective)

@@ -96,8 +96,7 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
     """
     outputs_NE, rows_wE, candidates, score, group = softmax.local_inputs()
     if outputs_NE.shape[0] == 0:
-        inputs = [outputs_NE, rows_wE] if candidates.bias_U is None else [outputs_NE, rows_wE, candidates.bias_U]
-        return torch.stack([x[:0].float().sum() for x in inputs]).sum()
+        return softmax.loss()  # 0, connected to all inputs
     dtype = loss_dtype(outputs_NE, rows_wE, score)
     outputs_BTE, is_token_BT = texts.pad(copy_to_group(outputs_NE, group).to(dtype))
     pooled_Bw: Tensor = _PooledScores.apply(outputs_BTE, rows_wE.to(dtype), is_token_BT, score)

@@ -123,8 +123,8 @@ class Pretraining(nn.Module):
         groups = (*micro.candidates, *micro.auxiliary_candidates)
         inputs_BTD, rows = self._embed_inputs_and_candidates(batch.input_ids_BT, groups)
         outputs_ND, hidden_MD, first_BD = self._outputs_and_hidden(inputs_BTD, batch)
-        own_rows = rows[len(micro.candidates) :]
-        parts = _split_groups(outputs_ND, rows[: len(micro.candidates)], micro.candidates)
+        shared_rows, own_rows = rows[: len(micro.candidates)], rows[len(micro.candidates) :]
+        parts = _split_groups(outputs_ND, shared_rows, micro.candidates)
         loss = self._loss_of_targets(outputs_ND, parts, batch)
         if auxiliary is None:
             return loss * micro.loss_weight
@@ -139,7 +139,7 @@ class Pretraining(nn.Module):
             predictions,
             first_BD=first_BD,
             targets_loss=partial(self._loss_of_own_targets, *own),
-            candidates_loss=partial(self._loss_among_candidates, micro, rows[: len(micro.candidates)]),
+            candidates_loss=partial(self._loss_among_candidates, micro, shared_rows),
             bag_loss=partial(self._loss_of_own_bags, *own),
         )
         sums = auxiliary.compute_sums(context)

@@ -251,10 +251,10 @@ def _checkpoint_weights(
         if name not in names and parameter in optional:
             continue
         if name not in names:
-            fix = (
-                "`init.mode: finetune` copies the embedding to it." if parameter == HEAD else "is it of another model?"
+            fix = " A decoder's `init.mode: finetune` copies the embedding to it." if parameter == HEAD else ""
+            raise CheckpointError(
+                f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?{fix}"
             )
-            raise CheckpointError(f"{checkpoint.folder} must hold {name}, but does not; {fix}")
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "

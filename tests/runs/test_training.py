@@ -298,7 +298,8 @@ def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: 
         ({"model.num_layers": 3}, "must hold weight/backbone.blocks.2.attention_norm.weight, but does not"),
         (
             {"objective": {"candidates": "own"}, "init.mode": "continue"},
-            "must hold weight/head.weight, but does not; `init.mode: finetune` copies the embedding to it.",
+            "must hold weight/head.weight, but does not; is it of another model or objective? A decoder's `init.mode: "
+            "finetune` copies the embedding to it.",
         ),
         ({"init.from_checkpoint": "nowhere"}, "`init.from_checkpoint` must hold a checkpoint, but nowhere holds none."),
     ],
