@@ -16,12 +16,12 @@ from megahead.config.run import RunConfig
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEADER = """# Configuration
 
-What a run's YAML file may say. `--set section.field=value` sets the same on the command line; a mistake ends with one
-sentence that names the field. In brackets stand the type, its bounds and the default; without one a setting is left
-out by default. This page is written by `python tools/configuration_page.py` from `megahead/config`.
+The settings of a run's YAML file; on the command line `--set section.field=value`. Brackets hold type, range and
+default; a setting without a default is left out. `python tools/configuration_page.py` writes this page from
+`megahead/config`.
 """
-BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`"}
+BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
 Schema = Mapping[str, Any]
 
 
@@ -58,35 +58,42 @@ def iterate_sections(settings: Schema, all_settings: Schema, name: str = "") -> 
 def _row(field: str, info: Schema, family_defaults: Mapping[str, Schema], *, required: bool) -> str:
     """A list item; `family_defaults`: those of model families that differ."""
     description = " ".join(info.get("description", "").split())  # a section's description comes under its own heading
-    defaults = [
-        f"{family} {_format_value(values[field])}" for family, values in family_defaults.items() if field in values
-    ]
+    families: dict[str, list[str]] = {}  # by their default
+    for family, values in family_defaults.items():
+        if field in values and values[field] != info.get("default"):
+            families.setdefault(_format_value(values[field]), []).append(family)
+    defaults = [f"{value} for {', '.join(names)}" for value, names in families.items()]
     if info.get("default") is not None and not [*_referenced_sections(info)]:
         defaults.insert(0, _format_value(info["default"]))
-    default = "; **required**" if required else f"; default {', '.join(defaults)}" if defaults else ""
+    default = "; **required**" if required else f"; default {'; '.join(defaults)}" if defaults else ""
     return f"- `{field}` ({_describe_type(info)}{default}){f': {description}' if description else ''}"
 
 
-def _describe_type(info: Schema, separator: str = ", ") -> str:
-    """A type in words, with its bounds: `number, above 0, at most 1`."""
+def _describe_type(info: Schema) -> str:
+    """A type in words, with its range: `number in (0, 1]`."""
     options = [option for option in _options(info) if option.get("type") != "null"]
-    if len(options) == 1:
-        return _describe_type(options[0])
     if options:
-        return " or ".join(dict.fromkeys(_describe_type(option, " ") for option in options))
+        return " or ".join(dict.fromkeys(_describe_type(option) for option in options))
     if "$ref" in info:
         return "section"
     if "enum" in info or "const" in info:
         return ", ".join(f"`{value}`" for value in info.get("enum", [info.get("const")]))
-    bounds = [f"{text} {_format_number(info[bound])}" for bound, text in BOUNDS.items() if bound in info]
-    bounds += ["not empty"] if "minLength" in info or "minItems" in info else []
     if "prefixItems" in info:
         return f"list of {TYPES[info['prefixItems'][0]['type']]}s"
     if info["type"] == "array":
-        name = f"list of {_describe_type(info['items'], ' ')}s"
+        name = f"list of {_describe_type(info['items'])}s"
     else:
         name = TYPES.get(info["type"], "settings")
-    return f"{name}{separator if bounds else ''}{', '.join(bounds)}"
+    return name + _describe_range(info) + (", not empty" if "minLength" in info or "minItems" in info else "")
+
+
+def _describe_range(info: Schema) -> str:
+    """Both bounds as an interval, a single one behind its sign."""
+    bounds = {bound: _format_number(info[bound]) for bound in BOUNDS if bound in info}
+    if len(bounds) == 2:
+        (low, least), (high, most) = bounds.items()
+        return f" in {'[' if low == 'minimum' else '('}{least}, {most}{']' if high == 'maximum' else ')'}"
+    return "".join(f" {BOUNDS[bound]} {number}" for bound, number in bounds.items())
 
 
 def _format_number(value: float) -> str:

@@ -55,8 +55,8 @@ class DataConfig(Settings):
     order (Pythia's preshuffled files)."""
 
     pack: Literal["stream", "best_fit"] = "stream"
-    """`stream`: cut the text every T tokens; `best_fit`: pack whole documents into rows, cut only longer ones, pad
-    the rest. Rank 0 packs once and stores the result beside the dataset."""
+    """`stream`: cut the text every T tokens; `best_fit`: pack whole documents into rows, cut only longer ones, pad the
+    rest."""
 
     documents_a_row: int | None = Field(default=None, gt=0)
     """Most documents in a row under `best_fit`; no limit by default."""
@@ -65,8 +65,7 @@ class DataConfig(Settings):
     """Id that ends each document; by default the dataset's. Checked against the text."""
 
     isolate_documents: bool = True
-    """Documents of a row do not attend to each other, and positions restart at each. A document begins after
-    `end_token`, under `best_fit` also where the index says so."""
+    """Documents of a row do not attend to each other, and positions restart at each."""
 
     boundary_targets: bool = True
     """Also predict each document's first token from the preceding end token."""

@@ -43,11 +43,8 @@ _DIFFUSION_STRATEGIES = ("uniform", "frequency", "informative", "weights")
 
 
 class MaskingConfig(Settings):
-    """Masked-language modelling: some tokens of a row are replaced, and predicted from both sides.
-
-    A row is [CLS], text, [SEP]. Targets are always the tokens of the text as it was; special tokens and padding are
-    never selected. All random draws depend only on the seed and the sample's index.
-    """
+    """Masked-language modelling on rows of [CLS], text, [SEP] (docs/masking.md). Special tokens and padding are never
+    masked."""
 
     mask_token: int = Field(ge=0)
     """Id that replaces masked tokens; never the padding token."""
@@ -62,9 +59,8 @@ class MaskingConfig(Settings):
     """Further ids that are neither masked nor used as replacements, such as padding."""
 
     diffusion: bool = False
-    """Masked diffusion (MDLM: Sahoo et al. 2024, arXiv 2406.07524): each row masks a random share of its tokens,
-    and weights the loss by its inverse; the held-out loss bounds the text's. Only id-weighing strategies apply
-    (arXiv 2509.05056)."""
+    """Masked diffusion (MDLM, arXiv 2406.07524): each row masks a random share of its tokens and weights the loss by
+    its inverse. Of strategies only those that weigh ids apply."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
     """Share of the text's tokens that are targets."""
@@ -90,21 +86,19 @@ class MaskingConfig(Settings):
     inputs."""
 
     masks_from_layer: int = Field(default=0, ge=0)
-    """First layer that sees mask tokens; earlier ones compute only the other tokens (Liao et al. 2022, arXiv
-    2211.04898; Meng et al. 2023, arXiv 2302.02060). Such models are exported without a head."""
+    """First layer that sees mask tokens; earlier ones compute only the other tokens (arXiv 2211.04898). Such models are
+    exported without a head."""
 
     mask_decoder_layers: int = Field(default=0, ge=0)
-    """bert: layers of a decoder after the encoder, which alone sees mask tokens (MAE-LM: Meng et al. 2023, arXiv
-    2302.02060). Exports leave it out, and have no head."""
+    """bert: layers of a decoder after the encoder, which alone sees mask tokens (MAE-LM, arXiv 2302.02060). Exports
+    leave it out, and have no head."""
 
     dropping: DroppingConfig | None = None
     """Middle layers compute only important tokens; none by default."""
 
     strategy: str = "uniform"
-    """What is masked: tokens with equal probability (`uniform`), whole words, spans of geometric length (`span`),
-    rarer tokens (`frequency`), tokens informative about their neighbours (`informative`), tokens the model misses
-    (`hardest`), collocations (`pmi`), tokens by data.id_weights (`weights`), or by a class of your own, named as
-    `path/to/file.py:Class` or `package.module:Class` (docs/extending.md)."""
+    """What is masked: `uniform`, `whole_word`, `span`, `frequency`, `informative`, `hardest`, `pmi` or `weights`
+    (docs/masking.md), or a class of your own, `path/to/file.py:Class` or `package.module:Class` (docs/extending.md)."""
 
     strategy_settings: dict[str, Any] = Field(default={})
     """Settings for a strategy of your own."""
@@ -258,8 +252,8 @@ class MaskingConfig(Settings):
 
 
 class MaskedInputsConfig(Settings):
-    """Masks some tokens that a decoder reads; it still predicts the text (MEAP: Zhuang et al. 2025, arXiv
-    2502.07490). Held-out text is not masked."""
+    """Masks some tokens that a decoder reads; it still predicts the text (MEAP, arXiv 2502.07490). Held-out text is not
+    masked."""
 
     mask_token: int = Field(ge=0)
     """Id of masked tokens. It must not occur in the text: the tokenizer's mask token, or a new id (raise

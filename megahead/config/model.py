@@ -194,18 +194,15 @@ class ModelConfig(Settings):
     """A decoder (GPT-NeoX, Llama, GPT-2, Gemma 3) or encoder (BERT, RoBERTa, ModernBERT): tokens to hidden states."""
 
     family: Literal["gpt_neox", "llama", "gpt2", "gemma3", "bert", "roberta", "xlm_roberta", "modernbert"] = "gpt_neox"
-    """The architecture, with its own defaults. `llama` includes Qwen 2 and 3 and Mistral (rotary positions on whole
-    heads, SwiGLU, no biases); `gpt2` has 1,024 learned positions, dropout 0.1; `gemma3` GeGLU, local attention, norms
-    around each sublayer, no biases; `bert` 512 positions, dropout 0.1, erf GELU; `roberta` and `xlm_roberta`, one
-    architecture, the same with one token type; `modernbert` (mmBERT) 8,192 rotary positions, GeGLU, local attention,
-    no biases."""
+    """The architecture, with its own defaults (docs/models.md). `llama` includes Qwen 2 and 3 and Mistral, `modernbert`
+    mmBERT; `roberta` and `xlm_roberta` are one."""
 
     size: str | None = None
     """A named size such as `pythia-70m` or `modernbert-base`; fills family and shape unless given."""
 
     is_causal: bool = True
-    """Causal attention, and next tokens as targets. False in an encoder (bert, modernbert); true trains it as a
-    decoder, on unmasked [CLS] text [SEP]. For the first part of a run see objective.schedule.causal_share."""
+    """Causal attention, and next tokens as targets; an encoder then reads unmasked [CLS] text [SEP]. For a run's first
+    part: objective.schedule.causal_share."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
@@ -292,8 +289,8 @@ class ModelConfig(Settings):
     """Dropout of attention weights."""
 
     init: Literal["pythia", "normal", "megatron"] = "pythia"
-    """`pythia`: small-init, and wang-init for output projections; `normal`: init_std; `megatron`: init_std, divided
-    by sqrt(2 L) for output projections of L layers (all other families). BERT has `normal`."""
+    """`pythia`: small-init, and wang-init for output projections; `normal`: init_std; `megatron`: init_std, divided by
+    sqrt(2 L) for output projections of L layers."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation under `normal` and `megatron`."""

@@ -19,9 +19,8 @@ _SECTION = "objective.multi_token"
 
 
 class MultiTokenConfig(AuxiliarySettings):
-    """Multi-token prediction (Gloeckle et al. 2024, arXiv 2404.19737): parallel heads of one block each read the
-    body's final hidden states and predict tokens further ahead, by the run's objective and among its candidates. Only
-    the body is exported."""
+    """Multi-token prediction (arXiv 2404.19737): parallel heads of one block each read the body's final hidden states
+    and predict tokens further ahead, by the run's objective."""
 
     heads: int = Field(default=1, ge=1)
     """Further heads: head k predicts the token k + 1 ahead. The paper's n is this + 1."""

@@ -23,8 +23,8 @@ class ObjectiveScheduleConfig(Settings):
     schedule. Both shares may be set."""
 
     causal_share: float | None = Field(default=None, gt=0, lt=1)
-    """encoder: share of training.steps, from the first, that learns next tokens by causal attention; the rest
-    learns masked tokens (CLM, then MLM: Gisserot-Boukhlef et al. 2025, arXiv 2507.00994)."""
+    """encoder: share of training.steps, from the first, that learns next tokens by causal attention; the rest learns
+    masked tokens (arXiv 2507.00994)."""
 
     vanilla_share: float | None = Field(default=None, gt=0, lt=1)
     """headless: share of training.steps, up to the last, that trains a softmax over the vocabulary. Its head starts
@@ -143,8 +143,8 @@ class ObjectiveConfig(Settings):
     minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only `dot` exports with a head."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Scores are divided by this; the paper has 1. Take 0.05 to 0.1 for a cosine; 1 / exponent for a harmonic
-    score, whose paper has sqrt(hidden_size) as exponent."""
+    """Scores are divided by this; the paper has 1. Take 0.05 to 0.1 for a cosine, 1 / exponent for a harmonic score
+    (docs/objective.md)."""
 
     learned_temperature: bool = False
     """Makes the temperature a parameter that starts at `temperature`, without weight decay."""
@@ -156,8 +156,8 @@ class ObjectiveConfig(Settings):
 
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
     """headless: weight of a candidate in the softmax. `paper`: its number of occurrences in the group; `once`: 1;
-    `corrected`: 1 / its inclusion probability (sampled softmax: scores become log-probabilities without an added
-    bias); `own_once`: as `paper`, but 1 for an output's own target (an ablation)."""
+    `corrected`: 1 / its inclusion probability (sampled softmax); `own_once`: as `paper`, but 1 for an output's own
+    target."""
 
     negatives: int = Field(default=0, ge=0)
     """headless: random ids added to each group, drawn with replacement; each draw counts."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class PhrasesConfig(AuxiliarySettings):
-    """Phrases that several rows share are masked, and the outputs at both ends are trained to match those of the
-    same phrase in other rows (NPM: Min et al. 2023, arXiv 2212.01349), beside the loss of masked tokens."""
+    """Phrases that several rows share are masked, and the outputs at both ends are trained to match those of the same
+    phrase in other rows (NPM, arXiv 2212.01349), beside the loss of masked tokens."""
 
     weight: float = Field(default=1.0, gt=0)
     """Weight of the loss at each end of a masked phrase, relative to that of a masked token."""

@@ -21,8 +21,8 @@ _SECTION = "objective.replaced_tokens"
 
 
 class ReplacedTokensConfig(AuxiliarySettings):
-    """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
-    samples replace them, and the model learns which tokens were replaced."""
+    """ELECTRA (arXiv 2003.10555): a generator learns the masked tokens by the run's objective, samples replace them,
+    and the model learns which tokens were replaced."""
 
     generator_layers: int = Field(default=1, gt=0)
     """Blocks of the generator, as wide as the model's (as in COCO-LM, arXiv 2102.08473); it shares the model's

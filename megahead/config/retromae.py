@@ -18,8 +18,8 @@ _SECTION = "objective.retromae"
 
 
 class RetroMAEConfig(AuxiliarySettings):
-    """RetroMAE (Xiao et al. 2022, arXiv 2205.12035): a decoder of one layer predicts each token of a row's first
-    document from the hidden state of [CLS] and a few other tokens, by the run's objective. For retrieval."""
+    """RetroMAE (arXiv 2205.12035): a decoder of one layer predicts each token of a row's first document from the hidden
+    state of [CLS] and a few other tokens, by the run's objective. For retrieval."""
 
     decoder_rate: float = Field(default=0.5, gt=0, le=1)
     """Share of the tokens that the decoder does not see where it predicts a token, rounded to 256ths; each position has
@@ -29,9 +29,9 @@ class RetroMAEConfig(AuxiliarySettings):
     """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
 
     bag_weight: float = Field(default=0.0, ge=0)
-    """Weight of DupMAE's second task (Xiao et al. 2022, arXiv 2211.08769; the paper has 1): the largest scores over a
-    row's tokens, by their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the
-    set, divided by the number of tokens. 0: none."""
+    """Weight of DupMAE's second task (arXiv 2211.08769; the paper has 1): the largest scores over a row's tokens, by
+    their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by
+    the number of tokens. 0: none."""
 
     metric_prefix: ClassVar = "decoder"
     num_layers: ClassVar = 1

@@ -23,9 +23,7 @@ SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
 
 
 class DroppingConfig(Settings):
-    """Token dropping (Hou et al. 2022, arXiv 2203.13240): middle layers compute only each row's important tokens,
-    equally many per row. The first of these layers still attends to all. Evaluation, exports and fine-tuning
-    compute all tokens."""
+    """Token dropping (arXiv 2203.13240): middle layers compute only each row's important tokens (docs/masking.md)."""
 
     from_layer: int = Field(ge=0)
     """First layer that drops tokens, counted from 0; the paper has half of the layers less one."""
@@ -34,12 +32,11 @@ class DroppingConfig(Settings):
     """First layer after it that computes all tokens; the last layer by default."""
 
     keep_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of each row's tokens that is kept: mask tokens first, then special ones, then the most important. All
-    mask tokens fit; under masking.count: bernoulli only as many as expected."""
+    """Share of each row's tokens that is kept: mask tokens first, then special ones, then the most important."""
 
     by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
-    """Importance of a token: how often the model misses its id (`hardest`, as in masking.strategy), its rarity, its
-    information on neighbours, or data.id_weights. Ties are broken at random."""
+    """Importance of a token: how often the model misses its id (`hardest`), its rarity, its information on neighbours,
+    or data.id_weights."""
 
     def layers(self, model: ModelConfig) -> range:
         """The layers that drop tokens."""

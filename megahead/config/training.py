@@ -41,8 +41,8 @@ class OptimizerConfig(Settings):
     """AdamW, or Muon and AdamW; only matrices have weight decay."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: all weights; `muon`: matrices of the blocks by Muon (Jordan et al. 2024), the others by AdamW.
-    Updates are those of whole matrices at every ZeRO stage and on every mesh; each step gathers 2 bytes per number."""
+    """`adamw`: all weights; `muon`: matrices of the blocks by Muon (Jordan et al. 2024), the others by AdamW
+    (docs/optimizer.md)."""
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
@@ -156,9 +156,8 @@ class EngineConfig(Settings):
     uncompiled. `auto`: on CUDA only."""
 
     graphs: bool | Literal["auto"] = False
-    """Captures forward and backward of a micro-batch as one CUDA graph, which the host launches by one call: for small
-    models, whose kernels a GPU computes faster than the host launches them. ZeRO 0, or 1 in bf16; the banner gives the
-    reason where a run cannot be captured. `auto`: on CUDA only. Off by default, since no GPU has run it yet."""
+    """Captures forward and backward of a micro-batch as one CUDA graph, for small models, whose kernels the host
+    launches too slowly. ZeRO 0, or 1 in bf16. `auto`: on CUDA only. No GPU has run it yet (docs/launching.md)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if available."""
@@ -215,14 +214,12 @@ class TrainingConfig(Settings):
     """Writes checkpoints from a copy in memory while training continues; the next save waits."""
 
     replicate_every: int | None = Field(default=None, gt=0)
-    """Optimizer steps between in-memory replicas of the complete state (/dev/shm), each rank's share on its node
-    and the next, so that a lost node costs only the steps since. Takes up to four shares of memory per rank; none
-    by default (docs/nodes.md)."""
+    """Optimizer steps between in-memory replicas of the complete state (/dev/shm, up to four shares per rank), for lost
+    nodes; none by default (docs/nodes.md)."""
 
     remote_checkpoints: str | None = None
-    """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which
-    checkpoints, settings and log are uploaded in the background, with the disk's retention. A run whose disk is
-    empty resumes from it; none by default (docs/nodes.md)."""
+    """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which checkpoints,
+    settings and log are uploaded in the background; none by default (docs/nodes.md)."""
 
     @model_validator(mode="after")
     def _check_remote_checkpoints(self) -> TrainingConfig:
@@ -274,8 +271,7 @@ class FaultsConfig(Settings):
 
     replicas: Literal["note", "rollback", "stop", "off"] = "stop"
     """When replicated weights differ between ranks, as after a memory fault. Checksums are compared every
-    `replicas_every` steps and before checkpoints. After `stop`, the run resumes from a checkpoint that agreed. ZeRO
-    1 and 2 overwrite replicas each step, so only the last step's faults show; ZeRO 3 has none."""
+    `replicas_every` steps and before checkpoints (docs/resilience.md)."""
 
     replicas_every: int = Field(default=100, gt=0)
     """Steps between comparisons of replicas."""
