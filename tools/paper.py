@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each maps to the module of `experiments` with its `compare_NAME`
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders"), "figures"),
-    **dict.fromkeys(("encoders", "multilingual", "glue"), "encoders"),
-    **dict.fromkeys(("variants", "negatives", "vocabularies", "precision", "shapes", "mixture"), "grids"),
+    **dict.fromkeys(("encoders", "multilingual", "vocabularies", "glue"), "encoders"),
+    **dict.fromkeys(("variants", "negatives", "precision", "shapes", "mixture"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
     **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval", "items")},
 }

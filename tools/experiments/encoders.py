@@ -1,4 +1,5 @@
-"""Small encoders on GLUE and SuperGLUE (the paper's Tables 1, 2, 12), on XNLI (Table 5, Fig. 6); variants on GLUE."""
+"""Small encoders on GLUE and SuperGLUE (the paper's Tables 1, 2, 12), on XNLI (Table 5, Fig. 6), in vocabularies of
+several sizes (Fig. 7); variants on GLUE."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from statistics import mean
 
 import numpy as np
 
-from experiments.measures import Chart, Row, group_points, mean_candidates, percent, tokens_per_second
+from experiments.measures import Chart, Row, aggregate_seeds, group_points, mean_candidates, percent, tokens_per_second
 from experiments.neighbours import PLAIN, settings_of_variant
-from experiments.runner import GRIDS, ExperimentRunner
+from experiments.runner import GRIDS, ExperimentRunner, grid_charts
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
-from megahead.evaluate.finetuning_comparison import FineTuningResult, comparison_table
+from megahead.evaluate.finetuning_comparison import FineTuningResult, comparison_table, summarise
 from megahead.report.read import RunMetrics
 from steps.once import output_lock
 
@@ -123,6 +124,23 @@ def _model_row(model: str, results: Sequence[FineTuningResult]) -> Row:
     return row
 
 
+def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
+    """Trains encoders of both objectives in vocabularies of each size, on as many tokens; with --tasks-data fine-tunes
+    each on GLUE, once."""
+    grid, rows = GRIDS["vocabularies"], list[Row]()
+    for cell in runner.grid("vocabularies", only):
+        row = cell.row(grid["columns"])
+        if runner.tasks_data is not None:
+            results = fine_tune_on_glue(runner, cell.name, runner.tasks_data, seeds=1)
+            (glue,) = (summary for summary in summarise(results) if summary.task == "glue")
+            row["GLUE"] = 100 * glue.mean()
+        rows.append(row)
+    runner.record("vocabularies-runs", rows)
+    scores = [name for name in rows[0] if name not in grid["axes"]]
+    means = aggregate_seeds(rows, ("vocabulary", "objective"), scores)
+    runner.record("vocabularies", means, *(grid_charts("vocabularies", means) if "GLUE" in scores else ()))
+
+
 def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains variants of `neighbours` (or those of `only`) for equal FLOPs; with --tasks-data fine-tunes them.
 
@@ -169,10 +187,11 @@ def _train_variant(runner: ExperimentRunner, name: str, folder: str, steps: int)
 
 
 def fine_tune_on_glue(
-    runner: ExperimentRunner, name: str, data: Path, rows: str | None = None
+    runner: ExperimentRunner, name: str, data: Path, rows: str | None = None, seeds: int | None = None
 ) -> list[FineTuningResult]:
-    """Fine-tunes a run on GLUE with SEEDS, on `rows` training rows of each task, or as many as in FINE_TUNING.
+    """Fine-tunes a run on GLUE with `seeds` or SEEDS, on `rows` training rows of each task, or as many as in
+    FINE_TUNING.
 
     Each model has its own file of results, so that commands with other models can run at the same time."""
-    tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(SEEDS), *FINE_TUNING]
+    tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(seeds or SEEDS), *FINE_TUNING]
     return runner.fine_tune(f"glue-{name}", [name], *tasks, *([] if rows is None else ["--max-train-rows", rows]))

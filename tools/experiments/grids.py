@@ -1,5 +1,4 @@
-"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, vocabularies, precision, shapes,
-mixture."""
+"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, precision, shapes, mixture."""
 
 from __future__ import annotations
 
@@ -31,14 +30,6 @@ def compare_negatives(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Varies the number of negatives at a constant batch size, and both together (group = batch), as in the paper."""
     rows = [cell.row(GRIDS["negatives"]["columns"]) for cell in runner.grid("negatives", only)]
     runner.record("negatives", rows, *grid_charts("negatives", rows))
-
-
-def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains a byte-level BPE of each size and both objectives on its ids; compares bits per byte."""
-    rows = [cell.row(GRIDS["vocabularies"]["columns"]) for cell in runner.grid("vocabularies", only)]
-    for headless, vanilla in zip(rows[::2], rows[1::2], strict=True):
-        headless["headless is faster"] = vanilla["headless is faster"] = headless["tokens/s"] / vanilla["tokens/s"]
-    runner.record("vocabularies", rows, *grid_charts("vocabularies", rows))
 
 
 def compare_precision(runner: ExperimentRunner, only: Sequence[str]) -> None:

@@ -131,7 +131,8 @@ class ExperimentRunner:
             if (only and not {run, *map(str, values.values())}.intersection(only)) or run in grid.get("exclude", ()):
                 continue
             size = values.get("vocabulary", grid.get("vocabulary"))
-            data = [] if grid.get("data") == "external" else self.data(size)
+            is_external, is_encoder = grid.get("data") == "external", grid.get("is_encoder", False)
+            data = [] if is_external else self.data(size, encoder=is_encoder)
             config = grid.get("config", "").format(**values)
             metrics = self.train(config, run, *data, *grid.get("settings", ()), *overrides, *settings)
             cells.append(Cell(values, run, metrics))

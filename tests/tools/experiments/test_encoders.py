@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
 
-from experiments.encoders import compare_encoders, compare_glue, compare_multilingual
+from experiments.encoders import compare_encoders, compare_glue, compare_multilingual, compare_vocabularies
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.data.indexed import IndexedDataset
 from megahead.report.read import read_runs
@@ -110,3 +111,30 @@ def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
         assert bool(objective["replaced_tokens"]) == run.name.startswith("electra")
     (scored,) = [row for row in results(runner, "glue") if row["task"] == "glue/rte"]
     assert {*names} < {*scored}
+
+
+def test_vocabularies_of_both_objectives_are_fine_tuned(
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = [("man", 0), ("dog", 1), ("sea", 0), ("sun", 1)]
+    tables = {
+        "CoLA": [f"x\t{label}\t\tthe {word}\n" for word, label in lines],
+        "SST-2": ["sentence\tlabel\n", *(f"the {word}\t{label}\n" for word, label in lines)],
+    }
+    for task, rows in tables.items():
+        (tmp_path / "glue" / task).mkdir(parents=True)
+        for part in ("train", "dev"):
+            (tmp_path / "glue" / task / f"{part}.tsv").write_text("".join(rows))
+    axes = GRIDS["vocabularies"]["axes"]
+    monkeypatch.setitem(axes, "vocabulary", {"values": [320]})
+    monkeypatch.setitem(axes, "seed", {"set": "seed", "values": [0, 1]})
+    settings = [*TINY, "model.num_heads=2", "batch.micro_size=16"]
+    compare_vocabularies(replace(runner, settings=settings, tasks_data=tmp_path), [])
+    runs = results(runner, "vocabularies-runs")
+    assert [(row["objective"], row["seed"]) for row in runs] == [
+        (objective, seed) for objective in ("headless", "vanilla") for seed in (0, 1)
+    ]
+    headless, vanilla = results(runner, "vocabularies")
+    assert headless["GLUE"] == mean(row["GLUE"] for row in runs[:2])
+    assert headless["vocabulary"] == vanilla["vocabulary"] == 320
+    assert (runner.folder / "vocabularies.png").exists()

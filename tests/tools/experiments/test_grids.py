@@ -8,31 +8,18 @@ from dataclasses import replace
 import pytest
 
 from experiments.figures import compare_latency
-from experiments.grids import (
-    compare_mixture,
-    compare_negatives,
-    compare_precision,
-    compare_shapes,
-    compare_vocabularies,
-)
+from experiments.grids import compare_mixture, compare_negatives, compare_precision, compare_shapes
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.report.read import read_metrics
 from support.long import long
 from support.runner import TINY, results
 
 
-def test_groups_in_batches_and_pairs_of_vocabularies(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_in_batches(runner: ExperimentRunner) -> None:
     compare_negatives(replace(runner, settings=[*TINY, "model.num_heads=2"]), ["batch-16-group-1"])
     (row,) = json.loads((runner.folder / "negatives.json").read_text())["results"]
     assert (row["batch"], row["group"]) == (16, 1)
     assert 1 < row["candidates"] <= 16
-    monkeypatch.setitem(GRIDS["vocabularies"]["axes"], "vocabulary", {"values": [300]})
-    compare_vocabularies(runner, [])
-    headless, vanilla = json.loads((runner.folder / "vocabularies.json").read_text())["results"]
-    assert (headless["objective"], vanilla["objective"]) == ("headless", "vanilla")
-    assert headless["vocabulary"] == vanilla["vocabulary"] == 300
-    assert headless["headless is faster"] == headless["tokens/s"] / vanilla["tokens/s"]
-    assert 0 < headless["bits per byte"] < 20
 
 
 @pytest.mark.parametrize("batches", [[1], long([1, 2])], ids=str)
