@@ -5,6 +5,14 @@ A new one is a module and a line here; code that does not handle arguments belon
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megahead.errors import UserError, print_error
+
 COMMANDS: dict[str, dict[str, str]] = {
     "data": {
         "train_tokenizer": "train a tokenizer, or give one the tokens of encoders",
@@ -34,3 +42,22 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
 }
 """{group: {module: description}}, as in docs/quickstart.md."""
+
+
+def report_once(message: str) -> None:
+    """Prints the error of a command on several ranks on only one of those that raised it, and writes it to torchrun's
+    error file."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # a full disk may be the error
+            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
+        print_error(message)  # without importing torch
+        return
+    from megahead.distributed.launch import print_error_once, read_launch
+
+    try:
+        launch = read_launch(os.environ)
+    except UserError:
+        print_error(message)
+    else:
+        print_error_once(launch, message)

@@ -6,7 +6,8 @@ megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --
 Checkpoints of one or several runs give curves over tokens and hours:
 megahead finetune --model runs/headless/checkpoints/step-* --task glue --data data --floor --curve glue.png
 
-Pairs of a query and a text that answers it, as jsonl or BEIR's folder, tune an encoder contrastively:
+Pairs of a query and a text that answers it, as jsonl or BEIR's folder, tune an encoder contrastively, on one rank or
+several (torchrun --nproc_per_node 2 -m megahead finetune ...), which share their candidates:
 megahead finetune --model runs/encoder --task retrieval/pairs.jsonl --seeds 1 --save tuned
 
 `glue`, `superglue` and `xnli` stand for all their tasks in `--data`. `xnli/fr` trains on French and is tested in every
@@ -16,12 +17,14 @@ available language. Runs with results in `--output` are not repeated: an interru
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megahead.checkpoints.arguments import checkpoint_path
-from megahead.errors import FieldError, existing_path, require_at_least
+from megahead.commands import report_once
+from megahead.errors import FieldError, existing_path, require_at_least, run_command
 from megahead.evaluate.glue_tasks import (
     PAIRS_PREFIX,
     XNLI_LANGUAGES,
@@ -39,33 +42,51 @@ from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
+    from megahead.distributed.group import Group
     from megahead.evaluate.finetuning_comparison import FineTuningResult
     from megahead.report.task_curves import TrainingProgress
 
 RANDOM_WEIGHTS = "random weights"
 """The name of `--floor` among the models."""
 
+WAIT_SECONDS = 600.0
+"""How long ranks wait for each other, for example while rank 0 exports a run."""
+
 
 def main() -> None:
+    """Runs the command and exits; after an error immediately, since threads may wait for other ranks."""
+    run_command(run, immediate_exit=True, report=report_once)
+
+
+def run() -> None:
     arguments = _parser().parse_args()
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
-    console = terminal(soft_wrap=True)
     tasks = [load_with_settings(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
     if arguments.save:
         require_one_run(tasks, arguments)
-    for data, _ in tasks:
-        if data.num_skipped:
-            console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
     import torch
 
-    from megahead.evaluate.finetuning import InitialModel
-    from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
-    from megahead.hf.export import ensure_classifier_folder
+    from megahead.distributed.launch import choose_device, distributed_session, read_launch
 
+    launch = read_launch(os.environ)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    folders = {model: ensure_classifier_folder(model) for model in arguments.model}
+    with distributed_session(launch, choose_device("auto", launch.local_rank), WAIT_SECONDS) as group:
+        compare(tasks, arguments, group)
+
+
+def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace, group: Group) -> None:
+    """Fine-tunes all models on all tasks, prints the table, and writes what the options name; collective."""
+    from megahead.evaluate.finetuning import InitialModel
+    from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
+
+    if group.size > 1 and (others := [data.name for data, _ in tasks if not data.name.startswith(PAIRS_PREFIX)]):
+        raise FieldError("--task", f"be {PAIRS_PREFIX}PATH on several ranks", got=others[0])
+    console = terminal(soft_wrap=True, quiet=group.rank > 0)
+    for data in (data for data, _ in tasks if data.num_skipped):
+        console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
+    folders = open_models(arguments.model, group)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
         from megahead.report.task_curves import checkpoint_progress
@@ -74,13 +95,21 @@ def main() -> None:
     initial_models = [InitialModel(str(model), folder) for model, folder in folders.items()]
     if arguments.floor:
         initial_models.append(InitialModel(RANDOM_WEIGHTS, initial_models[0].folder, random_weights=True))
-    results_file = FineTuningResults(arguments.output)
+    results_file = FineTuningResults(arguments.output, is_writer=group.rank == 0)
     comparison = Comparison(initial_models, tasks, range(arguments.seeds), results_file, arguments.save)
     results = comparison.run(console.print)
     console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}{f' and {arguments.save}' if arguments.save else ''}", soft_wrap=True)
-    if progress:
+    if progress and group.rank == 0:
         console.print(f"wrote {write_curve(results, progress, arguments.curve)}", soft_wrap=True)
+
+
+def open_models(models: Sequence[Path], group: Group) -> dict[Path, Path]:
+    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective."""
+    from megahead.hf.export import ensure_classifier_folder
+
+    folders = {model: ensure_classifier_folder(model) for model in models} if group.rank == 0 else {}
+    return group.broadcast_object(folders)
 
 
 def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, TrainingProgress], output: Path) -> Path:

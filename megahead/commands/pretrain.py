@@ -11,19 +11,16 @@ deepspeed --num_accelerators 2 launch/pretrain.py --config ...
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
+from megahead.commands import report_once
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
-from megahead.errors import UserError, print_error, run_command
+from megahead.errors import run_command
 
 _LEAVE_CODE = 75
 """EX_TEMPFAIL: the node leaves an unfinished elastic run; torchrun takes exit code 0 of all its ranks for the end."""
@@ -93,21 +90,3 @@ def describe(config: RunConfig, world_size: int) -> str:
     plan = RunPlan.of(config, world_size)
     lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
-
-
-def report_once(message: str) -> None:
-    """Prints the error on only one of the ranks that raised it, and writes it to torchrun's error file."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # a full disk may be the error
-            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
-        print_error(message)  # without importing torch
-        return
-    from megahead.distributed.launch import print_error_once, read_launch
-
-    try:
-        launch = read_launch(os.environ)
-    except UserError:
-        print_error(message)
-    else:
-        print_error_once(launch, message)

@@ -17,6 +17,10 @@ from megahead.errors import ConfigError
 
 T = TypeVar("T")
 
+# torch 2.13 has new names; the old ones, which earlier versions have, then warn
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -75,7 +79,7 @@ class Group:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(gathered.flatten(), tensor.flatten(), group=self.handle)
+        _all_gather(gathered.flatten(), tensor.flatten(), group=self.handle)
         return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -84,7 +88,7 @@ class Group:
             return tensor
         parts = tensor.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         shard = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(shard.flatten(), parts.flatten(), group=self.handle)
+        _reduce_scatter(shard.flatten(), parts.flatten(), group=self.handle)
         return shard
 
     def all_to_all(

@@ -126,7 +126,9 @@ class ContrastiveRun:
 
     def save(self, folder: Path) -> None:
         """Writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers, in place of one of
-        an earlier epoch."""
+        an earlier epoch; on rank 0."""
+        if self._group.rank:
+            return
         encoder = self._encoder
         with atomic_folder(folder, replaceable=MODULES_FILE) as partial:
             encoder.model.save_pretrained(partial)

@@ -56,11 +56,11 @@ PlannedRun = tuple[InitialModel, TaskData, FineTuningSettings, int]
 class FineTuningResults:
     """Results in one JSON file, a `ResultCache`.
 
-    The key is the model, its weights, the task, the examples, the settings and the seed.
+    The key is the model, its weights, the task, the examples, the settings and the seed. `is_writer`: on rank 0.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._cache = ResultCache(path)
+    def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
+        self._cache = ResultCache(path, is_writer=is_writer)
 
     def newest(self) -> list[FineTuningResult]:
         """The last result stored for each model, task and seed, whatever its settings."""

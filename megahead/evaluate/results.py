@@ -22,11 +22,12 @@ from megahead.wording import pluralize
 class ResultCache:
     """Results in a JSON file, each with a key of everything that it depends on; written atomically after each one.
 
-    `path` None keeps them in memory only. DataError for a file that holds something else.
+    `path` None keeps new ones in memory only, as without `is_writer`, where another rank writes them. DataError for a
+    file that holds something else.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
+        self._path = path if is_writer else None
         self._entries: list[dict[str, Any]] = []
         if path is not None and path.exists():
             self._entries = _read_entries(path)

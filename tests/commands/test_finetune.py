@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megahead.commands import finetune
+from megahead.distributed.group import Group
 from megahead.errors import FieldError
+from support.on_ranks import on_ranks
 from support.small_encoder import save_small_encoder
 
 XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe cat sat\tthe dog\tneutral\n"
@@ -35,7 +37,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr("sys.argv", ["finetune.py", *arguments])
-    finetune.main()
+    finetune.run()
 
 
 def test_a_table_of_models_tasks_and_languages(
@@ -59,6 +61,17 @@ def test_a_table_of_models_tasks_and_languages(
         ("random weights", "superglue/cb", 1),
     ]
     assert list(entries[-1]["epochs"][0]["scores"]) == ["fr", "en"]
+
+
+def finetune_glue(group: Group, arguments: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FieldError) as raised:
+        run(patch, *arguments, "--task", "glue/rte")
+    return str(raised.value)
+
+
+def test_several_ranks_tune_on_pairs_alone(arguments: list[str]) -> None:
+    sentence = "`--task` must be retrieval/PATH on several ranks, but is glue/rte instead."
+    assert on_ranks(2, finetune_glue, arguments) == [sentence] * 2
 
 
 def test_lines_that_were_left_out_are_reported(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.commands.pretrain import report_once
+from megahead.commands import report_once
 from megahead.errors import UserError
 from support.commands import SCRIPT, TORCHRUN, config_file, free_port
 from support.forked import fork_pythons, run_script

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from megahead.commands import finetune
@@ -93,7 +96,7 @@ def test_no_query_is_twice_in_an_epoch() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr("sys.argv", ["finetune.py", *map(str, arguments)])
-    finetune.main()
+    finetune.run()
 
 
 def write_pairs(file: Path, count: int, words: int = 10) -> Path:
@@ -130,6 +133,32 @@ def test_a_tuned_encoder_is_saved_and_scores_as_reported(
     assert {metric: scores[f"mean_{metric}"] for metric in best} == pytest.approx(best)
     with pytest.raises(FieldError, match="`--save` must name a new folder"):
         run(monkeypatch, *arguments, "--save", tmp_path / "tuned")
+
+
+def tune_by_command(group: Group, model: Path, pairs: Path, folder: Path) -> str:
+    """What this rank printed."""
+    out, options = folder / f"of-{group.size}", ["--seeds", 1, "--epochs", 2, "--learning-rate", 0.01]
+    arguments = ["--model", model, "--task", f"retrieval/{pairs}", "--output", out / "scores.json", *options]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        run(patch, *arguments, "--save", out / "tuned")
+    return printed.getvalue()
+
+
+def test_the_command_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
+    model, pairs = save_small_encoder(tmp_path / "model", dropout=0.0), write_pairs(tmp_path / "pairs.jsonl", 40)
+    for count in (1, 2):
+        (tmp_path / f"of-{count}").mkdir()
+    (one,) = on_ranks(1, tune_by_command, model, pairs, tmp_path)
+    first, second = on_ranks(2, tune_by_command, model, pairs, tmp_path)
+    assert "epoch 2/2" in one
+    assert "epoch 2/2" in first
+    assert not second
+    alone, shared = (
+        json.loads((tmp_path / f"of-{count}/scores.json").read_text())["results"][0]["epochs"] for count in (1, 2)
+    )
+    assert [epoch["loss"] for epoch in alone] == pytest.approx([epoch["loss"] for epoch in shared], rel=1e-3)
+    weights = [load_file(tmp_path / f"of-{count}/tuned/model.safetensors") for count in (1, 2)]
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=3e-3)  # of steps of up to 1e-2
 
 
 @pytest.mark.parametrize(
