@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
-from megahead.models.attention_backends import AttentionFunction
 from megahead.models.blocks import Block, CompiledBlocks, HeadLayout, Recompute, SelfAttention, checkpoint_block
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import (
@@ -64,12 +63,6 @@ class Backbone(nn.Module, ABC):
         """The table's first `num_rows` rows in blocks [b, D] if the table is sharded; else None. Collective."""
         blocks: Callable[[int], Iterator[Tensor]] | None = getattr(self.embedding, "weight_blocks", None)
         return None if blocks is None else blocks(num_rows)
-
-    def set_attention(self, attend: AttentionFunction) -> None:
-        """Sets every layer's attention function, which must support this backbone's device and precision."""
-        for layer in self.modules():
-            if isinstance(layer, SelfAttention):
-                layer.attend = attend
 
     def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:
         """`block(*inputs)`, recomputed in the backward pass if `recompute_blocks`, with the same dropout masks.

@@ -132,6 +132,13 @@ class SelfAttention(nn.Module):
         return q if self.query_factor == 1.0 else q * self.query_factor, k, v
 
 
+def set_attention(module: nn.Module, attend: AttentionFunction) -> None:
+    """Sets the attention function of all layers in `module`, whose device and precision it must support."""
+    for layer in module.modules():
+        if isinstance(layer, SelfAttention):
+            layer.attend = attend
+
+
 def _head_norm(heads: HeadLayout) -> nn.Module:
     return nn.Identity() if heads.norm is None else heads.norm(heads.head_size)
 

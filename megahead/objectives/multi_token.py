@@ -17,7 +17,6 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.samples import CounterRng
 from megahead.models.backbone import Backbone, Decoder
-from megahead.models.blocks import Block
 from megahead.models.documents import Documents
 from megahead.models.families import build_backbone
 from megahead.objectives.auxiliary import Auxiliary, ForwardContext
@@ -77,9 +76,8 @@ class MultiToken(Auxiliary):
 
     def outputs(self, k: int, hidden_BTD: Tensor, documents: Documents, backbone: Backbone) -> Tensor:
         """[B, T, D]: the outputs of head k, computed as the body's last block computes its own."""
-        block = cast(Block, self.blocks[k - 1])
-        block.attention.attend = cast(Block, backbone.blocks[-1]).attention.attend
-        outputs_BTD: Tensor = self.norm(backbone.run_block(block, hidden_BTD, *backbone.block_arguments(documents)[-1]))
+        arguments = backbone.block_arguments(documents)[-1]
+        outputs_BTD: Tensor = self.norm(backbone.run_block(self.blocks[k - 1], hidden_BTD, *arguments))
         return outputs_BTD
 
 

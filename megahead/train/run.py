@@ -14,6 +14,7 @@ from math import exp
 from typing import cast
 
 import torch
+from torch import nn
 
 from megahead.config.graphs import captures_micro_steps
 from megahead.config.plan import RunPlan, phase_at
@@ -32,7 +33,7 @@ from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
 from megahead.models.backbone import Backbone
-from megahead.models.blocks import CompiledBlocks
+from megahead.models.blocks import CompiledBlocks, set_attention
 from megahead.objectives.auxiliary import Auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining, build_parallel_model
@@ -216,25 +217,27 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def accelerate_(
-    backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
+    module: nn.Module, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Sets attention backend, checkpointing and compilation of `backbone` by `config.engine`; returns banner lines.
-    ConfigError for an attention backend that does not support this device."""
+    """Sets attention backend, checkpointing and compilation of all blocks in `module` by `config.engine`, also of an
+    auxiliary objective's own; returns banner lines. ConfigError for a backend that does not support this device."""
     model, engine = config.model, config.engine
     is_local, dtype = model.local_layers() > 0, _DTYPES[engine.precision]
     prefers_masked = is_masked_bf16_faster(device, dtype, config.data.sequence_length, model.attention_dropout)
     spec = AttentionSpec(device, dtype, model.head_size(), model.attention_dropout, is_local, prefers_masked)
     backend = choose_backend(engine.attention, spec)
-    backbone.recompute_blocks = engine.activation_checkpointing
-    backbone.set_attention(backend.attend)
+    backbones = [part for part in module.modules() if isinstance(part, Backbone)]
+    for backbone in backbones:
+        backbone.recompute_blocks = engine.activation_checkpointing
+    set_attention(module, backend.attend)
     lines = [("attention", f"{backend.name} ({backend.description})")]
     if device.type == "cuda" if engine.compile == "auto" else engine.compile:
         unsupported_reason = _compile_unsupported_reason(config, device, zero_stage)
         lines.append(("compiled", f"no, {unsupported_reason}" if unsupported_reason else _describe_compiled(config)))
-        if not unsupported_reason:
+        for backbone in backbones if not unsupported_reason else ():
             backbone.compiled = CompiledBlocks()
         if not unsupported_reason and not backend.is_traceable:
-            backbone.set_attention(torch.compiler.disable(backend.attend))
+            set_attention(module, torch.compiler.disable(backend.attend))
     return lines
 
 
@@ -431,7 +434,7 @@ def build_engine(
     it with banner lines."""
     config = plan.config
     pretraining = build_parallel_model(config, mesh.tensor_group, device)
-    engine_lines, *_ = [accelerate_(backbone, config, device, plan.zero_stage) for backbone in pretraining.backbones()]
+    engine_lines = accelerate_(pretraining, config, device, plan.zero_stage)
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

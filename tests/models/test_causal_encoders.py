@@ -11,6 +11,7 @@ from torch import Tensor
 from megahead.config.model import ModelConfig
 from megahead.models.attention_backends import BACKENDS, AttentionFunction, AttentionSpec, attend
 from megahead.models.backbone import Backbone
+from megahead.models.blocks import set_attention
 from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
 
@@ -26,7 +27,7 @@ PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
 
 def encoder(family: str, way: AttentionFunction = attend, **settings: Any) -> Backbone:
     backbone = initialized_backbone(ModelConfig(**SHAPE | FAMILIES[family] | settings), 0)
-    backbone.set_attention(way)
+    set_attention(backbone, way)
     return backbone
 
 

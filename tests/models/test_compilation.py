@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from megahead.config.model import ModelConfig
 from megahead.models.attention_backends import BACKENDS
 from megahead.models.backbone import Backbone
-from megahead.models.blocks import CompiledBlocks
+from megahead.models.blocks import CompiledBlocks, set_attention
 from megahead.models.documents import Documents
 from support.initialized import initialized_backbone
 
@@ -65,7 +65,7 @@ class Counting:
 def test_one_graph_serves_all_layers_and_computes_the_same(family: str, dropout: float, recompute: bool) -> None:
     backbone, counting = tiny(family, dropout), Counting()
     backbone.recompute_blocks = recompute
-    backbone.set_attention(BACKENDS["sdpa"].attend)
+    set_attention(backbone, BACKENDS["sdpa"].attend)
     expected = trained(backbone)
     backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
     for found, tensor in zip(trained(backbone), expected, strict=True):
@@ -79,7 +79,7 @@ def test_more_global_and_local_layers_need_no_more_graphs() -> None:
         torch._dynamo.reset()
         shape = {"num_layers": layers, "hidden_size": 32, "num_heads": 2, "vocab_size": 50, "local_window": 4}
         backbone, counting = initialized_backbone(ModelConfig(family="modernbert", **shape), 1), Counting()
-        backbone.set_attention(BACKENDS["sdpa"].attend)
+        set_attention(backbone, BACKENDS["sdpa"].attend)
         expected = trained(backbone, POSITIONS)
         backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
         for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
@@ -93,7 +93,7 @@ def test_more_global_and_local_layers_need_no_more_graphs() -> None:
 def test_packed_documents_and_shared_keys_are_in_the_one_graph(key_heads: int) -> None:
     shape = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_key_heads": key_heads, "vocab_size": 50}
     backbone, counting = initialized_backbone(ModelConfig(family="llama", **shape), 1), Counting()
-    backbone.set_attention(BACKENDS["sdpa"].attend)
+    set_attention(backbone, BACKENDS["sdpa"].attend)
     expected = trained(backbone, POSITIONS)
     backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
     for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
@@ -105,7 +105,7 @@ def test_packed_documents_and_shared_keys_are_in_the_one_graph(key_heads: int) -
 def test_documents_of_other_lengths_are_not_compiled_for() -> None:
     backbone, counting = tiny(), Counting()
     expected = [trained(backbone, POSITIONS), trained(backbone, POSITIONS.flip(0))]
-    backbone.set_attention(torch.compiler.disable(BACKENDS["documents"].attend))
+    set_attention(backbone, torch.compiler.disable(BACKENDS["documents"].attend))
     backbone.compiled = CompiledBlocks(backend=counting)
     for tensor, found in zip(expected[0], trained(backbone, POSITIONS), strict=True):
         torch.testing.assert_close(found, tensor)
@@ -122,7 +122,7 @@ def test_a_kernel_for_documents_is_part_of_the_graph_however_many_they_are(
 ) -> None:
     """As on a GPU, on no device: shapes alone. Two batches, of 2 and of 3 documents, their boundaries padded."""
     backbone, counting = tiny(family, dropout).to("meta"), Counting()
-    backbone.set_attention(BACKENDS["varlen"].attend)
+    set_attention(backbone, BACKENDS["varlen"].attend)
     backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
     for positions in (torch.arange(24).repeat(2, 1), POSITIONS):
         documents = Documents(positions.to("meta"), Documents(positions).padded_cu_seqlens(8).to("meta"))
@@ -140,7 +140,7 @@ def test_flash_attention_is_part_of_the_graph(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(stand_in, function, lambda q, k, v, **_: q + k + v, raising=False)
     monkeypatch.setitem(sys.modules, module, stand_in)
     backbone, counting = tiny(), Counting()
-    backbone.set_attention(BACKENDS[name].attend)
+    set_attention(backbone, BACKENDS[name].attend)
     documents = Documents(POSITIONS, Documents(POSITIONS).cu_seqlens)
     expected = backbone(IDS, documents)
     backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
@@ -160,7 +160,7 @@ def test_evaluation_is_not_compiled_for() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_generated_code_computes_the_same() -> None:
     backbone = tiny()
-    backbone.set_attention(BACKENDS["sdpa"].attend)
+    set_attention(backbone, BACKENDS["sdpa"].attend)
     expected = trained(backbone)
     backbone.compiled = CompiledBlocks()
     for found, tensor in zip(trained(backbone), expected, strict=True):
@@ -174,7 +174,7 @@ def test_generated_code_for_packed_rows_in_bf16() -> None:
     """Of a size at which torch 2.13 gives the sums of two biases one name, unless it is kept from it."""
     config = ModelConfig(family="gpt_neox", num_layers=1, hidden_size=128, num_heads=4, vocab_size=50)
     backbone = initialized_backbone(config, 1).bfloat16()
-    backbone.set_attention(BACKENDS["sdpa"].attend)
+    set_attention(backbone, BACKENDS["sdpa"].attend)
     ids, documents = torch.arange(16 * 256).view(16, 256) % 50, Documents(torch.arange(16 * 256).view(16, 256) % 100)
     weights, found = torch.randn(16, 256, 128, dtype=torch.bfloat16), []
     for backbone.compiled in (None, CompiledBlocks()):
@@ -198,7 +198,7 @@ def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
 )
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_why(backend: Any) -> None:
     backbone = tiny()
-    backbone.set_attention(BACKENDS["sdpa"].attend)
+    set_attention(backbone, BACKENDS["sdpa"].attend)
     expected = trained(backbone)
     backbone.compiled = CompiledBlocks(backend=backend)
     with pytest.warns(UserWarning, match="blocks are not compiled: .*no space for kernels"):

@@ -14,8 +14,10 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError
 from megahead.models.attention_backends import BACKENDS
-from megahead.models.blocks import CompiledBlocks
+from megahead.models.backbone import Backbone
+from megahead.models.blocks import CompiledBlocks, SelfAttention
 from megahead.models.families import build_backbone
+from megahead.objectives.pretraining import build_pretraining
 from megahead.report.read import read_metrics
 from megahead.train import run as acceleration
 from megahead.train.run import accelerate_, pretrain
@@ -39,6 +41,18 @@ def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
     assert told(small_config(tmp_path, {"engine.attention": "sdpa"}))["attention"].startswith("sdpa (")
     with pytest.raises(ConfigError, match="must serve this run, but is `flash3` instead; it needs a CUDA device"):
         told(small_config(tmp_path, {"engine.attention": "flash3"}))
+
+
+def test_blocks_of_auxiliary_objectives_are_computed_as_the_body_is(tmp_path: Path) -> None:
+    changes = {"objective.multi_token": {"heads": 2}, "engine.activation_checkpointing": True}
+    config = small_config(tmp_path, changes | {"engine.attention": "sdpa"})
+    module = build_pretraining(config)
+    module.add_module("custom", build_backbone(config.model))  # as an objective of one's own may have one
+    accelerate_(module, config, CPU)
+    layers = [layer for layer in module.modules() if isinstance(layer, SelfAttention)]
+    assert len(layers) == 2 + 2 + 2
+    assert all(layer.attend == BACKENDS["sdpa"].attend for layer in layers)
+    assert all(part.recompute_blocks for part in module.modules() if isinstance(part, Backbone))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.losses import fused_softmax
 from megahead.models import layers
+from megahead.models.blocks import set_attention
 from megahead.objectives import micro_batch
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
@@ -157,7 +158,7 @@ def module_step(config: RunConfig) -> Callable[[], None]:
     module = build_parallel_model(config, Group(), CPU)
     load_weights_(module, Group(), initial_weights(config))
     module.bfloat16()
-    module.backbone.set_attention(dense_attention)
+    set_attention(module, dense_attention)
     micro, parameters = prepared(config), list(module.parameters())
 
     def step() -> None:
@@ -173,7 +174,7 @@ def engine_step(config: RunConfig) -> Callable[[], None]:
     settings["train_batch_size"] = 10**9
     engine = build_engine(config, Mesh.build(Group.world()), CPU, settings)
     assert isinstance(engine.module, Pretraining)
-    engine.module.backbone.set_attention(dense_attention)
+    set_attention(engine.module, dense_attention)
     micro = prepared(config)
 
     def step() -> None:

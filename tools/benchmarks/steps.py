@@ -134,9 +134,7 @@ class Variant:
         load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
-        self.engine_choices, *_ = [
-            accelerate_(backbone, self.config, self.device) for backbone in self.model.backbones()
-        ]
+        self.engine_choices = accelerate_(self.model, self.config, self.device)
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = MasterWeights(self.model, optimizer, half=self.precision == "bf16")
