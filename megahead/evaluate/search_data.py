@@ -7,7 +7,7 @@ BEIR (Thakur et al. 2021, arXiv 2104.08663) has corpus.jsonl, queries.jsonl and 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from megahead.hf.pooling import PoolingName
 
 _EVALUATION_SPLITS = ("test", "dev", "train")
 _HELD_OUT_EVERY = 10
-"""Of pairs without a split of their own, every tenth query is held out of training."""
+"""Of pairs without a split of their own, a tenth of the queries is held out of training."""
 
 _SEPARATOR = "\t"
 
@@ -84,21 +84,52 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
     """The pairs that a model is tuned on, and what it is evaluated on.
 
     BEIR's folder: qrels/train.tsv, where judgements of 0 are hard negatives, and qrels/dev.tsv or test.tsv. A file:
-    every tenth query is held out; it searches the texts of all held-out pairs.
+    a tenth of the queries is held out, every tenth one where none share an answer; they search the texts of all
+    held-out pairs.
     """
     if path.is_dir():
         return read_search_data(path, ("train",)).pairs(), read_search_data(path, ("dev", "test"))
     pairs = read_pairs(path)
-    queries = list(dict.fromkeys(pair.first_text for pair in pairs))
-    held_out = set(queries[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY])
+    held_out = _held_out_queries(pairs)
     if not held_out:
-        rule = f"hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out"
-        raise DataError(f"`{path}` must {rule}, but has {len(queries)}; add pairs.")
+        rule = f"hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out with its answers"
+        queries = len({pair.first_text for pair in pairs})
+        raise DataError(f"`{path}` must {rule}, but has {queries}, or too many with an equal answer; add pairs.")
     train, evaluation = (
         _judge_pairs([pair for pair in pairs if (pair.first_text in held_out) is is_held_out])
         for is_held_out in (False, True)
     )
     return train.pairs(), evaluation
+
+
+def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
+    """A tenth of the queries at most: groups of them that share no answer with the others, in the order of the file,
+    each as soon as the tenth of the queries so far has room for it."""
+    held_out, num_queries = set[str](), 0
+    for queries in _group_queries(pairs):
+        num_queries += len(queries)
+        if len(held_out) + len(queries) <= num_queries // _HELD_OUT_EVERY:
+            held_out |= queries
+    return held_out
+
+
+def _group_queries(pairs: Sequence[Example]) -> Iterable[set[str]]:
+    """The queries that share answers, directly or through others, together; in the order of their first pairs."""
+    parent, first_with = list(range(len(pairs))), dict[tuple[str, str | None], int]()  # a group's root: its first pair
+
+    def root(pair: int) -> int:
+        while parent[pair] != pair:
+            parent[pair] = pair = parent[parent[pair]]
+        return pair
+
+    for index, pair in enumerate(pairs):
+        for text in (("query", pair.first_text), ("answer", pair.second_texts[0])):
+            first, last = sorted((root(index), root(first_with.setdefault(text, index))))
+            parent[last] = first
+    groups: dict[int, set[str]] = {}
+    for index, pair in enumerate(pairs):
+        groups.setdefault(root(index), set()).add(pair.first_text)
+    return groups.values()
 
 
 def _judge_pairs(pairs: Sequence[Example]) -> SearchData:

@@ -126,6 +126,28 @@ def test_pairs_hold_out_every_tenth_query(tmp_path: Path) -> None:
     assert pair.second_texts == ("p 20", "n 0", "p -20", "n 20")  # p 0 answers the same query
 
 
+def test_no_answer_is_on_both_sides(tmp_path: Path) -> None:
+    """Queries that share answers, directly or through others, are held out together or not at all."""
+    rng = np.random.default_rng(0)
+    rows = [{"query": f"q {rng.integers(300)}", "positive": f"p {rng.integers(900)}"} for _ in range(400)]
+    rows += [{"query": f"common {k}", "positive": "yes"} for k in range(200)]
+    train, evaluation = read_tuning_data(write_rows(tmp_path / "pairs.jsonl", rows))
+    answers = {
+        evaluation.corpus[text]
+        for scores in evaluation.judgements.values()
+        for text, score in scores.items()
+        if score > 0
+    }
+    queries = {*evaluation.queries.values()}
+    assert not answers & {pair.second_texts[0] for pair in train}
+    assert not queries & {pair.first_text for pair in train}
+    assert {row["positive"] for row in rows if row["query"] in queries} == answers
+    assert 20 <= len(queries) <= len({row["query"] for row in rows}) // 10
+    few = write_rows(tmp_path / "few.jsonl", rows[-30:])
+    with pytest.raises(DataError, match="but has 30, or too many with an equal answer"):
+        read_tuning_data(few)
+
+
 def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     """A short query, an empty text and one that is longer than the context are encoded; the last is counted."""
     model = save_small_encoder(tmp_path / "model")
