@@ -26,7 +26,6 @@ from megahead.checkpoints.arguments import checkpoint_path
 from megahead.commands import report_once
 from megahead.errors import FieldError, existing_path, require_at_least, run_command
 from megahead.evaluate.glue_tasks import (
-    PAIRS_PREFIX,
     XNLI_LANGUAGES,
     DataSource,
     FineTuningSettings,
@@ -36,7 +35,7 @@ from megahead.evaluate.glue_tasks import (
     load_task,
     paper_settings,
 )
-from megahead.evaluate.search_data import ContrastiveSettings, load_pairs
+from megahead.evaluate.search_data import PAIRS_PREFIX, ContrastiveSettings, load_pairs
 from megahead.hf.pooling import POOLINGS
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
@@ -62,7 +61,8 @@ def run() -> None:
     arguments = _parser().parse_args()
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
-    tasks = [load_with_settings(name, sources, arguments) for name in expand_task_names(arguments.task, sources)]
+    names = expand_task_names(arguments.task, sources, PAIRS_PREFIX)
+    tasks = [load_with_settings(name, sources, arguments) for name in names]
     if arguments.save:
         require_one_run(tasks, arguments)
     import torch

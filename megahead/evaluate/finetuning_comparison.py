@@ -12,8 +12,9 @@ from typing import Any
 
 from megahead.evaluate.contrastive_tuning import ContrastiveRun
 from megahead.evaluate.finetuning import EpochScores, FineTuningRun, InitialModel
-from megahead.evaluate.glue_tasks import PAIRS_PREFIX, TASKS, FineTuningSettings, TaskData, find_task
+from megahead.evaluate.glue_tasks import TASKS, FineTuningSettings, TaskData
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
+from megahead.evaluate.search_data import PAIRS_PREFIX, find_task
 from megahead.wording import format_duration
 
 

@@ -317,23 +317,6 @@ TASKS: Mapping[str, Task] = {
 }
 """By name; `xnli/fr` trains on French."""
 
-PAIRS_PREFIX = "retrieval/"
-"""Of tasks whose name goes on with the path of their data: `search_data.load_pairs`."""
-
-_PAIRS_TASK = Task(
-    labels=(),
-    build=text_builder("query", "positive"),
-    files=(),
-    hub=("", "", ""),
-    metric="ndcg@10",
-    extra_metrics=("recall@1", "recall@10", "recall@100", "mrr@10"),
-)
-
-
-def find_task(name: str) -> Task:
-    """The task of that name, one of `TASKS` or retrieval/PATH."""
-    return _PAIRS_TASK if name.startswith(PAIRS_PREFIX) else TASKS[name]
-
 
 # Loads a task's examples from published files or from the Hugging Face hub.
 
@@ -402,14 +385,17 @@ class DataSource:
         return self.folder is not None and all((self.folder / path).is_file() for path in paths.split("+"))
 
 
-def expand_task_names(names: Sequence[str], sources: DataSource) -> list[str]:
-    """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder."""
+def expand_task_names(names: Sequence[str], sources: DataSource, other_prefix: str = "") -> list[str]:
+    """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder.
+
+    `other_prefix`: of names that go on with a path; these are kept."""
     expanded: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
-        if name not in TASKS and not members and not name.startswith(PAIRS_PREFIX):
+        if name not in TASKS and not members and not (other_prefix and name.startswith(other_prefix)):
             known = [task for task in TASKS if not task.startswith("xnli/")]
-            rule = f"name tasks of {', '.join(known)}, {PAIRS_PREFIX}PATH, xnli/LANGUAGE"
+            others = f", {other_prefix}PATH" if other_prefix else ""
+            rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE{others}"
             raise FieldError("--task", rule, got=name, hint=did_you_mean(name, known))
         available = [task for task in members if sources.has_task(task)]
         if members and not available:

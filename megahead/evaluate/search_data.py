@@ -13,7 +13,15 @@ from itertools import islice
 from pathlib import Path
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.glue_tasks import PAIRS_PREFIX, Example, FineTuningSettings, LossName, TaskData, find_task
+from megahead.evaluate.glue_tasks import (
+    TASKS,
+    Example,
+    FineTuningSettings,
+    LossName,
+    Task,
+    TaskData,
+    text_builder,
+)
 from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_first_line, read_text
 from megahead.hf.pooling import PoolingName
 
@@ -151,6 +159,23 @@ def _inverse(ids: Mapping[str, str]) -> dict[str, str]:
 
 # Tuning on pairs as one of the tasks of `megahead finetune`.
 
+PAIRS_PREFIX = "retrieval/"
+"""Of tasks whose name goes on with the path of their data."""
+
+_PAIRS_TASK = Task(
+    labels=(),
+    build=text_builder("query", "positive"),
+    files=(),
+    hub=("", "", ""),
+    metric="ndcg@10",
+    extra_metrics=("recall@1", "recall@10", "recall@100", "mrr@10"),
+)
+
+
+def find_task(name: str) -> Task:
+    """The task of that name, one of `TASKS` or retrieval/PATH."""
+    return _PAIRS_TASK if name.startswith(PAIRS_PREFIX) else TASKS[name]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveSettings(FineTuningSettings):
@@ -180,7 +205,7 @@ def load_pairs(name: str, max_train_rows: int | None = None) -> TaskData:
     train, evaluation = read_tuning_data(path)
     if max_train_rows is not None and len(train) > max_train_rows:
         train = random.Random(0).sample(train, max_train_rows)
-    return TaskData(name, find_task(name), train, {path.name: evaluation}, trains_on_dev=False)
+    return TaskData(name, _PAIRS_TASK, train, {path.name: evaluation}, trains_on_dev=False)
 
 
 # BEIR's files.
