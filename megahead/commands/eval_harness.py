@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
-from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
+from megahead.evaluate.harness_tasks import TASKS, require_for_kind, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
@@ -47,8 +47,10 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     results_file = ResultsFile(arguments.output)
-    from megahead.hf.export import ensure_hf_folder
+    from megahead.hf.export import ensure_hf_folder, holds_encoder
 
+    for model in arguments.model:
+        require_for_kind(files, encoder=holds_encoder(model))
     folders = {model: ensure_hf_folder(model) for model in arguments.model}
     progress = {}
     if arguments.curve:
@@ -81,10 +83,9 @@ def default_tasks(models: Sequence[Path]) -> str:
     """The paper's tasks; if one of the models is an encoder, tasks that suit both kinds of models."""
     if not models:
         return PAPER_TASKS
-    from megahead.hf.export import ensure_hf_folder
-    from megahead.hf.loading import is_encoder
+    from megahead.hf.export import holds_encoder
 
-    return ENCODER_TASKS if any(is_encoder(ensure_hf_folder(model)) for model in models) else PAPER_TASKS
+    return ENCODER_TASKS if any(map(holds_encoder, models)) else PAPER_TASKS
 
 
 def evaluate_model(

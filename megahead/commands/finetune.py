@@ -86,7 +86,8 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     console = terminal(soft_wrap=True, quiet=group.rank > 0)
     for data in (data for data, _ in tasks if data.num_skipped):
         console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
-    folders = open_models(arguments.model, group)
+    tunes_vectors = any(data.name.startswith(PAIRS_PREFIX) for data, _ in tasks)
+    folders = open_models(arguments.model, group, encoders=tunes_vectors)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
         from megahead.report.task_curves import checkpoint_progress
@@ -104,11 +105,13 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
         console.print(f"wrote {write_curve(results, progress, arguments.curve)}", soft_wrap=True)
 
 
-def open_models(models: Sequence[Path], group: Group) -> dict[Path, Path]:
-    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective."""
-    from megahead.hf.export import ensure_classifier_folder
+def open_models(models: Sequence[Path], group: Group, *, encoders: bool) -> dict[Path, Path]:
+    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective. `encoders`:
+    CheckpointError for a decoder."""
+    from megahead.hf.export import ensure_classifier_folder, ensure_encoder_folder
 
-    folders = {model: ensure_classifier_folder(model) for model in models} if group.rank == 0 else {}
+    ensure_folder = ensure_encoder_folder if encoders else ensure_classifier_folder
+    folders = {model: ensure_folder(model) for model in models} if group.rank == 0 else {}
     return group.broadcast_object(folders)
 
 

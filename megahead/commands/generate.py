@@ -102,13 +102,13 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
     import torch
 
     from megahead.evaluate.generation import generate_by_unmasking, generate_continuation
-    from megahead.hf.export import ensure_hf_folder
-    from megahead.hf.loading import is_encoder, load_causal, load_masked, load_tokenizer_folder
+    from megahead.hf.export import ensure_hf_folder, holds_encoder
+    from megahead.hf.loading import load_causal, load_masked, load_tokenizer_folder
 
-    folder = ensure_hf_folder(model)
-    encoder = is_encoder(folder)
+    encoder = holds_encoder(model)
     if passes is not None and not encoder:
         raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
+    folder = ensure_hf_folder(model)
     network = (load_masked if encoder else load_causal)(folder)
     network.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)

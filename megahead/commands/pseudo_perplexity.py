@@ -28,11 +28,11 @@ def main() -> None:
     require_at_least(3, max_length=arguments.max_length)
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
     from megahead.evaluate.scoring import pseudo_perplexity
-    from megahead.hf.export import ensure_hf_folder
+    from megahead.hf.export import ensure_encoder_folder
 
     rows: list[dict[str, object]] = []
     limits = {"max_length": arguments.max_length, "batch_size": arguments.batch_size}
     for model in arguments.model:
-        result = pseudo_perplexity(ensure_hf_folder(model), texts, **limits)
+        result = pseudo_perplexity(ensure_encoder_folder(model), texts, **limits)
         rows.append({"model": str(model), "tokens": result.tokens, "pseudo-perplexity": result.perplexity()})
     terminal().print(to_rich(rows))

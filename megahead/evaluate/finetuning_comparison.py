@@ -201,9 +201,7 @@ class Comparison:
             if result is None:
                 initial_model, data, settings, seed = run
                 if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
-                    task_run = _open_run(initial_model, data, settings)
-                    if isinstance(task_run, ContrastiveRun) and task_run.truncation_note:
-                        report(task_run.truncation_note)
+                    task_run = _open_run(initial_model, data, settings, report)
                 result = self._cache.add(run, self._epochs(task_run, seed, report))
             results.append(result)
         return results
@@ -235,9 +233,15 @@ class Comparison:
         )
 
 
-def _open_run(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> TaskRun:
-    run_type = ContrastiveRun if data.name.startswith(PAIRS_PREFIX) else FineTuningRun
-    return run_type(initial_model, data, settings)
+def _open_run(
+    initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, report: Callable[[str], object]
+) -> TaskRun:
+    if not data.name.startswith(PAIRS_PREFIX):
+        return FineTuningRun(initial_model, data, settings)
+    run = ContrastiveRun(initial_model, data, settings)
+    if run.truncation_note:
+        report(run.truncation_note)
+    return run
 
 
 def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:

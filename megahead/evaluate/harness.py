@@ -27,7 +27,7 @@ from megahead.evaluate.harness_tasks import (
     TASKS,
     LogProbabilityTask,
     ModelTask,
-    require_for_encoder,
+    require_for_kind,
     task_rows,
     write_tasks,
 )
@@ -50,11 +50,10 @@ def evaluate_tasks(
 
     files: task name to its data, from `task_files`. limit: number of examples of each task (of each paradigm), the
     first ones. On a GPU if there is one. batch_size: examples at once; None: as many as fit into free memory.
-    Raises CheckpointError for a folder without head or tokenizer, FieldError for an encoder and a task that needs a
-    decoder.
+    Raises CheckpointError for a folder without head or tokenizer, FieldError for a task that needs the other
+    kind of model.
     """
-    if is_encoder(model_dir):
-        require_for_encoder(files)
+    require_for_kind(files, encoder=is_encoder(model_dir))
     model = None
     for name, file in files.items():
         task = TASKS[name]

@@ -395,12 +395,21 @@ def task_files(
     return files
 
 
-def require_for_encoder(names: Iterable[str]) -> None:
-    """Raises FieldError for a task that only a decoder can be scored on."""
-    encoder_tasks = [name for name, task in TASKS.items() if not isinstance(task, LMEvalTask) and task.for_encoders]
+def require_for_kind(names: Iterable[str], *, encoder: bool) -> None:
+    """Raises FieldError for a task that only the other kind of model, a decoder or an encoder, can be scored on."""
+    suitable = [name for name, task in TASKS.items() if (_suits_encoders if encoder else _suits_decoders)(task)]
     for name in names:
-        if name not in encoder_tasks:
-            raise FieldError("--tasks", f"name tasks of {', '.join(encoder_tasks)} for an encoder", got=name)
+        if name not in suitable:
+            kind = "an encoder" if encoder else "a decoder"
+            raise FieldError("--tasks", f"name tasks of {', '.join(suitable)} for {kind}", got=name)
+
+
+def _suits_encoders(task: LMEvalTask | LogProbabilityTask | ModelTask) -> bool:
+    return not isinstance(task, LMEvalTask) and task.for_encoders
+
+
+def _suits_decoders(task: LMEvalTask | LogProbabilityTask | ModelTask) -> bool:
+    return not (isinstance(task, ModelTask) and task.for_encoders)
 
 
 def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:

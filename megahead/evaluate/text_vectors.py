@@ -18,7 +18,7 @@ from megahead.data.writer import ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.retrieval import MAX_TOKENS, TextEncoder
 from megahead.files import AtomicFile
-from megahead.hf.export import ensure_hf_folder
+from megahead.hf.export import ensure_encoder_folder
 from megahead.hf.loading import read_context_length
 from megahead.hf.pooling import POOLINGS, PoolingName, max_text_tokens, read_pooling
 
@@ -56,7 +56,7 @@ def write_text_vectors(
     longer than the model was trained for is truncated. CheckpointError for a decoder; an earlier `output` is replaced
     at the end. Memory: 4 MB of text and the vectors of 1,024 texts.
     """
-    folder = ensure_hf_folder(model)
+    folder = ensure_encoder_folder(model)
     pooling = pooling or read_pooling(folder)
     if pooling is None:
         hint = f"`{folder}` names none"

@@ -26,6 +26,7 @@ from megahead.files import atomic_folder, sha256_of
 from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
+from megahead.hf.loading import is_encoder
 from megahead.hf.pooling import require_pooling, write_pooling
 from megahead.hf.settings import write_json, write_settings
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
@@ -282,6 +283,20 @@ def ensure_hf_folder(path: Path) -> Path:
     return _ensure_export(path, best_head)
 
 
+def ensure_encoder_folder(path: Path) -> Path:
+    """As `ensure_hf_folder`; CheckpointError for a decoder, before it is exported."""
+    if not holds_encoder(path):
+        raise CheckpointError(f"`{path}` must hold an encoder, whose [CLS] reads the whole text, but does not.")
+    return ensure_hf_folder(path)
+
+
+def holds_encoder(path: Path) -> bool:
+    """Whether the Hugging Face folder, run or checkpoint `path` has a model that predicts masked tokens.
+    CheckpointError if `path` is none of these."""
+    run = _open_run(path)
+    return is_encoder(path) if run is None else run.config.model.is_encoder() and not run.config.model.is_causal
+
+
 def ensure_classifier_folder(path: Path) -> Path:
     """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder is exported without a head, as some
     classes with its head have no classifier; an encoder with it, as ModernBERT's classifier starts with its head."""
@@ -289,11 +304,9 @@ def ensure_classifier_folder(path: Path) -> Path:
 
 
 def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path:
-    if (path / "config.json").is_file():
+    model = _open_run(path)
+    if model is None:
         return path
-    if find_checkpoint(path) is None:
-        raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
-    model = TrainedModel.open(path)
     head = choose_head(model)
     output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
     is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
@@ -304,6 +317,15 @@ def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) 
     if is_tokenizer_missing or source != checkpoint_fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output
+
+
+def _open_run(path: Path) -> TrainedModel | None:
+    """The model of a run or checkpoint; None for a Hugging Face folder."""
+    if (path / "config.json").is_file():
+        return None
+    if find_checkpoint(path) is None:
+        raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
+    return TrainedModel.open(path)
 
 
 class ExportOrigin(NamedTuple):

@@ -94,13 +94,12 @@ def check_tokenizer(config: RunConfig) -> None:
 
 def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
     """The run's task files by task (`task_files`). Errors name settings instead of the command's options."""
-    from megahead.evaluate.harness_tasks import require_for_encoder, task_files
+    from megahead.evaluate.harness_tasks import require_for_kind, task_files
 
     paths = config.data, config.cloze, config.text, config.items, config.articles
     folders = [None if path is None else Path(path) for path in paths]
     try:
-        if encoder:
-            require_for_encoder(config.names)
+        require_for_kind(config.names, encoder=encoder)
         return task_files(config.names, *folders)
     except FieldError as error:
         raise FieldError(_SETTING_BY_OPTION[error.field], error.rule, got=error.got, hint=error.hint) from None

@@ -154,6 +154,8 @@ def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
             TaskEvaluation(TasksConfig(names=names, every=4), Group(), is_encoder=False)
     with pytest.raises(FieldError, match=r"`tasks\.names` must name tasks of blimp, .* for an encoder, but is sciq"):
         TaskEvaluation(TasksConfig(names=["sciq"], data=str(tmp_path), every=4), Group(), is_encoder=True)
+    with pytest.raises(FieldError, match=r"`tasks\.names` must name tasks of .*sciq.* for a decoder, but is stsb"):
+        TaskEvaluation(TasksConfig(names=["stsb"], data=str(tmp_path), every=4), Group(), is_encoder=False)
 
 
 def test_an_encoders_grammar_along_training(tmp_path: Path) -> None:
