@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from shlex import quote
@@ -217,7 +217,8 @@ def _pretrain(config: Path, must_stop: Callable[[], bool] | None = None) -> str:
 
 def _train_until(deadline: float, config: Path, plan: Plan, tolerance: float, report: Report) -> str:
     """Trains, and returns how it ended. A run that turns out too slow for `deadline` is stopped early, gets fewer steps
-    and goes on, so that its learning rate still decays to the end."""
+    and goes on, so that its learning rate still decays to the end and evaluations keep their share of the time."""
+    seconds = deadline - monotonic() + plan.export_seconds()
     while True:
         settings = load_config(config)
         run, steps = settings.folder().path, settings.training.steps
@@ -228,7 +229,8 @@ def _train_until(deadline: float, config: Path, plan: Plan, tolerance: float, re
         report(f"{'time':<12}steps take longer than planned: {pace.new_steps:,} instead of {steps:,}")
         header, _, content = config.read_text(encoding="utf-8").partition("\n")
         tree = yaml.safe_load(content)
-        tree["training"]["steps"] = pace.new_steps
+        slower = replace(plan, step_seconds=pace.step_seconds)
+        tree["training"] |= _intervals(pace.new_steps, slower.evaluations(seconds))
         _save_config(config, header, tree)
 
 
@@ -423,10 +425,14 @@ def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
     settings["output_dir"] = str(folder / "run")
     settings["data"] |= {"train": str(folder / "text"), "validation": str(folder / "text-validation")}
     settings["schedule"]["warmup_steps"] = round(min(0.1, 50 / steps), 4)
-    every = math.ceil(steps / plan.evaluations(seconds))
-    settings["training"] = {"steps": steps, "evaluate_every": every, "evaluate_samples": EVALUATION_ROWS}
-    settings["training"]["checkpoint_every"] = 2 * every
+    settings["training"] = _intervals(steps, plan.evaluations(seconds)) | {"evaluate_samples": EVALUATION_ROWS}
     _save_config(path, header, settings)
+
+
+def _intervals(steps: int, evaluations: int) -> dict[str, int]:
+    """Settings of `training`: the last evaluation is after the last step."""
+    every = math.ceil(steps / evaluations)
+    return {"steps": steps, "evaluate_every": every, "checkpoint_every": 2 * every}
 
 
 def _save_config(path: Path, header: str, settings: Mapping[str, Any]) -> None:

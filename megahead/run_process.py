@@ -108,6 +108,9 @@ class Pace:
     new_steps: int | None = None
     """As many as there is time for, after `is_too_slow`."""
 
+    step_seconds: float = 0.0
+    """What a step has taken then, with its share of evaluations and saves."""
+
     def __post_init__(self) -> None:
         self._step, self._first = last_logged_step(self.run), (0.0, 0)
 
@@ -126,5 +129,5 @@ class Pace:
         steps = step + max(1, floor(remaining_seconds / seconds_each))
         saved_seconds = (self.steps - steps) * seconds_each - self.startup_seconds
         if saved_seconds > self.tolerance:
-            self.new_steps = steps
+            self.new_steps, self.step_seconds = steps, seconds_each
         return self.new_steps is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import random
 import signal
 import threading
@@ -218,19 +219,21 @@ def test_the_plan_keeps_the_minutes_or_a_line_says_by_how_much_it_does_not(
 
 
 @pytest.mark.parametrize(
-    ("slowness", "stops"),
-    [(0.25, 0), (1.0, 0), (1.05, 0), (1.2, 1), (2.0, 1), (8.0, 1)],
+    ("slowness", "stops", "evaluations"),
+    [(0.25, 0, 0), (1.0, 0, 0), (1.05, 0, 0), (1.2, 1, 8), (2.0, 1, 8), (8.0, 1, 2)],
     ids=lambda value: f"{value:g}",
 )
 def test_a_run_that_is_slower_than_planned_gets_fewer_steps_and_ends_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: float, stops: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowness: float, stops: int, evaluations: int
 ) -> None:
-    """By a clock on which a step takes `slowness` times 100 ms, of which 1,000 were planned for 100 s."""
+    """By a clock on which a step takes `slowness` times 100 ms, of which 1,000 were planned for 100 s, and an
+    evaluation that times 1.1 s; `evaluations` then fit into a fifth of the time, 8 at most."""
     clock, told, steps_done, starts = [0.0], list[str](), [0], list[int]()
     config = Path(config_file(tmp_path, {"training.steps": 1000}))
     config.write_text("# header\n" + config.read_text())
     monkeypatch.setattr(quickstart, "pretrain", lambda config, must_stop: train(must_stop))
-    monkeypatch.setattr(run_process, "monotonic", lambda: clock[0])
+    for module in (quickstart, run_process):
+        monkeypatch.setattr(module, "monotonic", lambda: clock[0])
     record = dict.fromkeys(("tokens", "seconds", "loss"), 1.0)
 
     def train(must_stop: Callable[[], bool]) -> None:
@@ -250,7 +253,9 @@ def test_a_run_that_is_slower_than_planned_gets_fewer_steps_and_ends_in_time(
     plan = Plan(SHAPES[0], 512, 1e9, 0.1, startup_seconds=10)
     assert quickstart._train_until(110, config, plan, 6, told.append) == "finished"
     assert len(starts) == 1 + stops == 1 + len(told)
-    assert steps_done[0] == load_config(config).training.steps
+    training = load_config(config).training
+    assert steps_done[0] == training.steps
+    assert not stops or math.ceil(training.steps / training.evaluate_every) == evaluations
     assert config.read_text().startswith("# header\n")
     assert clock[0] <= 110 * 1.05
 
