@@ -27,15 +27,20 @@ from megahead.hf.export import ensure_hf_folder
 
 def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains all sides (or those of `only`) on the table --text; records every run of the chosen recipes, and means
-    over seeds of the test's HR@10, NDCG@10 and MRR among unseen items."""
+    over seeds of the test's HR@10, NDCG@10 and MRR among unseen items, after each side."""
     grid, rows = GRIDS["items"], list[Row]()
     table = _Table.prepare(runner)
     for side, overrides in grid["sides"].items():
         if not only or side in only:
             training = _SideTraining(runner, table, side, overrides)
             rows += best_recipe_on_all_seeds(side, grid["recipes"], grid["seeds"], training.scores)
-    rivals = [rival for rival in RIVALS if not only or rival in only]
-    rows += _train_rivals(runner, table, rivals) if rivals else []
+            _record(runner, rows)
+    if rivals := [rival for rival in RIVALS if not only or rival in only]:
+        rows += _train_rivals(runner, table, rivals)
+        _record(runner, rows)
+
+
+def _record(runner: ExperimentRunner, rows: Sequence[Row]) -> None:
     runner.record("items-runs", rows)
     columns = ("model", "dropout", "rate")
     runner.record("items", aggregate_seeds(rows, columns, ["validation NDCG@10", *METRICS, "CPU s"]))

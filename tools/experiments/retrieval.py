@@ -40,7 +40,7 @@ class Way(NamedTuple):
 def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains each way (or those of `only`) with every rate and the first seed, then with its best rate and all seeds:
     for equal tokens, and for the time that RetroMAE with a softmax takes. Scores all before and after tuning on pairs
-    of a title and its article.
+    of a title and its article. Records results after each way.
 
     --text: JSON lines with `title` and `text`; --tasks-data: with STS-B.
     """
@@ -59,9 +59,9 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
         steps = round(GRID["steps"] * longest / comparison.step_seconds(way, overrides))
         if steps > GRID["steps"]:
             rows += comparison.rows(way, [*overrides, rate], steps, "time")
-    runner.record("retrieval-runs", rows)
-    scores = [name for name, value in rows[0].items() if isinstance(value, float)]
-    runner.record("retrieval", aggregate_seeds(rows, ("way", "equal", "rate", "steps"), scores))
+        runner.record("retrieval-runs", rows)
+        scores = [name for name, value in rows[0].items() if isinstance(value, float)]
+        runner.record("retrieval", aggregate_seeds(rows, ("way", "equal", "rate", "steps"), scores))
 
 
 @dataclass(frozen=True)

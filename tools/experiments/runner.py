@@ -34,6 +34,7 @@ from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
 from megahead.evaluate.finetuning_comparison import FineTuningResult, FineTuningResults
 from megahead.evaluate.results import ResultsFile, TaskResult
+from megahead.files import write_atomically
 from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
@@ -245,8 +246,8 @@ class ExperimentRunner:
             "results": list(rows),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (self.folder / f"{name}.md").write_text(to_markdown(rows), encoding="utf-8")
+        write_atomically(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        write_atomically(self.folder / f"{name}.md", to_markdown(rows))
         if charts:
             save_figure(draw_charts(charts), self.folder / f"{name}.png")
         self.console.print(to_rich(rows))

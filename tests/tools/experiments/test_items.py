@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from experiments.item_rivals import best_recipe_on_all_seeds
+from experiments.item_rivals import METRICS, best_recipe_on_all_seeds
 from experiments.items import compare_items
 from experiments.measures import Row
 from experiments.runner import GRIDS, ExperimentRunner
@@ -61,6 +62,22 @@ def test_sides_are_scored_on_the_last_items(
     assert [(row["model"], row["seeds"]) for row in means] == [(side, 2) for side in SIDES]
     assert means[0]["NDCG@10"] == pytest.approx((rows[0]["NDCG@10"] + rows[1]["NDCG@10"]) / 2)
     assert all(row["CPU s"] > 0 for row in rows)
+
+
+def test_a_command_that_is_killed_has_recorded_the_sides_before(
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scores(training: Any, recipe: Row, seed: int) -> Row:
+        if training.side != SIDES[0]:
+            raise KeyboardInterrupt
+        return dict.fromkeys(("validation NDCG@10", *METRICS, "CPU s"), 0.5)
+
+    monkeypatch.setattr("experiments.items._Table.prepare", lambda runner: None)
+    monkeypatch.setattr("experiments.items._SideTraining.scores", scores)
+    with pytest.raises(KeyboardInterrupt):
+        compare_items(runner, SIDES)
+    assert {row["model"] for row in results(runner, "items-runs")} == {SIDES[0]}
+    assert [row["model"] for row in results(runner, "items")] == [SIDES[0]]
 
 
 def test_rivals_are_left_out_where_their_library_is_missing(

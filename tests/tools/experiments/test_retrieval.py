@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from experiments.retrieval import compare_retrieval
+from experiments.measures import Row
+from experiments.retrieval import Way, compare_retrieval
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.errors import FieldError
 from support.runner import results
@@ -38,6 +40,32 @@ def test_ways_are_tuned_alike_and_scored_before_and_after_tuning(
     trained = [json.loads(line)["query"] for line in (runner.folder / "articles/pairs.jsonl").open()]
     assert len(articles) == 40
     assert not set(articles) & set(trained)
+
+
+class StoppedComparison:
+    """Has the rows of RetroMAE, and is stopped then."""
+
+    def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
+        return 1.0
+
+    def best_rate(self, way: Way, overrides: Sequence[str]) -> str:
+        if way.rule != "retromae":
+            raise KeyboardInterrupt
+        return "optimizer.learning_rate=1e-3"
+
+    def rows(self, way: Way, overrides: Sequence[str], steps: int, equal: str) -> list[Row]:
+        return [{"way": way.name, "equal": equal, "rate": "1e-3", "steps": steps, "seed": 0, "found": 0.5}]
+
+
+def test_a_command_that_is_killed_has_recorded_the_ways_before(
+    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.retrieval.Comparison.prepare", lambda runner: StoppedComparison())
+    with pytest.raises(KeyboardInterrupt):
+        compare_retrieval(runner, [])
+    ways = {f"retromae-{objective}" for objective in ("headless", "vanilla")}
+    assert {row["way"] for row in results(runner, "retrieval-runs")} == ways
+    assert {row["way"] for row in results(runner, "retrieval")} == ways
 
 
 def test_an_unknown_way_is_refused(runner: ExperimentRunner) -> None:
