@@ -7,20 +7,23 @@ import csv
 import glob
 import gzip
 import os
+import shutil
 import sys
+import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import orjson
 import zstandard
 
-from megahead.data.archives import ARCHIVES, chunk_archive
 from megahead.data.hub import HubSplit, is_hub_url
 from megahead.data.records import BLOCK_BYTES, Chunk, JsonLines, Selection, TextFile, TextLines
 from megahead.data.tables import SPLITS_FILE, chunk_arrow, chunk_parquet, is_saved_dataset, saved_dataset_files
@@ -150,8 +153,9 @@ def _names(pattern: str) -> list[str]:
 
 def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
     """The same inputs, of whose `.txt` files each line is a document."""
+    lines = partial(_chunk_lines, chunk_class=TextLines)
     return [
-        replace(item, split=_chunk_text_lines) if item.split is _chunk_text and ".txt" in item.path.suffixes else item
+        replace(item, split=lines) if item.split is _chunk_text and ".txt" in item.path.suffixes else item
         for item in inputs
     ]
 
@@ -217,11 +221,11 @@ def _expand_pattern(pattern: str) -> list[Path]:
 
 def _make_input(path: Path) -> Input:
     if path == STANDARD_INPUT:
-        return Input(path, (path,), "stdin", 0, _chunk_json_lines)
+        return Input(path, (path,), "stdin", 0, _chunk_lines)
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
         return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)
-    for suffix, split in (CHUNKERS | _ARCHIVE_CHUNKERS).items():
+    for suffix, split in (CHUNKERS | dict.fromkeys(ARCHIVES, _chunk_archive)).items():
         if path.name.endswith(suffix):
             return Input(path, (path,), path.name.removesuffix(suffix), _file_bytes(path), split)
     raise DataError(f"`{path}` must end in {SUFFIXES}, {', '.join(ARCHIVES)}, but does not; convert or rename it.")
@@ -233,15 +237,7 @@ def _file_bytes(path: Path) -> int:
     return path.stat().st_size
 
 
-def _chunk_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
-    return _chunk_lines(path, selection, JsonLines)
-
-
-def _chunk_text_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
-    return _chunk_lines(path, selection, TextLines)
-
-
-def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk]) -> Iterator[Chunk]:
+def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk] = JsonLines) -> Iterator[Chunk]:
     """Blocks of whole lines, without the last newline of each."""
     first_line, chunk_end, position = 1, 0, 0
     rest: list[bytes] = []
@@ -297,7 +293,7 @@ def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
     try:
         items = orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
-        yield from _chunk_json_lines(path, selection)
+        yield from _chunk_lines(path, selection)
         return
     lines = [orjson.dumps(item) for item in (items if isinstance(items, list) else [items])]
     boundaries, size = [*range(0, len(lines), 1000), len(lines)], path.stat().st_size  # [0] for an empty array
@@ -348,7 +344,7 @@ def _read_whole(path: Path, reason: str) -> bytes:
 
 
 _TEXT_CHUNKERS: dict[str, Chunker] = {
-    ".jsonl": _chunk_json_lines,
+    ".jsonl": _chunk_lines,
     ".json": _chunk_json,
     ".txt": _chunk_text,
     ".md": _chunk_text,
@@ -360,4 +356,60 @@ CHUNKERS: dict[str, Chunker] = {
     f"{suffix}{compression}": split for suffix, split in _TEXT_CHUNKERS.items() for compression in ("", *DECOMPRESSORS)
 } | {".parquet": chunk_parquet, ".arrow": chunk_arrow}
 SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow"
-_ARCHIVE_CHUNKERS = {suffix: partial(chunk_archive, chunkers=CHUNKERS) for suffix in ARCHIVES}  # not for folders' files
+
+# Archives of files (tar, zip), which are not read where they lie in a folder.
+
+
+def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The chunks of an archive's members, in its order, each split by its suffix; members of unknown types are ignored,
+    as in a folder.
+
+    Costs disk space for one member at a time, in a temporary folder. DataError if no member can be read.
+    """
+    read_members = next(read for suffix, read in ARCHIVES.items() if path.name.endswith(suffix))
+    is_empty = True
+    try:
+        for name, content in read_members(path):
+            suffix = next((suffix for suffix in CHUNKERS if name.endswith(suffix)), None)
+            if suffix is None or PurePosixPath(name).name.startswith("."):
+                continue
+            is_empty = False
+            for chunk in _chunk_member(content, suffix, selection):
+                yield replace(chunk, path=f"{path}/{name}")
+    except DataError as error:
+        raise DataError(f"`{path}` must hold text that can be read, but does not: {error}") from error
+    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
+        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); unpack or repair it.") from error
+    if is_empty:
+        raise DataError(f"`{path}` must hold files that end in one of {', '.join(CHUNKERS)}, but holds none.")
+
+
+def _chunk_member(content: IO[bytes], suffix: str, selection: Selection) -> Iterator[Chunk]:
+    with TemporaryDirectory() as folder:  # a table is read at many places, and a decompressor wants a file
+        file = Path(folder, f"member{suffix}")
+        with file.open("wb") as output:
+            shutil.copyfileobj(content, output, 1 << 20)
+        yield from CHUNKERS[suffix](file, selection)
+
+
+def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    with tarfile.open(path, "r|*") as archive:
+        for member in archive:
+            if member.isfile() and (content := archive.extractfile(member)) is not None:
+                yield member.name, content
+
+
+def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if not member.is_dir():
+                with archive.open(member) as content:
+                    yield member.filename, content
+
+
+ARCHIVES: dict[str, Callable[[Path], Iterator[tuple[str, IO[bytes]]]]] = {
+    ".tar": _tar_members,
+    ".tar.gz": _tar_members,
+    ".tgz": _tar_members,
+    ".zip": _zip_members,
+}

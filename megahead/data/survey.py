@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.data.archives import ARCHIVES
 from megahead.data.records import Selection, TextFile
-from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
+from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
 from megahead.data.tables import is_saved_dataset
 from megahead.errors import DataError
 from megahead.wording import pluralize
