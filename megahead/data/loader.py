@@ -9,14 +9,19 @@ import numpy as np
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, CausalCollator, RowCollator
+from megahead.data.batch import (
+    Batch,
+    CausalCollator,
+    EncoderRowBuilder,
+    MaskedInputCollator,
+    NextTokenCollator,
+    RowCollator,
+)
 from megahead.data.blending import RowSource
-from megahead.data.encoder_rows import EncoderRowBuilder, MaskedInputCollator, NextTokenCollator
 from megahead.data.indexed import IndexedDataset
-from megahead.data.masking import DiffusionCollator, MaskingCollator
+from megahead.data.masking import DiffusionCollator, MaskingCollator, TokenSubsets
 from megahead.data.strategies import Uniform, build_strategy
 from megahead.data.strategy import TargetErrorCounts, TrainingText
-from megahead.data.token_subsets import TokenSubsets
 from megahead.errors import ConfigError
 
 

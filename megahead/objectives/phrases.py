@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, RowCollator
-from megahead.data.encoder_rows import EncoderRows
+from megahead.data.batch import Batch, EncoderRows, RowCollator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import Strategy

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import Batch
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import Batch, EncoderRowBuilder
 from megahead.data.masking import DiffusionCollator
 from megahead.data.samples import CounterRng
 from megahead.data.strategy import WeightedIds

@@ -13,14 +13,12 @@ from megahead.config.loading import config_from_dict
 from megahead.config.masking import DroppingConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import Batch, EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
-from megahead.data.masking import MaskingCollator
+from megahead.data.masking import MaskingCollator, TokenDropping, TokenSubsets
 from megahead.data.strategies import STRATEGIES, Hardest, Uniform
 from megahead.data.strategy import Strategy, TargetErrorCounts, WeightedIds
-from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import WEIGHT_FLOOR, Hardest
 from megahead.data.strategy import TargetErrorCounts

@@ -11,8 +11,7 @@ import torch
 
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig
-from megahead.data.batch import CausalCollator, causal_batch
-from megahead.data.encoder_rows import MaskedInputCollator
+from megahead.data.batch import CausalCollator, MaskedInputCollator, causal_batch
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import held_out_collator, training_collator
 from megahead.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 
 from megahead.config.masking import MaskingConfig
 from megahead.data import masking
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform

@@ -20,7 +20,7 @@ from megahead.config import masking
 from megahead.config.loading import config_from_dict
 from megahead.config.masking import MaskingConfig
 from megahead.data import strategy
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.encoder_rows import EncoderRowBuilder, NextTokenCollator
+from megahead.data.batch import EncoderRowBuilder, NextTokenCollator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from megahead.config.data import BlendPart, DataConfig
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import causal_batch
+from megahead.data.batch import EncoderRowBuilder, causal_batch
 from megahead.data.blending import training_samples
-from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
 from megahead.data.masking import MaskingCollator

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megahead.config.run import RunConfig
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import EncoderRowBuilder
 from megahead.data.loader import held_out_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Frequency

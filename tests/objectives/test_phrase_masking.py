@@ -11,8 +11,7 @@ import pytest
 
 from megahead.config.masking import MaskingConfig
 from megahead.config.phrases import PhrasesConfig
-from megahead.data.batch import Batch
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import Batch, EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Spans, Uniform
 from megahead.data.strategy import Strategy, WeightedIds

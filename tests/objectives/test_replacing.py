@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megahead.data.batch import RowCollator
-from megahead.data.encoder_rows import EncoderRowBuilder
+from megahead.data.batch import EncoderRowBuilder, RowCollator
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 from megahead.objectives.auxiliary import add_auxiliary

@@ -13,14 +13,12 @@ from benchmarks.command import zipf_tokens
 from megahead.config.loading import config_from_dict
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
-from megahead.data.batch import RowCollator
+from megahead.data.batch import EncoderRowBuilder, RowCollator
 from megahead.data.blending import RowSource, training_samples
-from megahead.data.encoder_rows import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
-from megahead.data.masking import MaskingCollator
+from megahead.data.masking import MaskingCollator, TokenDropping, TokenSubsets
 from megahead.data.strategies import Uniform
-from megahead.data.token_subsets import TokenDropping, TokenSubsets
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
 from megahead.objectives.auxiliary import Auxiliary, add_auxiliary, auxiliary_class, training_row_collator
