@@ -71,7 +71,7 @@ def export(
 
     An encoder becomes a `BertForMaskedLM` or `BertModel`, without token types a DistilBERT, or a
     `ModernBertForMaskedLM`, where it is causal a `ModernBertDecoderForCausalLM`; a Llama becomes a `LlamaForCausalLM`,
-    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/decoders.py`.
+    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/llama.py`.
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.

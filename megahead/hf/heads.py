@@ -12,9 +12,8 @@ from torch import Tensor
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
 from megahead.errors import CheckpointError, UserError
-from megahead.hf.decoders import decoder_family
-from megahead.hf.encoders import encoder_family
 from megahead.hf.families import Family
+from megahead.hf.registry import export_family
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,11 +49,6 @@ class ExportTarget:
     def has_head(self) -> bool:
         """Whether a head is exported, not the backbone alone."""
         return self.head.matrix is not None
-
-
-def export_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """Returns the family that `model` is exported as. FieldError for a causal BERT, which transformers lacks."""
-    return encoder_family(model) if model.is_encoder() else decoder_family(model, head_bias=head_bias)
 
 
 # The head of an exported encoder: the transform, norm and bias of masked language models around the embedding.
@@ -119,7 +113,7 @@ def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature
 # a folded bias too, 0 except for those rows: without one they would have a share of the probability.
 #
 # After an RMS norm nothing can be folded in; a Llama with a head bias is exported as a class that has one
-# (`megahead/hf/decoders.py`), and one with norms of queries and keys, which no such class has, cannot have that
+# (`megahead/hf/llama.py`), and one with norms of queries and keys, which no such class has, cannot have that
 # head.
 #
 # V vocabulary, D features; v rows of one chunk.

@@ -22,9 +22,9 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
-from megahead.hf import decoders, encoders
 from megahead.hf.llama import LLAMA
 from megahead.hf.published import max_positions, read_hf_config
+from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER
 from megahead.hf.settings import HFSettings
 
 
@@ -45,16 +45,15 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, off
     offload_folder: as for `load_causal`; an encoder is loaded whole.
     """
     folder = Path(folder)
-    has_pooler = _hf_config_or_empty(folder).get("model_type") in encoders.WITH_POOLER
-    options = {"add_pooling_layer": False} if has_pooler else {}
-    return _load(AutoModel, folder, dtype, options | _offload_options(folder, offload_folder, head=False))
+    options = _pooler_options(folder) | _offload_options(folder, offload_folder, head=False)
+    return _load(AutoModel, folder, dtype, options)
 
 
 def is_encoder(folder: Path) -> bool:
     """Whether config.json in `folder` names a model that predicts masked tokens."""
     hf_config = _hf_config_or_empty(folder)
     is_masked_lm = any(name.endswith("ForMaskedLM") for name in hf_config.get("architectures") or ())
-    family = encoders.FAMILIES.get(hf_config.get("model_type", ""))
+    family = ENCODERS.get(hf_config.get("model_type", ""))
     return is_masked_lm or (family is not None and family.head_type == "MaskedLM")
 
 
@@ -67,8 +66,7 @@ def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def load_encoder(folder: Path, *, random_weights: bool = False) -> Any:
     """Returns the body of the encoder in `folder` in fp32, in evaluation mode, without its head or pooler, if it has
     one; random_weights: only the config is read. CheckpointError if weights of the body are missing."""
-    has_pooler = _hf_config_or_empty(folder).get("model_type") in encoders.WITH_POOLER
-    options = {"add_pooling_layer": False} if has_pooler else {}
+    options = _pooler_options(folder)
     if random_weights:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         return AutoModel.from_config(config, dtype=torch.float32, **options).eval()
@@ -147,12 +145,18 @@ def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
+def _pooler_options(folder: Path) -> dict[str, Any]:
+    """Returns transformers' options that leave out a pooler."""
+    has_pooler = _hf_config_or_empty(folder).get("model_type") in WITH_POOLER
+    return {"add_pooling_layer": False} if has_pooler else {}
+
+
 def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -> dict[str, Any]:
     """Returns transformers' options that leave a decoder's weights on disk; none for a model that is loaded whole."""
     model_type = _hf_config_or_empty(folder).get("model_type")
-    if offload_folder is None or model_type in encoders.FAMILIES:
+    if offload_folder is None or model_type in ENCODERS:
         return {}
-    family = decoders.FAMILIES.get(model_type or "", LLAMA)
+    family = DECODERS.get(model_type or "", LLAMA)
     prefix, devices = (family.base_model_prefix, {"lm_head": "disk"}) if head else ("", {})
     devices |= {f"{prefix}{name}": "disk" for name in family.modules_on_disk}
     devices |= {f"{prefix}{name}": "cpu" for name in family.modules_on_cpu}

@@ -24,8 +24,8 @@ from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks, require_finite
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
-from megahead.hf import decoders, encoders
 from megahead.hf.families import Family
+from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
 from megahead.hf.roberta import position_offset
 from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
@@ -190,10 +190,6 @@ def read_hf_config(model_dir: Path) -> Mapping[str, Any]:
     return content
 
 
-FAMILIES = decoders.FAMILIES | encoders.FAMILIES
-"""Families that can be imported, by the `model_type` in config.json."""
-
-
 def find_family(hf_config: Mapping[str, Any]) -> Family:
     """Returns the family of a folder; FieldError for one that is unsupported."""
     model_type = hf_config.get("model_type")
@@ -207,7 +203,7 @@ def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     length = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
     if not isinstance(length, int):
         return None
-    has_offset = hf_config.get("model_type") in encoders.WITH_POSITION_OFFSET
+    has_offset = hf_config.get("model_type") in WITH_POSITION_OFFSET
     return length - position_offset(hf_config) if has_offset else length
 
 

@@ -31,7 +31,8 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.scoring import Encoder
 from megahead.hf.export import export
-from megahead.hf.published import FAMILIES, from_hf
+from megahead.hf.published import from_hf
+from megahead.hf.registry import FAMILIES
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
