@@ -56,25 +56,32 @@ def bert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return _BERT.model_settings(hf_config)
 
 
+def bert_names(prefix: str) -> dict[str | tuple[str, ...], str]:
+    """The parameters of a backbone whose names begin with `prefix`."""
+    return {
+        "backbone.embedding": f"{prefix}.embeddings.word_embeddings",
+        "backbone.positions": f"{prefix}.embeddings.position_embeddings",
+        "backbone.token_types": f"{prefix}.embeddings.token_type_embeddings",
+        "backbone.embedding_norm": f"{prefix}.embeddings.LayerNorm",
+        "backbone.blocks.*.attention.query": f"{prefix}.encoder.layer.*.attention.self.query",
+        "backbone.blocks.*.attention.key": f"{prefix}.encoder.layer.*.attention.self.key",
+        "backbone.blocks.*.attention.value": f"{prefix}.encoder.layer.*.attention.self.value",
+        "backbone.blocks.*.attention.output": f"{prefix}.encoder.layer.*.attention.output.dense",
+        "backbone.blocks.*.attention_norm": f"{prefix}.encoder.layer.*.attention.output.LayerNorm",
+        "backbone.blocks.*.mlp.up": f"{prefix}.encoder.layer.*.intermediate.dense",
+        "backbone.blocks.*.mlp.down": f"{prefix}.encoder.layer.*.output.dense",
+        "backbone.blocks.*.mlp_norm": f"{prefix}.encoder.layer.*.output.LayerNorm",
+    }
+
+
 BERT = Family(
     title="BERT",
     class_prefix="Bert",
     head_type="MaskedLM",
     base_model_prefix="bert.",
     names=ParameterNames(
-        {
-            "backbone.embedding": "bert.embeddings.word_embeddings",
-            "backbone.positions": "bert.embeddings.position_embeddings",
-            "backbone.token_types": "bert.embeddings.token_type_embeddings",
-            "backbone.embedding_norm": "bert.embeddings.LayerNorm",
-            "backbone.blocks.*.attention.query": "bert.encoder.layer.*.attention.self.query",
-            "backbone.blocks.*.attention.key": "bert.encoder.layer.*.attention.self.key",
-            "backbone.blocks.*.attention.value": "bert.encoder.layer.*.attention.self.value",
-            "backbone.blocks.*.attention.output": "bert.encoder.layer.*.attention.output.dense",
-            "backbone.blocks.*.attention_norm": "bert.encoder.layer.*.attention.output.LayerNorm",
-            "backbone.blocks.*.mlp.up": "bert.encoder.layer.*.intermediate.dense",
-            "backbone.blocks.*.mlp.down": "bert.encoder.layer.*.output.dense",
-            "backbone.blocks.*.mlp_norm": "bert.encoder.layer.*.output.LayerNorm",
+        bert_names("bert")
+        | {
             "mask_head.dense": "cls.predictions.transform.dense",
             "mask_head.norm": "cls.predictions.transform.LayerNorm",
             "mask_head.bias": "cls.predictions.bias",

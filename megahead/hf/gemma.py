@@ -8,7 +8,7 @@ from typing import Any
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
 from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, Family, ParameterNames, SettingNames
-from megahead.hf.llama import rotary_parameters, rotary_settings
+from megahead.hf.llama import LLAMA_NAMES, rotary_parameters, rotary_settings
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _GLOBAL_BASE, _LOCAL_BASE = 1e6, 1e4  # where config.json has none
@@ -101,23 +101,11 @@ GEMMA3 = Family(
     base_model_prefix="model.",
     head_prefixes=("lm_head.",),
     names=ParameterNames(
-        {
-            "backbone.embedding": "model.embed_tokens",
-            "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
-            "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
-            "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
-            "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
-            "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
-            "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
-            "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
+        LLAMA_NAMES
+        | {
             "backbone.blocks.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
             "backbone.blocks.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
-            "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-            "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
-            "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
             "backbone.blocks.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
-            "backbone.final_norm": "model.norm",
-            "head": "lm_head",
         }
     ),
     model_settings=gemma3_settings,

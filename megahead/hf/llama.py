@@ -120,30 +120,30 @@ def rotary_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, "rotary_scaling": {"kind": rope_type, **{name: rope[_SCALING_NAMES[name]] for name in names}}}
 
 
+LLAMA_NAMES: dict[str | tuple[str, ...], str] = {
+    "backbone.embedding": "model.embed_tokens",
+    "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
+    "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
+    "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
+    "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
+    "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
+    "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
+    "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
+    "backbone.blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
+    "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "backbone.final_norm": "model.norm",
+    "head": "lm_head",
+}
+
 LLAMA = Family(
     title="Llama",
     class_prefix="Llama",
     head_type="CausalLM",
     base_model_prefix="model.",
     head_prefixes=("lm_head.",),
-    names=ParameterNames(
-        {
-            "backbone.embedding": "model.embed_tokens",
-            "backbone.blocks.*.attention_norm": "model.layers.*.input_layernorm",
-            "backbone.blocks.*.attention.query": "model.layers.*.self_attn.q_proj",
-            "backbone.blocks.*.attention.key": "model.layers.*.self_attn.k_proj",
-            "backbone.blocks.*.attention.value": "model.layers.*.self_attn.v_proj",
-            "backbone.blocks.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
-            "backbone.blocks.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
-            "backbone.blocks.*.attention.output": "model.layers.*.self_attn.o_proj",
-            "backbone.blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-            "backbone.blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-            "backbone.blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
-            "backbone.blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
-            "backbone.final_norm": "model.norm",
-            "head": "lm_head",
-        }
-    ),
+    names=ParameterNames(LLAMA_NAMES),
     model_settings=llama_settings("llama"),
     hf_config=llama_config,
     modules_on_disk=("embed_tokens", "layers"),

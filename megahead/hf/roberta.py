@@ -9,7 +9,7 @@ from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.bert import BERT
+from megahead.hf.bert import BERT, bert_names
 from megahead.hf.families import COMMON_SETTINGS, Family, ParameterNames, SettingNames
 
 _PADDING_TOKEN = 1  # where config.json names none
@@ -55,19 +55,8 @@ ROBERTA = Family(
     head_type="MaskedLM",
     base_model_prefix="roberta.",
     names=ParameterNames(
-        {
-            "backbone.embedding": "roberta.embeddings.word_embeddings",
-            "backbone.positions": "roberta.embeddings.position_embeddings",
-            "backbone.token_types": "roberta.embeddings.token_type_embeddings",
-            "backbone.embedding_norm": "roberta.embeddings.LayerNorm",
-            "backbone.blocks.*.attention.query": "roberta.encoder.layer.*.attention.self.query",
-            "backbone.blocks.*.attention.key": "roberta.encoder.layer.*.attention.self.key",
-            "backbone.blocks.*.attention.value": "roberta.encoder.layer.*.attention.self.value",
-            "backbone.blocks.*.attention.output": "roberta.encoder.layer.*.attention.output.dense",
-            "backbone.blocks.*.attention_norm": "roberta.encoder.layer.*.attention.output.LayerNorm",
-            "backbone.blocks.*.mlp.up": "roberta.encoder.layer.*.intermediate.dense",
-            "backbone.blocks.*.mlp.down": "roberta.encoder.layer.*.output.dense",
-            "backbone.blocks.*.mlp_norm": "roberta.encoder.layer.*.output.LayerNorm",
+        bert_names("roberta")
+        | {
             "mask_head.dense": "lm_head.dense",
             "mask_head.norm": "lm_head.layer_norm",
             "mask_head.bias": "lm_head.bias",
