@@ -6,7 +6,6 @@ The public names for scripts and notebooks, imported when first used: `import me
 from typing import TYPE_CHECKING
 
 from megahead.lazy import lazy_getattr as _lazy_getattr
-from megahead.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megahead.config.loading import load_config
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from megahead.losses.contrastive import cwt_loss
     from megahead.quickstart import start
     from megahead.train.run import Run, pretrain
+
+__version__ = "0.2.0"
 
 __all__ = [
     "IndexedDataset",

@@ -9,9 +9,9 @@ import os
 import sys
 from importlib import import_module
 
+from megahead import __version__
 from megahead.commands import COMMANDS
 from megahead.errors import UserError, run_command
-from megahead.version import __version__
 from megahead.wording import did_you_mean
 
 

@@ -22,8 +22,7 @@ from statistics import median
 import psutil
 
 from megahead.errors import DataError, run_command
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 TOOL = Path(__file__).with_name("preprocess.py")
 

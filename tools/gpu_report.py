@@ -23,8 +23,7 @@ from pathlib import Path
 from gpu_parts.plan import DRY, FULL, Text, build_parts
 from gpu_parts.session import DRY_RUN, ON_A_GPU, Session
 from megahead.errors import FieldError, existing_path, run_command
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megahead.data.sources import find_inputs
 from megahead.errors import existing_path, run_command
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 # Each maps to the module of `experiments` with its `compare_NAME`

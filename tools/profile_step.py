@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import run_command
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 if TYPE_CHECKING:
     import torch

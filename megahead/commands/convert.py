@@ -19,7 +19,7 @@ from megahead.checkpoints.arguments import checkpoint_path
 from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing_path
 from megahead.hf.pooling import POOLINGS
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 
 if TYPE_CHECKING:
     from megahead.hf.export import ExportReport

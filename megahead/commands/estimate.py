@@ -23,7 +23,7 @@ from megahead.estimate import (
     run_flops,
     run_parameters,
 )
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 from megahead.wording import GIB, pluralize
 
 PARTS = [field.name for field in fields(RankMemory)]

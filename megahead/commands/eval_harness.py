@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -23,11 +22,7 @@ from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, require_for_kind, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
-
-if TYPE_CHECKING:
-    pass
+from megahead.report.tables import terminal, to_rich
 
 PAPER_TASKS = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""

@@ -37,8 +37,7 @@ from megahead.evaluate.glue_tasks import (
 )
 from megahead.evaluate.search_data import PAIRS_PREFIX, ContrastiveSettings, load_pairs
 from megahead.hf.pooling import POOLINGS
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 if TYPE_CHECKING:
     from megahead.distributed.group import Group

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.errors import DataError, FieldError, UserError, existing_path, require_at_least
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from megahead.data.inspection import Inspection, inspect_dataset
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.writer import ProgressBar
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 from megahead.wording import pluralize
 
 BAR_WIDTH = 40

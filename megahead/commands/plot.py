@@ -11,9 +11,8 @@ import argparse
 from pathlib import Path
 
 from megahead.report.read import RunMetrics, read_all_metrics
-from megahead.report.tables import to_rich
+from megahead.report.tables import terminal, to_rich
 from megahead.run_folder import RunFolder
-from megahead.terminal import terminal
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ from itertools import islice
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.data.train_tokenizer import sample_texts
 from megahead.errors import require_at_least
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 
 def main() -> None:

@@ -15,8 +15,7 @@ from rich.table import Table
 from megahead.checkpoints.arguments import checkpoint_path
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing_path
-from megahead.report.tables import to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_rich
 
 if TYPE_CHECKING:
     from megahead.evaluate.geometry import Similarities

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megahead import __version__
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
 from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.loading import config_from_checkpoint
@@ -25,7 +26,6 @@ from megahead.errors import CheckpointError, DataError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, load_weights_
 from megahead.run_folder import RunFolder
-from megahead.version import __version__
 from megahead.wording import pluralize
 
 BACKBONE = "backbone."

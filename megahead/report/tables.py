@@ -10,10 +10,16 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 Row = Mapping[str, Any]
+
+
+def terminal(**options: Any) -> Console:
+    """A console without markup, since names, paths and samples may contain [brackets]. `options`: rich's."""
+    return Console(**({"highlight": False, "markup": False} | options))
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[str] = ()) -> Table:

@@ -10,7 +10,7 @@ from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError
 from megahead.estimate import candidate_rows, run_flops
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 
 ENCODER = "configs/modernbert-15m-causal-first.yaml"
 

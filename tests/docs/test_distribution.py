@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megahead import __version__
 from megahead.commands import COMMANDS
-from megahead.version import __version__
 from support.commands import ROOT
 from support.installed import copied_sources, succeed
 

@@ -8,8 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from megahead.report.tables import to_json, to_markdown, to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_json, to_markdown, to_rich
 
 ROWS = [
     {"run": "headless", "steps": 12000, "perplexity": 204.96},

@@ -29,8 +29,7 @@ from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError, existing_path, run_command
-from megahead.report.tables import to_json, to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_json, to_rich
 from megahead.train.run import pretrain
 from soak.node_loss import ROOT, made_up_text
 from support.commands import free_port

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
-from megahead.report.tables import Row, to_json, to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import Row, terminal, to_json, to_rich
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:

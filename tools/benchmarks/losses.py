@@ -34,8 +34,7 @@ from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
 from megahead.losses.softmax import candidate_loss
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
-from megahead.report.tables import to_json, to_rich
-from megahead.terminal import terminal
+from megahead.report.tables import terminal, to_json, to_rich
 
 # From outputs [N, D], targets [N] and the table [V, D] to the mean loss
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]

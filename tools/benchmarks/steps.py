@@ -32,7 +32,7 @@ from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 from megahead.train.run import accelerate_
 from megahead.train.step import device_name
 from megahead.wording import to_milliseconds

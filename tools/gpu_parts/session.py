@@ -24,8 +24,8 @@ from rich.console import Console
 
 from gpu_parts.page import misses_targets, render_page
 from gpu_parts.plan import STARTUP_SECONDS, Outcome, Part, State
+from megahead import __version__
 from megahead.files import write_atomically
-from megahead.version import __version__
 from megahead.wording import format_duration
 from steps.once import StepRunner
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from megahead.terminal import terminal
+from megahead.report.tables import terminal
 
 
 @pytest.mark.parametrize("text", ["runs/[bold]/a", "text that ends [/nothing]", "0.5 of [1, 2]"])
