@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from megahead.errors import UserError, print_error
+from megahead.errors import UserError, existing_path, print_error
 
 COMMANDS: dict[str, dict[str, str]] = {
     "data": {
@@ -61,3 +62,21 @@ def report_once(message: str) -> None:
         print_error(message)
     else:
         print_error_once(launch, message)
+
+
+def checkpoint_path(text: str) -> Path:
+    """argparse's `type` for a model or checkpoint: an existing path, CHECKPOINTS/step-N or CHECKPOINTS/N for the newest
+    one of a step, or a URL, whose newest valid checkpoint is fetched to this machine's cache, with its tokenizer and
+    log. UserError if there is none."""
+    from megahead.remote_files import is_remote
+
+    if is_remote(text):
+        from megahead.checkpoints.fetch import fetch_to_cache  # needs torch
+
+        return fetch_to_cache(text)
+    path = Path(text)
+    if re.fullmatch(r"(step-)?\d+", path.name) and not path.exists() and path.parent.is_dir():
+        from megahead.checkpoints.disk import find_checkpoint  # needs torch
+
+        return find_checkpoint(path) or existing_path(text)
+    return existing_path(text)

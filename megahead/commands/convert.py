@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing_path
 from megahead.hf.pooling import POOLINGS

@@ -12,7 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.data.records import Selection, as_text_key
 from megahead.data.sources import find_inputs, split_text_lines
 from megahead.data.writer import ProgressBar

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, require_for_kind, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score

@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megahead.checkpoints.arguments import checkpoint_path
-from megahead.commands import report_once
+from megahead.commands import checkpoint_path, report_once
 from megahead.errors import FieldError, existing_path, require_at_least, run_command
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,

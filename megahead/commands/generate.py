@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.errors import DataError, FieldError, UserError, existing_path, require_at_least
 from megahead.report.tables import terminal
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.data.train_tokenizer import sample_texts
 from megahead.errors import require_at_least
 from megahead.report.tables import terminal, to_rich

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing_path
 from megahead.report.tables import terminal, to_rich

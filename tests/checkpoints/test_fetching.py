@@ -14,11 +14,11 @@ import torch
 
 from megahead import remote_files
 from megahead.checkpoints import fetch as downloading
-from megahead.checkpoints.arguments import checkpoint_path
 from megahead.checkpoints.fetch import fetch_checkpoint, fetch_newer
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.checkpoints.remote import RemoteStorage, read_state
+from megahead.commands import checkpoint_path
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import RemoteError

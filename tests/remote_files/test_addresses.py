@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.checkpoints.arguments import checkpoint_path
+from megahead.commands import checkpoint_path
 from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
 from megahead.remote_files import RemoteError, Store, error_summary, is_below, is_remote, refuse_secrets, split_url
