@@ -37,15 +37,12 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="time the host alone, at ZeRO 1 on a tiny model")
     parser.add_argument("--launches", action="store_true", help="time launches alone")
     arguments = parser.parse_args()
-    if arguments.launches:
-        from benchmarks.launches import time_launches
+    if arguments.launches or arguments.host:
+        from benchmarks.host import time_host, time_launches
 
-        report(time_launches(arguments.device, 2 * arguments.rounds), output=arguments.output)
-        return
-    if arguments.host:
-        from benchmarks.host import time_host
-
-        report(time_host(10 * arguments.rounds), output=arguments.output)
+        rounds = arguments.rounds
+        rows = time_launches(arguments.device, 2 * rounds) if arguments.launches else time_host(10 * rounds)
+        report(rows, output=arguments.output)
         return
     if arguments.device == "cuda" and arguments.ranks > 1:
         raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)

@@ -1,4 +1,4 @@
-"""The host's part of a micro-batch: the trained module and the engine against a plain loop.
+"""The host's part of a micro-batch, beside a plain loop; and what a launch costs the host.
 
 The model is so small that computation is negligible. The host's time to dispatch operators remains: a fast GPU waits
 for it. CPU tensors take the code paths of CUDA tensors, and the Triton kernel is not launched, so results are
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -19,10 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.command import build_config
 from benchmarks.engines import build_engine
+from benchmarks.kernels import OperationCounter
 from benchmarks.rows import build_run_objective, token_rows
 from benchmarks.rows import micro_batch as build_micro_batch
 from benchmarks.timing import run_interleaved
@@ -30,6 +29,8 @@ from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.losses import fused_softmax
+from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.softmax import candidate_loss
 from megahead.models import layers
 from megahead.models.blocks import set_attention
 from megahead.objectives import micro_batch
@@ -38,7 +39,6 @@ from megahead.objectives.pretraining import Pretraining, build_parallel_model, i
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, TOKENS = 6, 16, 2, 64, 4
 CPU = torch.device("cpu")
-UNCOUNTED = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh", "promote_types")
 
 
 def time_host(rounds: int) -> list[dict[str, object]]:
@@ -63,7 +63,7 @@ def _time_variants(rounds: int) -> list[dict[str, object]]:
     gc.enable()
     lines, fastest = [], [min(seconds) for seconds in zip(*taken, strict=True)]
     for place, (name, step) in enumerate(variants.items()):
-        with CountedOperators() as operators:
+        with OperationCounter() as counter:
             step()
         milliseconds = [1e3 * seconds[place] for seconds in taken]
         lines.append(
@@ -72,7 +72,7 @@ def _time_variants(rounds: int) -> list[dict[str, object]]:
                 "fastest ms": f"{min(milliseconds):.2f}",
                 "median ms": f"{median(milliseconds):.2f}",
                 "ratio": f"{fastest[place] / fastest[0]:.2f}",
-                "operators": operators.count.total(),
+                "operators": counter.dispatched,
             }
         )
     return lines
@@ -82,20 +82,6 @@ def cpu_seconds(step: Callable[[], None]) -> float:
     start = time.process_time()
     step()
     return time.process_time() - start
-
-
-class CountedOperators(TorchDispatchMode):
-    """Counts what is dispatched inside, but views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and not name.startswith(UNCOUNTED):
-            self.count[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class PlainDecoder(nn.Module):
@@ -233,3 +219,63 @@ def gpu_code_paths() -> Iterator[None]:
         torch.backends.mkldnn.flags(enabled=False),
     ):
         yield
+
+
+# What a launch costs the host: an operator, the loss's Triton kernel, the replay of a CUDA graph.
+
+
+CALLS = 1000  # of an operator a round; few enough for a device's queue of launches
+SIZE = 16  # small: the device is done before the next launch
+
+
+def time_launches(device_name: str, rounds: int) -> list[dict[str, object]]:
+    """A line for each kind of launch: the host's microseconds a launch, and with the wait for the device."""
+    device = torch.device(device_name)
+    x = torch.zeros(SIZE, device=device)
+
+    def add() -> None:
+        for _ in range(CALLS):
+            x.add_(1)
+
+    kinds: dict[str, Callable[[], object]] = {f"operator, {CALLS:,} a call": add}
+    if device.type == "cuda":
+        kinds[f"graph of {CALLS:,} operators"] = _captured(add)
+    kinds[f"loss of {SIZE} outputs, forward and backward"] = _loss_step(device)
+    taken = run_interleaved([lambda _, call=call: _seconds(call, device) for call in kinds.values()], rounds, 3)  # type: ignore[misc]
+    return [
+        {
+            "": name,
+            "host, us a call": round(1e6 * median(host for host, _ in seconds), 1),
+            "with the device": round(1e6 * median(both for _, both in seconds), 1),
+        }
+        for name, seconds in zip(kinds, zip(*taken, strict=True), strict=True)
+    ]
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Of the host until the call returns, and until the device is done."""
+    start = time.perf_counter()
+    call()
+    returned = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return returned - start, time.perf_counter() - start
+
+
+def _loss_step(device: torch.device) -> Callable[[], None]:
+    """The headless loss, by the Triton kernel on a GPU."""
+    outputs_ND, rows_UD = (torch.randn(SIZE, SIZE, device=device, requires_grad=True) for _ in range(2))
+    candidates = vocabulary_candidates(torch.arange(SIZE, device=device))
+
+    def step() -> None:
+        candidate_loss(outputs_ND, rows_UD, candidates).backward()
+
+    return step
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay

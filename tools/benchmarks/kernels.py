@@ -170,7 +170,7 @@ CPU = torch.device("cpu")
 # Prefixes of operations that compute nothing and move nothing
 FREE_OPERATIONS = (
     *("empty", "new_empty", "detach", "alias"),
-    *("_local_scalar_dense", "promote_types", "set_", "_unsafe_view"),
+    *("_local_scalar_dense", "lift_fresh", "promote_types", "set_", "_unsafe_view"),
 )
 WRITE_ONLY = ("zero_", "fill_", "zeros", "ones", "full", "new_zeros", "zeros_like", "arange", "nll_loss_backward")
 # They read only the rows that they look up
@@ -185,6 +185,7 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations, self.bytes = 0, 0
+        self.dispatched = 0  # by the host: one for all tensors of a `_foreach`
 
     def totals(self) -> tuple[int, int]:
         return self.operations, self.bytes
@@ -192,12 +193,11 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name.startswith("_foreach") and name.endswith("_"):  # a kernel for each tensor of two dtypes
-            self.operations += len(args[0])
-            self.bytes += _moved_bytes(name, args, args[0])
-        elif not func.is_view and not name.startswith(FREE_OPERATIONS):
-            self.operations += 1
-            self.bytes += _moved_bytes(name, args, result)
+        if not func.is_view and not name.startswith(FREE_OPERATIONS):
+            in_place = name.startswith("_foreach") and name.endswith("_")  # a kernel for each tensor of two dtypes
+            self.dispatched += 1
+            self.operations += len(args[0]) if in_place else 1
+            self.bytes += _moved_bytes(name, args, args[0] if in_place else result)
         return result
 
 
