@@ -51,7 +51,8 @@ def train_multilingual(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     special = (*TEXT_TOKENS, *ENCODER_TOKENS)
-    return _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, byte_level]), special, 2)
+    tokenizer = _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, byte_level]), special, 2)
+    return join_mask_to_space(tokenizer)
 
 
 def _byte_level(
@@ -137,6 +138,15 @@ def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
     An encoder must never mask with the padding token: it would learn that padding stands for words.
     """
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
+    return join_mask_to_space(tokenizer)
+
+
+def join_mask_to_space(tokenizer: Tokenizer, mask: str = ENCODER_TOKENS[-1]) -> Tokenizer:
+    """Lets the mask token take the space before it, as RoBERTa's does, where that would be a token of its own: encoders
+    learn from masks that stand for a word with its space. In place."""
+    apart, together = (tokenizer.encode(text, add_special_tokens=False).ids for text in (f"a {mask}", f"a{mask}"))
+    if apart != together:
+        tokenizer.add_special_tokens([AddedToken(mask, lstrip=True, normalized=False, special=True)])
     return tokenizer
 
 

@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.train_tokenizer import join_mask_to_space
 from megahead.data.vocabulary_map import ROLES
 from megahead.errors import CheckpointError, DataError
 from megahead.files import write_atomically
@@ -152,12 +153,15 @@ class HFSettings:
 
 
 def _without_template(tokenizer: bytes) -> object:
-    """Returns the parts of a tokenizer.json that decide its ids: all but what it adds around a text."""
+    """Returns the parts of a tokenizer.json that decide a text's ids: all but what it adds around a text, and whether a
+    special token in it takes the space before."""
     try:
         content = json.loads(tokenizer)
     except ValueError:  # of SentencePiece
         return tokenizer
-    return {name: part for name, part in content.items() if name not in ("post_processor", "padding", "truncation")}
+    tokens = [token | {"lstrip": False} for token in content.get("added_tokens") or ()]
+    parts = {name: part for name, part in content.items() if name not in ("post_processor", "padding", "truncation")}
+    return parts | {"added_tokens": tokens}
 
 
 # config.json and generation_config.json.
@@ -279,6 +283,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
         special_tokens |= {"bos_token": cls, "eos_token": end_token}
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    join_mask_to_space(tokenizer, special_tokens["mask_token"])
     tokenizer.post_processor = TemplateProcessing(
         single=f"{cls}:0 $A:0{suffixes[0]}",
         pair=f"{cls}:0 $A:0 {sep}:0 $B:1{suffixes[1]}",

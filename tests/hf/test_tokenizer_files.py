@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
 
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import ENCODER_TOKENS, TRAINERS, add_encoder_tokens
 from megahead.hf.settings import write_encoder_tokenizer
 from support.small_checkpoint import small_config
 
@@ -26,3 +29,28 @@ def test_two_texts_are_closed_by_a_token_with_a_digit_in_it(tmp_path: Path, caus
     assert written.encode("one").ids == [2, 5, *closing]
     pair = written.encode("one", "two")
     assert (pair.ids, pair.type_ids) == ([2, 5, 3, 6, *closing], [0, 0, 0, 1, *(1 for _ in closing)])
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["new", "of an earlier version"])
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_spelled_mask_stands_for_a_word_with_its_space_as_in_training(
+    tmp_path: Path, kind: str, earlier: bool
+) -> None:
+    tokenizer = TRAINERS[kind](["the cat sat on the mat and the dog saw the cat"] * 50, 400)
+    if earlier:  # its mask token did not take the space
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
+    else:
+        add_encoder_tokens(tokenizer)
+    tokenizer.save(str(tmp_path / "source.json"))
+    cls, sep, mask = map(tokenizer.token_to_id, ENCODER_TOKENS)
+    masking = {"mask_token": mask, "cls_token": cls, "sep_token": sep}
+    config = small_config(model={"family": "bert", "vocab_size": 512}, data={"end_token": sep}, masking=masking)
+    write_encoder_tokenizer(tmp_path / "source.json", tmp_path, config)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    the, cat, sat = load_tokenizer(tmp_path / "source.json").encode_batch(["the", " cat", " sat"])
+    text = f"the {ENCODER_TOKENS[-1]} sat"
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == [cls, *the, mask, *sat, sep]
+    unmasked = tokenizer.encode("the cat sat", add_special_tokens=False).ids
+    assert unmasked == [*the, *cat, *sat]
+    if not earlier:
+        assert tokenizer.encode(text, add_special_tokens=False).ids == [*the, mask, *sat]
