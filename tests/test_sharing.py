@@ -219,6 +219,13 @@ def test_the_program_of_a_card_without_a_tokenizer_runs(tmp_path: Path, named: s
             "read back",
             "imported",
         ),
+        (
+            {"model": BERT, "masking": MASKS, "objective": {"tsdae": {}}},
+            "none",
+            "feature-extraction",
+            "60% of the tokens deleted before",
+            "masked",
+        ),
     ],
 )
 def test_a_card_says_what_the_model_is_for(

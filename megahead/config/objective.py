@@ -15,6 +15,7 @@ from megahead.config.multi_token import MultiTokenConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.config.retromae import RetroMAEConfig
+from megahead.config.tsdae import TSDAEConfig
 from megahead.errors import ConfigError
 
 
@@ -109,6 +110,7 @@ _AUXILIARY_CLASSES: dict[str, type[AuxiliarySettings]] = {
     "phrases": PhrasesConfig,
     "replaced_tokens": ReplacedTokensConfig,
     "retromae": RetroMAEConfig,
+    "tsdae": TSDAEConfig,
     "multi_token": MultiTokenConfig,
     "custom": CustomConfig,
 }
@@ -116,8 +118,8 @@ _AUXILIARY_CLASSES: dict[str, type[AuxiliarySettings]] = {
 
 
 def auxiliary_curves() -> list[Curve]:
-    """The charts of all auxiliary objectives."""
-    return [curve for settings in _AUXILIARY_CLASSES.values() for curve in settings.curves]
+    """The charts of all auxiliary objectives, each once."""
+    return list(dict.fromkeys(curve for settings in _AUXILIARY_CLASSES.values() for curve in settings.curves))
 
 
 class ObjectiveConfig(Settings):
@@ -183,6 +185,9 @@ class ObjectiveConfig(Settings):
 
     retromae: RetroMAEConfig | None = None
     """encoder: also reads texts back from [CLS], for retrieval (RetroMAE); none by default."""
+
+    tsdae: TSDAEConfig | None = None
+    """encoder: also reads texts back from [CLS], which reads a part of their tokens (TSDAE); none by default."""
 
     multi_token: MultiTokenConfig | None = None
     """decoder: also learns tokens further ahead (multi-token prediction); none by default."""

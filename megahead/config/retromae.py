@@ -1,4 +1,5 @@
-"""RetroMAE: an encoder's [CLS] learns to represent a whole text, which a decoder reconstructs from it."""
+"""RetroMAE: an encoder's [CLS] learns to represent a whole text, which a decoder reconstructs from it. The base of its
+settings is that of TSDAE's, too."""
 
 from __future__ import annotations
 
@@ -14,55 +15,29 @@ from megahead.config.model import ModelConfig
 if TYPE_CHECKING:
     from megahead.config.run import RunConfig
 
-_SECTION = "objective.retromae"
 
-
-class RetroMAEConfig(AuxiliarySettings):
-    """RetroMAE (arXiv 2205.12035): a decoder of one layer predicts each token of a row's first document from the hidden
-    state of [CLS] and a few other tokens, by the run's objective. For retrieval."""
-
-    decoder_rate: float = Field(default=0.5, gt=0, le=1)
-    """Share of the tokens that the decoder does not see where it predicts a token, rounded to 256ths; each position has
-    a mask of its own. The paper has 0.5 beside a masking.rate of 0.3."""
+class TextDecoderConfig(AuxiliarySettings):
+    """Base of the settings of objectives with a decoder of one layer, `EnhancedDecoder`."""
 
     weight: float = Field(default=1.0, gt=0)
     """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
 
-    bag_weight: float = Field(default=0.0, ge=0)
-    """Weight of DupMAE's second task (arXiv 2211.08769; the paper has 1): the largest scores over a row's tokens, by
-    their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by
-    the number of tokens. 0: none."""
-
     metric_prefix: ClassVar = "decoder"
     num_layers: ClassVar = 1
-    curves: ClassVar = (
+    curves: ClassVar[tuple[Curve, ...]] = (
         Curve("encoder_loss", "Encoder's loss", "of masked tokens, where a decoder reads [CLS]"),
-        Curve("decoder_loss", "Decoder's loss", "of all tokens, from [CLS] and a few others"),
-        Curve("decoder_bag", "Bag of words", "loss of a text's set of tokens, per token"),
+        Curve("decoder_loss", "Decoder's loss", "of all tokens, from [CLS] and some others"),
     )
-
-    @property
-    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
-        """Whether the hidden states of all tokens learn."""
-        return self.pools_rows()
-
-    def pools_rows(self) -> bool:
-        """Whether there is a bag of words."""
-        return self.bag_weight > 0
-
-    def implementation(self) -> str:
-        """The class that computes it."""
-        return "megahead.objectives.retromae:RetroMAE"
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError unless the run masks tokens that can be put back, from its first step to its last."""
-        masking, model = config.masking, config.model
+        masking, model, section = config.masking, config.model, f"objective.{config.objective.auxiliary_name()}"
         rule = "be left out where next tokens are learned: [CLS] comes first and reads no text there"
-        require(masking is not None and not model.is_causal, _SECTION, rule, got="given")
+        require(masking is not None and not model.is_causal, section, rule, got="given")
         assert masking is not None
-        rule = f"be divisible by model.num_heads ({model.num_heads}) with {_SECTION}, whose decoder has as many"
+        rule = f"be divisible by model.num_heads ({model.num_heads}) with {section}, whose decoder has as many"
         require(model.hidden_size % model.num_heads == 0, "model.hidden_size", rule, got=model.hidden_size)
-        why = f"with {_SECTION}, whose decoder reads the text and learns from the first step to the last"
+        why = f"with {section}, whose decoder reads the text and learns from the first step to the last"
         refuse("objective.schedule", config.objective.schedule and "given", why)
         refuse("masking.diffusion", masking.diffusion, why)
         refuse("masking.noise_share", masking.noise_share, why)
@@ -81,6 +56,46 @@ class RetroMAEConfig(AuxiliarySettings):
         hidden, mlp = model.hidden_size, model.mlp_size()
         return 3 * 2 * hidden * (4 * hidden + 2 * mlp) + 3 * 4 * sequence_length * hidden
 
+    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The loss of masked tokens: the run's loss without the weighted loss of the decoder."""
+        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"]}
+
+    def progress_text(self, means: Mapping[str, float]) -> str:
+        """For example: encoder 6.1000  decoder 7.2431"""
+        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}"
+
+
+class RetroMAEConfig(TextDecoderConfig):
+    """RetroMAE (arXiv 2205.12035): a decoder of one layer predicts each token of a row's first document from the hidden
+    state of [CLS] and a few other tokens, by the run's objective. For retrieval."""
+
+    decoder_rate: float = Field(default=0.5, gt=0, le=1)
+    """Share of the tokens that the decoder does not see where it predicts a token, rounded to 256ths; each position has
+    a mask of its own. The paper has 0.5 beside a masking.rate of 0.3."""
+
+    bag_weight: float = Field(default=0.0, ge=0)
+    """Weight of DupMAE's second task (arXiv 2211.08769; the paper has 1): the largest scores over a row's tokens, by
+    their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by
+    the number of tokens. 0: none."""
+
+    curves: ClassVar = (
+        *TextDecoderConfig.curves,
+        Curve("decoder_bag", "Bag of words", "loss of a text's set of tokens, per token"),
+    )
+
+    @property
+    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
+        """Whether the hidden states of all tokens learn."""
+        return self.pools_rows()
+
+    def pools_rows(self) -> bool:
+        """Whether there is a bag of words."""
+        return self.bag_weight > 0
+
+    def implementation(self) -> str:
+        """The class that computes it."""
+        return "megahead.objectives.retromae:RetroMAE"
+
     def describe(self) -> str:
         """What the decoder does not see, and the weight of its loss."""
         masked = f"{self.decoder_rate:.0%} of its tokens masked"
@@ -96,9 +111,9 @@ class RetroMAEConfig(AuxiliarySettings):
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """The loss of masked tokens: the run's loss without the weighted losses of the decoder and the bag of words."""
         bag = self.bag_weight * means.get("decoder_bag", 0.0)
-        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"] - bag}
+        return {"encoder_loss": super().derived_metrics(means)["encoder_loss"] - bag}
 
     def progress_text(self, means: Mapping[str, float]) -> str:
         """For example: encoder 6.1000  decoder 7.2431  bag 5.9000"""
         bag = f"  bag {means['decoder_bag']:.4f}" if "decoder_bag" in means else ""
-        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}{bag}"
+        return f"{super().progress_text(means)}{bag}"

@@ -247,6 +247,7 @@ class Purpose(IntEnum):
     REPLACED_TOKENS = 51
     DROPPING_TIES = 61
     RETROMAE = 71
+    TSDAE = 81
 
 
 class CounterRng:

@@ -141,8 +141,13 @@ class Auxiliary(nn.Module):
         return ()
 
     @classmethod
+    def extend(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Batch:
+        """The batch with the result of `prepare`; an override may also change what the encoder reads."""
+        return replace(batch, auxiliary=cls.prepare(batch, config, rng))
+
+    @classmethod
     def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
-        """A collator that adds the result of `prepare` to the batches of `collator`."""
+        """A collator that applies `extend` to the batches of `collator`."""
         return _AuxiliaryCollator(collator, cls, config, seed)
 
     @classmethod
@@ -174,7 +179,7 @@ class Auxiliary(nn.Module):
 
 @dataclass(frozen=True)
 class _AuxiliaryCollator(RowCollator):
-    """Adds what the objective prepares to the batches of `inner`."""
+    """Extends the batches of `inner` by what the objective needs."""
 
     inner: RowCollator
     auxiliary_class: type[Auxiliary]
@@ -187,9 +192,7 @@ class _AuxiliaryCollator(RowCollator):
 
     def batch(self, text: Any, sample_indices: Any, document_starts: Any = None) -> Batch:
         batch = self.inner.batch(text, sample_indices, document_starts)
-        return replace(
-            batch, auxiliary=self.auxiliary_class.prepare(batch, self.config, CounterRng(self.seed, sample_indices))
-        )
+        return self.auxiliary_class.extend(batch, self.config, CounterRng(self.seed, sample_indices))
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
         return self.inner.num_predicted_tokens(info)

@@ -57,14 +57,9 @@ class RetroMAE(Auxiliary):
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> RetroMAEBatch:
         """Masked tokens are predicted, too; random numbers depend only on the sample."""
-        assert config.masking is not None
         length = batch.input_ids_BT.shape[1]
-        tokens_M = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N)
-        special_ids = config.masking.unmaskable_ids(config.data.end_token)
-        is_target_BT = ~np.isin(tokens_M.numpy(), special_ids).reshape(batch.input_ids_BT.shape)
-        index_P = torch.from_numpy(np.flatnonzero(is_target_BT & in_first_document(batch).numpy()))
         bytes_BT = torch.from_numpy((rng.uniform(Purpose.RETROMAE, 2 * length) * 256).astype(np.uint8))
-        return RetroMAEBatch(Targets(index_P, tokens_M[index_P]), *bytes_BT.split(length, dim=1))
+        return RetroMAEBatch(first_document_targets(unmasked_ids(batch), batch, config), *bytes_BT.split(length, dim=1))
 
     @classmethod
     def targets(cls, batch: Batch) -> Targets:
@@ -146,6 +141,20 @@ class EnhancedDecoder(nn.Module):
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
+
+
+def unmasked_ids(batch: Batch) -> Tensor:
+    """int64 [B, T]: the rows before tokens were masked."""
+    ids_M = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N)
+    return ids_M.view_as(batch.input_ids_BT)
+
+
+def first_document_targets(ids_BT: Tensor, batch: Batch, config: RunConfig) -> Targets:
+    """All tokens of `ids_BT` (on the CPU) in the first documents of the batch's rows but special ones."""
+    assert config.masking is not None
+    is_target_BT = ~np.isin(ids_BT.numpy(), config.masking.unmaskable_ids(config.data.end_token))
+    index_P = torch.from_numpy(np.flatnonzero(is_target_BT & in_first_document(batch).numpy()))
+    return Targets(index_P, ids_BT.flatten()[index_P])
 
 
 def visible_tokens(draws_BT: Tensor, shifts_BT: Tensor, in_document_BT: Tensor, visible: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Llamas, GPT-2s, Gemmas, decoders of several tokens, and encoders by masked diffusion or RetroMAE train on every mesh
-what plain torch does."""
+"""Llamas, GPT-2s, Gemmas, decoders of several tokens, and encoders by masked diffusion, RetroMAE or TSDAE train on
+every mesh what plain torch does."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_masked_diffusion_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
 
 
-RETROMAE = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3}, "objective.retromae": {}}
+MASKING = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3}
+RETROMAE = {"masking": MASKING, "objective.retromae": {}}
 BAG = {"objective.retromae.bag_weight": 0.5}
 
 
@@ -142,6 +143,26 @@ def test_retromae_equals_plain_torch(
 ) -> None:
     write_text(tmp_path)
     changes = {"model": ENCODER | model, **RETROMAE, **changes}
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "model", "changes"),
+    [
+        ("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.max_candidates": 20}),
+        ("tied", 1, 1, 2, BERT, {"masking.masks_from_layer": 1}),
+        ("headless", 1, 2, 1, BERT, {"objective.vanilla_weight": 0.3}),
+        long("vanilla", 3, 2, 2, MODERNBERT, {"batch.micro_size": 1}),
+    ],
+    ids=str,
+)
+def test_tsdae_equals_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    changes = {"model": ENCODER | model, "masking": dict(MASKING), "objective.tsdae": {}, **changes}
     reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
     assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
 

@@ -110,21 +110,31 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
-            changes | {"objective.retromae": {}},
-            "`objective.retromae` must be left out where next tokens are learned: [CLS] comes first and reads no text there, but is given instead.",
+            changes | {f"objective.{decoder}": {}},
+            f"`objective.{decoder}` must be left out where next tokens are learned: [CLS] comes first and reads no text there, but is given instead.",
         )
+        for decoder in ("retromae", "tsdae")
         for changes in ({}, BERT | {"masking": MASKS, "model.is_causal": True})
     ),
     *(
         (
-            BERT | {"masking": MASKS, "objective.retromae": {}} | changes,
-            f"`{field}` must be left out with objective.retromae, whose decoder reads the text and learns from the first step to the last, but is {value} instead.",
+            BERT | {"masking": MASKS, f"objective.{decoder}": {}} | changes,
+            f"`{field}` must be left out with objective.{decoder}, whose decoder reads the text and learns from the first step to the last, but is {value} instead.",
         )
+        for decoder in ("retromae", "tsdae")
         for field, changes, value in (
             ("objective.schedule", {"objective.schedule": {"vanilla_share": 0.5}}, "given"),
             ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "True"),
             ("masking.noise_share", {"masking": MASKS | {"noise_share": 0.1}}, "0.1"),
         )
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.tsdae": {"deletion_rate": 1}},
+        "`objective.tsdae.deletion_rate` must be less than 1, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.retromae": {}, "objective.tsdae": {}},
+        "`objective.tsdae` must be left out with retromae: a run has one auxiliary objective, but is given instead.",
     ),
     (
         BERT | {"masking": MASKS, "objective.phrases": {}, "objective.replaced_tokens": {}},

@@ -196,15 +196,17 @@ def test_a_generator_and_all_tokens_classified_are_counted():
     assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)
 
 
-@pytest.mark.parametrize("bag_weight", [0, 1])
-def test_a_decoder_of_texts_and_its_candidates_are_counted(bag_weight):
+@pytest.mark.parametrize(
+    ("decoder", "bag_weight"), [({"retromae": {}}, 0), ({"retromae": {"bag_weight": 1}}, 1), ({"tsdae": {}}, 0)]
+)
+def test_a_decoder_of_texts_and_its_candidates_are_counted(decoder, bag_weight):
     """Of rows that are one document, whose every token between [CLS] and [SEP] is a target of the decoder."""
     config = small_config(
         model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
         data={"end_token": 2, "sequence_length": 18},
         batch={"global_size": 2, "micro_size": 2},
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
-        objective={"name": "vanilla", "tied": True, "retromae": {"bag_weight": bag_weight}},
+        objective={"name": "vanilla", "tied": True, **decoder},
     )
     plain = config.model_copy(update={"objective": ObjectiveConfig(name="vanilla", tied=True)})
     model, hidden, all_ids = initialized(config), config.model.hidden_size, config.model.padded_vocab_size()

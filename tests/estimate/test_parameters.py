@@ -74,12 +74,13 @@ def test_a_decoder_of_masks_is_counted_in_its_weights_and_operations():
     assert one == other
 
 
+@pytest.mark.parametrize("objective", ["retromae", "tsdae"])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_a_decoder_of_texts_is_counted(family):
+def test_a_decoder_of_texts_is_counted(family, objective):
     config = small_config(
         model={"family": family, "max_positions": 32, "num_layers": 2},
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
-        objective={"retromae": {}},
+        objective={objective: {}},
     )
     assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(config).values())
 

@@ -29,6 +29,8 @@ OBJECTIVES = {
     "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
     "phrases": {"phrases": {"group_samples": 4, "longest": 2}, "learned_temperature": True},
     "retromae": {"retromae": {}},
+    "tsdae": {"tsdae": {}, "vanilla_weight": 0.3},
+    "tsdae-untied": {"name": "vanilla", "tsdae": {}},
     "bag": {"retromae": {"bag_weight": 0.5}, "learned_temperature": True, "vanilla_weight": 0.3},
     "bag-untied": {"name": "vanilla", "retromae": {"bag_weight": 2}},
     "retromae-untied": {"name": "vanilla", "retromae": {"weight": 10}},
@@ -54,7 +56,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     batch = collator.batch(text, range(3))
     rule = build_objective(config.objective, 47)
     candidates = (rule.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N),)
-    own = batch.auxiliary.targets.ids_P if config.objective.retromae else None
+    own = batch.auxiliary.targets.ids_P if config.objective.retromae or config.objective.tsdae else None
     own_candidates = () if own is None else (rule.candidate_set(own).candidates(own),)
     module = module.double()
     with torch.no_grad():

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.losses.contrastive import build_objective
-from megahead.losses.softmax import candidate_loss_reference
 from megahead.objectives.auxiliary import training_row_collator
 from megahead.objectives.micro_batch import MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining
 from megahead.objectives.retromae import RetroMAE, visible_tokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
+from support.text_decoders import decoded, in_groups, loss_among
 
 ROWS, LENGTH = 4, 12
 TEXTS = (range(1, 11), range(13, 18), range(25, 32), range(37, 47))
@@ -44,15 +43,6 @@ def batch_of(config: RunConfig) -> Batch:
     return training_row_collator(config, []).batch(text, range(ROWS))
 
 
-def micro_batch(config: RunConfig, groups: int = 2) -> MicroBatch:
-    batch, objective = batch_of(config), build_objective(config.objective, 61)
-    found = []
-    for index_N, ids_N in ((batch.target_index_N, batch.target_ids_N), batch.auxiliary.targets):
-        parts = [ids_N[index_N // LENGTH // (ROWS // groups) == group] for group in range(groups)]
-        found.append(tuple(objective.candidate_set(part).candidates(part) for part in parts))
-    return MicroBatch(batch, found[0], 0.25, 0.125, found[1])
-
-
 def decoder_of(model: Pretraining) -> Any:
     assert isinstance(model.auxiliary, RetroMAE)
     return model.auxiliary.decoder
@@ -68,25 +58,13 @@ def visible_of(batch: Batch, row: int, position: int, rate: float) -> list[int]:
 
 
 def outputs_by_hand(model: Pretraining, batch: Batch) -> Tensor:
-    """[P, D]: position by position, head by head, over the tokens that it sees."""
-    decoder, documents = decoder_of(model), documents_of(batch)
-    hidden_BTD = model.backbone(batch.input_ids_BT, documents)
+    """[P, D]: position by position, over the tokens that it sees."""
+    hidden_BTD = model.backbone(batch.input_ids_BT, documents_of(batch))
     text = batch.input_ids_BT.flatten().index_copy(0, batch.target_index_N, batch.target_ids_N).view(ROWS, LENGTH)
-    outputs, size = [], hidden_BTD.shape[-1] // decoder.num_heads
-    for index in batch.auxiliary.targets.index_P.tolist():
-        row, i = divmod(index, LENGTH)
-        places = decoder.position_norm(decoder.positions.weight[:LENGTH])
-        query = hidden_BTD[row, 0] + places[i]
-        seen = visible_of(batch, row, i, 0.6)
-        read = decoder.text_norm(model.backbone.embedding.weight[text[row, seen]]) + places[seen]
-        memory = torch.cat([hidden_BTD[row, :1], read])
-        q, k, v = decoder.query(query), decoder.key(memory), decoder.value(memory)
-        heads = []
-        for head in range(decoder.num_heads):
-            part = slice(head * size, (head + 1) * size)
-            heads.append(torch.softmax(k[:, part] @ q[part] / size**0.5, 0) @ v[:, part])
-        hidden = decoder.attention_norm(query + decoder.output(torch.cat(heads)))
-        outputs.append(decoder.mlp_norm(hidden + decoder.mlp(hidden)))
+    outputs = []
+    for row, i in (divmod(index, LENGTH) for index in batch.auxiliary.targets.index_P.tolist()):
+        embeddings, seen = model.backbone.embedding.weight[text[row]], visible_of(batch, row, i, 0.6)
+        outputs.append(decoded(decoder_of(model), hidden_BTD[row, 0], embeddings, i, seen))
     return torch.stack(outputs)
 
 
@@ -111,28 +89,11 @@ def bag_by_hand(model: Pretraining, micro: MicroBatch) -> Tensor:
 
 
 def loss_by_hand(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Of masked tokens, and of the decoder's: with the groups' rows of the embedding, or with all of them."""
-    batch, targets = micro.batch, micro.batch.auxiliary.targets
+    """Of masked tokens, and of the decoder's."""
+    batch = micro.batch
     hidden = model.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
-    losses = []
-    for outputs, groups in (
-        (hidden[batch.target_index_N], micro.candidates),
-        (outputs_by_hand(model, batch), micro.auxiliary_candidates),
-    ):
-        total, place = outputs.sum() * 0, 0
-        for group in groups:
-            some = outputs[place : place + len(group.target_N)]
-            place += len(some)
-            if group.ids_U is not None:
-                total = total + candidate_loss_reference(some, model.backbone.embedding.weight[group.ids_U], group)
-            else:
-                assert model.mask_head is not None
-                logits = model.mask_head(some) @ model.backbone.embedding.weight[:61].T + model.mask_head.bias[:61]
-                total = total + F.cross_entropy(logits, group.target_N, reduction="sum")
-        assert place == len(outputs)
-        losses.append(total)
-    assert len(targets.ids_P) == len(outputs)
-    return losses[0], losses[1]
+    of_encoder = loss_among(model, hidden[batch.target_index_N], micro.candidates)
+    return of_encoder, loss_among(model, outputs_by_hand(model, batch), micro.auxiliary_candidates)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +106,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_all_tokens_by_the_decoder(
 ) -> None:
     config = config_of(objective, family)
     model, slow = (initialized(config).double() for _ in range(2))
-    micro, noted = micro_batch(config), list[Mapping[str, Tensor]]()
+    micro, noted = in_groups(batch_of(config), config), list[Mapping[str, Tensor]]()
     model.on_metrics = noted.append
     loss = model(micro)
     of_encoder, of_decoder = loss_by_hand(slow, micro)
@@ -167,7 +128,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_all_tokens_by_the_decoder(
 def test_the_tokens_outputs_also_predict_the_set_of_their_text(objective: dict[str, Any], family: str) -> None:
     config, noted = config_of(objective, family, bag_weight=0.7), list[Mapping[str, Tensor]]()
     model, slow = (initialized(config).double() for _ in range(2))
-    micro = micro_batch(config)
+    micro = in_groups(batch_of(config), config)
     model.on_metrics = noted.append
     loss = model(micro)
     (of_encoder, of_decoder), of_bag = loss_by_hand(slow, micro), bag_by_hand(slow, micro)
@@ -191,7 +152,7 @@ def test_a_share_of_vanilla_is_one_of_the_bag() -> None:
         model, noted = initialized(config).double(), list[Mapping[str, Tensor]]()
         model.objective = config.objective.model_copy(update={"vanilla_weight": share})
         model.on_metrics = noted.append
-        model(micro_batch(config))
+        model(in_groups(batch_of(config), config))
         bags.append(noted[0]["bag"].item())
     headless, mixed, vanilla = bags
     assert abs(headless - vanilla) > 0.1

@@ -74,6 +74,7 @@ CASES: dict[str, tuple[Tree, tuple[int, ...]]] = {
     "replaced_tokens": (BERT | {"objective.replaced_tokens": {"generator_layers": 1}}, (1, 2)),
     "phrases": (BERT | {"objective.phrases": {"group_samples": 2}}, (1, 2)),
     "retromae": (BERT | {"objective.retromae": {}}, (1, 2)),
+    "tsdae": (BERT | {"objective.tsdae": {}}, (1, 2)),
     "multi_token": ({"objective.multi_token": {"heads": 2}}, (1, 2)),
     "dropping": (
         BERT | {"model.num_layers": 4, "masking.dropping": {"from_layer": 1, "keep_share": 0.4}},
@@ -104,6 +105,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "replaced_tokens": ("none",),
     "phrases": ("pmi",),
     "retromae": ("pmi",),
+    "tsdae": ("pmi",),
 }
 """With which heads the run on one rank is exported."""
 

@@ -41,6 +41,7 @@ def step_of(config: RunConfig, objective: str) -> Variant:
     [
         {"phrases": {"group_samples": 8, "shortest": 2}},
         {"retromae": {}},
+        {"tsdae": {}},
         {"bias": "corrected"},
         {"negatives": 20, "bias": "once"},
     ],

@@ -51,6 +51,7 @@ SHARED_SETTINGS = (
     "replaced_tokens",
     "phrases",
     "retromae",
+    "tsdae",
     "multi_token",
 )
 

@@ -1,4 +1,4 @@
-"""RetroMAE and DupMAE beside plain masking, headless and with a softmax: how well an encoder's vectors find texts."""
+"""RetroMAE, DupMAE and TSDAE beside plain masking, headless and with a softmax: how well vectors of texts find them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ def test_a_command_that_is_killed_has_recorded_the_ways_before(
 
 
 def test_an_unknown_way_is_refused(runner: ExperimentRunner) -> None:
-    with pytest.raises(FieldError, match="retromae-headless, retromae-vanilla, dupmae-headless"):
+    with pytest.raises(
+        FieldError,
+        match="retromae-headless, retromae-vanilla, dupmae-headless, dupmae-vanilla, tsdae-headless, tsdae-vanilla",
+    ):
         compare_retrieval(runner, ["retromae"])
 
 
