@@ -130,7 +130,7 @@ class AuxiliarySettings(Settings):
 
 
 class CustomConfig(AuxiliarySettings):
-    """An auxiliary objective of your own: a class of a file or of an installed package (docs/extending.md)."""
+    """An auxiliary objective of your own (docs/extending.md)."""
 
     objective: str
     """`path/to/file.py:Class` or `package.module:Class`, a subclass of megahead.objectives.auxiliary.Auxiliary."""

@@ -94,7 +94,7 @@ class MaskingConfig(Settings):
     leave it out, and have no head."""
 
     dropping: DroppingConfig | None = None
-    """Middle layers compute only important tokens; none by default."""
+    """Middle layers compute only important tokens."""
 
     strategy: str = "uniform"
     """What is masked: `uniform`, `whole_word`, `span`, `frequency`, `informative`, `hardest`, `pmi` or `weights`

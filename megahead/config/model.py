@@ -257,7 +257,7 @@ class ModelConfig(Settings):
     """Base of the rotary frequencies; in a modernbert or gemma3 that of global layers."""
 
     rotary_scaling: RotaryScalingConfig | None = None
-    """llama, and global layers of a gemma3: scales rotary frequencies; none by default."""
+    """llama, and global layers of a gemma3: scales rotary frequencies."""
 
     global_every: int = Field(default=1, gt=0)
     """modernbert, gemma3: one layer of this many is global, the first of a modernbert's, the last of a gemma3's; the

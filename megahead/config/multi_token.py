@@ -27,7 +27,7 @@ class MultiTokenConfig(AuxiliarySettings):
 
     weight: float = Field(default=0.3, gt=0)
     """Weight of the heads' loss, a mean over all their tokens; that of next tokens has 1. 0.3 is DeepSeek-V3's (arXiv
-    2412.19437); Gloeckle et al. have the number of heads."""
+    2412.19437)."""
 
     metric_prefix: ClassVar = "ahead"
     needs_all_outputs: ClassVar = True

@@ -20,17 +20,15 @@ from megahead.errors import ConfigError
 
 
 class ObjectiveScheduleConfig(Settings):
-    """An objective that changes during the run, with one set of weights, optimizer state and learning-rate
-    schedule. Both shares may be set."""
+    """An objective that changes during the run. Both shares may be set."""
 
     causal_share: float | None = Field(default=None, gt=0, lt=1)
     """encoder: share of training.steps, from the first, that learns next tokens by causal attention; the rest learns
     masked tokens (arXiv 2507.00994)."""
 
     vanilla_share: float | None = Field(default=None, gt=0, lt=1)
-    """headless: share of training.steps, up to the last, that trains a softmax over the vocabulary. Its head starts
-    as the training-free head: the embedding (`objective.tied`), a copy, or the candidates' own table, and a bias per
-    token. Evaluations and exports are a vanilla model's from then on."""
+    """headless: share of training.steps, up to the last, that trains a softmax over the vocabulary. Its head starts as
+    the training-free head (docs/objective.md)."""
 
     @model_validator(mode="after")
     def _require_a_share(self) -> ObjectiveScheduleConfig:
@@ -172,25 +170,25 @@ class ObjectiveConfig(Settings):
     always a candidate. No limit by default."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
-    """headless: weight of an added vanilla loss; the headless loss has weight 1 - this."""
+    """headless: weight of an added vanilla loss; the headless loss has 1 - this."""
 
     schedule: ObjectiveScheduleConfig | None = None
     """An objective that changes during the run; constant by default."""
 
     replaced_tokens: ReplacedTokensConfig | None = None
-    """encoder: replaced-token detection (ELECTRA), with this objective for the generator; none by default."""
+    """encoder: replaced-token detection (ELECTRA), with this objective for the generator."""
 
     phrases: PhrasesConfig | None = None
-    """encoder: also learns phrases that several rows share (NPM); none by default."""
+    """encoder: also learns phrases that several rows share (NPM)."""
 
     retromae: RetroMAEConfig | None = None
-    """encoder: also reads texts back from [CLS], for retrieval (RetroMAE); none by default."""
+    """encoder: also reads texts back from [CLS], for retrieval (RetroMAE)."""
 
     tsdae: TSDAEConfig | None = None
-    """encoder: also reads texts back from [CLS], which reads a part of their tokens (TSDAE); none by default."""
+    """encoder: also reads texts back from [CLS], which reads a part of their tokens (TSDAE)."""
 
     multi_token: MultiTokenConfig | None = None
-    """decoder: also learns tokens further ahead (multi-token prediction); none by default."""
+    """decoder: also learns tokens further ahead (multi-token prediction)."""
 
     custom: CustomConfig | None = None
     """An auxiliary objective of your own, beside the softmax (docs/extending.md)."""

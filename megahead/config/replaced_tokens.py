@@ -30,7 +30,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
     draws: Literal["group", "vocabulary"] = "group"
     """headless: what replacements are sampled from. `group`: the candidates of the group, at almost no cost;
-    `vocabulary`: all ids by the training-free head, at the cost of one product with the whole embedding."""
+    `vocabulary`: all ids, by a product with the whole embedding."""
 
     weight: float = Field(default=50.0, gt=0)
     """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""

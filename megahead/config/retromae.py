@@ -71,12 +71,12 @@ class RetroMAEConfig(TextDecoderConfig):
 
     decoder_rate: float = Field(default=0.5, gt=0, le=1)
     """Share of the tokens that the decoder does not see where it predicts a token, rounded to 256ths; each position has
-    a mask of its own. The paper has 0.5 beside a masking.rate of 0.3."""
+    a mask of its own. The paper has 0.5, and a masking.rate of 0.3."""
 
     bag_weight: float = Field(default=0.0, ge=0)
-    """Weight of DupMAE's second task (arXiv 2211.08769; the paper has 1): the largest scores over a row's tokens, by
-    their hidden states, predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by
-    the number of tokens. 0: none."""
+    """Weight of DupMAE's second task (arXiv 2211.08769; the paper has 1): the largest scores over a row's tokens
+    predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by the number of
+    tokens."""
 
     curves: ClassVar = (
         *TextDecoderConfig.curves,

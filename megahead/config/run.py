@@ -49,7 +49,7 @@ class RunConfig(Settings):
     """An encoder's special tokens, and how its rows are masked; none for decoders."""
 
     masked_inputs: MaskedInputsConfig | None = None
-    """Masks some tokens that a decoder reads; none by default."""
+    """Masks some tokens that a decoder reads."""
 
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -27,14 +27,14 @@ class TableConfig(Settings):
 
 
 class MuonConfig(Settings):
-    """Settings of Muon, which does not use `betas` and `eps`."""
+    """Muon does not use `betas` and `eps`."""
 
     momentum: UnitInterval = 0.95
     """Decay of the running mean of gradients (Nesterov)."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
-    """Learning rate of Muon's matrices relative to other weights. Updates are scaled by 0.2 x the root of a
-    matrix's longer side, to AdamW's size (Liu et al. 2025): start with 1."""
+    """Learning rate of Muon's matrices relative to other weights. Updates have AdamW's size (Liu et al. 2025): start
+    with 1."""
 
 
 class OptimizerConfig(Settings):
@@ -135,9 +135,9 @@ class EngineConfig(Settings):
     default to values for the device; fp16's loss scale is set here (`fp16.initial_scale_power`)."""
 
     embedding: Literal["auto", "dense", "rows"] = "auto"
-    """`dense`: a weight like others. `rows`: the sharded embedding, rows distributed round-robin over ranks; a step
-    exchanges and updates only those it uses, with the same results (headless only). `auto`: rows from 65,536 ids on
-    or with another `optimizer.table.rule` than adamw, where possible."""
+    """`dense`: a weight like others. `rows`: sharded over ranks; a step exchanges and updates only the rows it uses,
+    with the same results (headless only, docs/large-vocabularies.md). `auto`: rows from 65,536 ids on or with another
+    `optimizer.table.rule` than adamw, where possible."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of forward and backward pass; updates are in fp32. `auto`: bf16 if all ranks have hardware for
@@ -215,11 +215,11 @@ class TrainingConfig(Settings):
 
     replicate_every: int | None = Field(default=None, gt=0)
     """Optimizer steps between in-memory replicas of the complete state (/dev/shm, up to four shares per rank), for lost
-    nodes; none by default (docs/nodes.md)."""
+    nodes (docs/nodes.md)."""
 
     remote_checkpoints: str | None = None
     """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which checkpoints,
-    settings and log are uploaded in the background; none by default (docs/nodes.md)."""
+    settings and log are uploaded in the background (docs/nodes.md)."""
 
     @model_validator(mode="after")
     def _check_remote_checkpoints(self) -> TrainingConfig:
@@ -249,8 +249,8 @@ class ResumeConfig(Settings):
 
 
 class FaultsConfig(Settings):
-    """What happens when a step goes wrong: `skip` keeps the weights and continues with the next samples, `rollback`
-    first returns to the last checkpoint, `stop` ends the run."""
+    """When a step goes wrong `skip` keeps the weights and continues with the next samples, `rollback` first returns to
+    the last checkpoint, `stop` ends the run."""
 
     bad_step: FaultAction = "skip"
     """When a loss or the gradient norm is not finite on any rank. (Overflows that only lower fp16's loss scale are
@@ -324,11 +324,11 @@ class TasksConfig(Settings):
     """Text, as for `megahead preprocess`, for the task `bits_per_byte`."""
 
     items: str | None = None
-    """Prefix of a dataset of item sequences for the task `next_item`, as `megahead preprocess --table` makes it."""
+    """Prefix of a dataset of item sequences for the task `next_item` (docs/items.md)."""
 
     articles: str | None = None
-    """A jsonl file of {"title", "text"} for the task `retrieval`: articles are searched by title and first sentence. Or
-    a jsonl file of {"query", "positive"}, or BEIR's folder."""
+    """A jsonl file of {"title", "text"} or {"query", "positive"}, or BEIR's folder, for the task `retrieval`
+    (docs/evaluation.md)."""
 
     every: int = Field(gt=0)
     """Optimizer steps between evaluations, each with a checkpoint; also at the end."""
@@ -349,9 +349,8 @@ class ParallelConfig(Settings):
     dropout, block inputs). Less activation memory, equal traffic."""
 
     elastic: bool = False
-    """Trains on as many of the launcher's ranks as the batch divides over; their number may change when ranks
-    restart, with the same global batch and curve. Further ranks wait. torchrun restarts the work of lost nodes
-    (docs/nodes.md)."""
+    """Trains on as many of the launcher's ranks as the batch divides over; their number may change when ranks restart,
+    with the same global batch and curve (docs/nodes.md)."""
 
     def check(self, model: ModelConfig, sequence_length: int) -> None:
         """Raises ConfigError unless `model` and its rows can be split evenly over tensor ranks."""

@@ -9,8 +9,8 @@ from megahead.config.retromae import TextDecoderConfig
 
 class TSDAEConfig(TextDecoderConfig):
     """TSDAE (arXiv 2104.06979): the encoder reads a part of a row's first document, and a decoder of one layer predicts
-    each of its tokens from the hidden state of [CLS] and the tokens before it, by the run's objective. Masked tokens
-    are learned as in every run. For vectors of sentences."""
+    each of its tokens from the hidden state of [CLS] and the tokens before it, by the run's objective. For vectors of
+    sentences."""
 
     deletion_rate: float = Field(default=0.6, gt=0, lt=1)
     """Probability that a token of a row's first document is deleted. Special tokens and masked ones stay, so a low
