@@ -39,8 +39,10 @@ def render() -> str:
         rows = [
             _row(field, info, family_defaults, required=field in settings.get("required", ()))
             for field, info in settings["properties"].items()
+            if "description" in info or _describe_type(info) != "section"  # its heading follows
         ]
         description = " ".join(settings.get("description", "").split())
+        description += " **Required.**" if name in schema["required"] else ""
         title = f"## {name}" if name else "## The run"
         parts.append("\n".join([title, "", description, "", *rows, ""]))
     sizes = ", ".join(f"`{size}`" for size in NAMED_SIZES)

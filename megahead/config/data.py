@@ -59,7 +59,7 @@ class DataConfig(Settings):
     rest."""
 
     documents_a_row: int | None = Field(default=None, gt=0)
-    """Most documents in a row under `best_fit`; no limit by default."""
+    """Most documents in a row under `best_fit`."""
 
     end_token: int = Field(default=0, ge=0)
     """Id that ends each document; by default the dataset's. Checked against the text."""

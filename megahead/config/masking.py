@@ -66,7 +66,7 @@ class MaskingConfig(Settings):
     """Share of the text's tokens that are targets."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """This share at the last step, reached from `rate` at the first masked one; constant by default."""
+    """This share at the last step, reached from `rate` at the first masked one."""
 
     rate_course: Literal["linear", "cosine"] = "linear"
     """Schedule from `rate` to `final_rate` (masking ratio decay, arXiv 2208.10806)."""

@@ -166,14 +166,14 @@ class ObjectiveConfig(Settings):
     """Distribution of `negatives`: the dataset's token frequencies, or uniform."""
 
     max_candidates: int | None = Field(default=None, gt=0)
-    """headless: most shared candidates, sampled by weight and reweighted without bias; an output's own target is
-    always a candidate. No limit by default."""
+    """headless: most shared candidates, sampled by weight and reweighted without bias; an output's own target is always
+    a candidate."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
     """headless: weight of an added vanilla loss; the headless loss has 1 - this."""
 
     schedule: ObjectiveScheduleConfig | None = None
-    """An objective that changes during the run; constant by default."""
+    """An objective that changes during the run."""
 
     replaced_tokens: ReplacedTokensConfig | None = None
     """encoder: replaced-token detection (ELECTRA), with this objective for the generator."""

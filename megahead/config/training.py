@@ -334,8 +334,8 @@ class TasksConfig(Settings):
     """Optimizer steps between evaluations, each with a checkpoint; also at the end."""
 
     limit: int | None = Field(default=None, gt=0)
-    """Only the first examples of each task (`blimp`: of each paradigm); all by default. Ranks wait for the slowest,
-    at most `engine.timeout_seconds`."""
+    """Only the first examples of each task (`blimp`: of each paradigm). Ranks wait for the slowest, at most
+    `engine.timeout_seconds`."""
 
 
 class ParallelConfig(Settings):
