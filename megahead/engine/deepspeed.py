@@ -145,7 +145,7 @@ def _import_deepspeed_muon() -> None:
 def fuse_gradient_accumulation(optimizer: Any) -> None:
     """Has DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward pass,
     and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
-    if hasattr(optimizer, "update_hp_grads") and not optimizer.immediate_grad_update:
+    if hasattr(optimizer, "update_hp_grads"):
         optimizer.update_hp_grads = partial(_add_gradients, optimizer)
 
 
@@ -154,8 +154,10 @@ def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
     """Replaces `BF16_Optimizer.update_hp_grads`; gradients are freed even without `clear_lp_grads`, which DeepSpeed
     would do before the next backward pass. All parameters count as having one: the norm of a parameter whose gradient
     comes from another rank would otherwise differ between ranks."""
-    sums, gradients = [], []
     mark_gradients(optimizer)
+    if optimizer.immediate_grad_update:  # they are added already
+        return
+    sums, gradients = [], []
     for index, parameters in enumerate(optimizer.bf16_groups):
         for parameter, total in zip(parameters, optimizer.fp32_groups_gradients[index], strict=True):
             if parameter.grad is not None:
