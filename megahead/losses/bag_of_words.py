@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megahead.config.objective import GPU_CHUNKS
 from megahead.distributed.group import Group, copy_to_group, reduce_from_group
 from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import loss_dtype, without_autocast
@@ -25,6 +24,9 @@ from megahead.losses.softmax import DOT, Softmax
 _SCORE_BYTES_ON_CPU = 2**20
 """A block of scores stays in a core's cache (measured at 128 tokens of 128 features against 30,522 rows: 0.027 s, and
 0.037 s in blocks of 2 MiB)."""
+
+_SCORE_BYTES_ON_GPU = 2**28
+"""Each block costs its launches: 4 blocks for 32 texts of 512 tokens against 30,522 rows in bf16 (computed)."""
 
 
 class Texts(NamedTuple):
@@ -90,7 +92,8 @@ def bag_loss_reference(
 def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
     """The value of `bag_loss_reference` for the softmax's outputs, a scalar; its target is that of its token.
 
-    Never has the scores of more than a text in memory, but some matrices of B x w in float32. One product of B T x w x
+    Has the scores of a block of texts and candidates in memory (1 MiB on a CPU, 256 MiB on a GPU, or one candidate's),
+    and some matrices of B x w in float32. One product of B T x w x
     D; gradients flow to the token with the largest score alone, and cost B w D. Scores are rounded as in
     `candidate_loss`. Collective over tensor ranks: two all-reduces of B numbers, and for gradients one of B T x D.
     """
@@ -127,16 +130,17 @@ class _PooledScores(torch.autograd.Function):
     def forward(ctx: Any, outputs_BTE: Tensor, rows_wE: Tensor, is_token_BT: Tensor, score: Score) -> Tensor:
         dtype, sign = torch.promote_types(rows_wE.dtype, torch.float32), 1 if score.scale > 0 else -1
         penalty_BT = rows_wE.new_zeros(is_token_BT.shape).masked_fill(~is_token_BT, -torch.inf)
+        texts, rows = _block_shape(outputs_BTE, len(rows_wE))
         products_Bw = rows_wE.new_empty(len(outputs_BTE), len(rows_wE), dtype=dtype)
         token_Bw = torch.empty_like(products_Bw, dtype=torch.int32)
+        per_text = outputs_BTE * sign, penalty_BT, products_Bw, token_Bw
         with without_autocast(rows_wE.device):
-            block = _rows_per_block(outputs_BTE)
-            for text, outputs_TE in enumerate(outputs_BTE * sign):
-                for start in range(0, len(rows_wE), block):
-                    part = slice(start, start + block)
-                    products_wT = torch.addmm(penalty_BT[text], rows_wE[part], outputs_TE.T)
-                    largest_w, token_w = products_wT.max(1)
-                    products_Bw[text, part], token_Bw[text, part] = largest_w, token_w
+            for outputs, penalty, largest, token in zip(*(each.split(texts) for each in per_text), strict=True):
+                for start in range(0, len(rows_wE), rows):
+                    part = slice(start, start + rows)
+                    products = torch.addmm(penalty.flatten(), rows_wE[part], outputs.flatten(0, 1).T)
+                    largest_wb, token_wb = products.unflatten(1, penalty.shape).max(2)
+                    largest[:, part], token[:, part] = largest_wb.T, token_wb.T
             products_Bw *= sign
             derivatives_Bw = score.to_similarity_(products_Bw)
         ctx.save_for_backward(outputs_BTE, rows_wE, token_Bw, derivatives_Bw)
@@ -154,9 +158,12 @@ class _PooledScores(torch.autograd.Function):
         return of_outputs.to(outputs_BTE.dtype), of_rows.to(rows_wE.dtype), None, None
 
 
-def _rows_per_block(outputs_BTE: Tensor) -> int:
-    score_bytes = GPU_CHUNKS.score_bytes if outputs_BTE.is_cuda else _SCORE_BYTES_ON_CPU
-    return max(1, score_bytes // (outputs_BTE.shape[1] * outputs_BTE.element_size()))
+def _block_shape(outputs_BTE: Tensor, width: int) -> tuple[int, int]:
+    """Texts and rows whose scores are a block: all rows of as many texts as there is room for, or some of one text."""
+    scores = (_SCORE_BYTES_ON_GPU if outputs_BTE.is_cuda else _SCORE_BYTES_ON_CPU) // outputs_BTE.element_size()
+    num_texts, length = outputs_BTE.shape[:2]
+    texts = min(num_texts, max(1, scores // (length * width)))
+    return texts, max(1, scores // (length * texts))
 
 
 # Each row's score is that of one token of each text, so that gradients are weighted sums of rows by token and of tokens

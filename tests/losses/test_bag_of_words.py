@@ -62,9 +62,10 @@ def with_gradients(loss: Tensor, *inputs: Tensor | None) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, learned)]
 
 
+@pytest.mark.parametrize("block", [LENGTH * 3, LENGTH * VOCABULARY * 2], ids=["3 rows", "2 texts or more"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_it_is_the_definition(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bag_of_words, "_SCORE_BYTES_ON_CPU", 8 * LENGTH * 3)  # three rows in a block
+def test_it_is_the_definition(rule: dict[str, Any], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bag_of_words, "_SCORE_BYTES_ON_CPU", 8 * block)
     outputs, rows, candidates, texts, score = inputs_of(rule)
     expected = with_gradients(
         bag_loss_reference(outputs, rows, candidates, texts, score), outputs, rows, candidates.bias_U
