@@ -377,6 +377,10 @@ class ModelConfig(Settings):
         """Whether norms have a bias."""
         return self.family not in ("llama", "gemma3", "modernbert")
 
+    def has_class_with_head_bias(self) -> bool:
+        """Whether a class of transformers has these layers, and can have a bias in the head."""
+        return self.is_encoder() or not self.qk_norm
+
     def has_rms_norm(self) -> bool:
         """Whether norms are RMS norms, which do not subtract the mean."""
         return self.family in ("llama", "gemma3")

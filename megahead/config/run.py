@@ -316,6 +316,10 @@ def _check_tasks(config: RunConfig) -> None:
         require(config.data.tokenizer is not None or not has_text, "data.tokenizer", rule, got="missing")
         reason = config.no_head_reason()
         refuse("tasks", reason and "given", f"of a run that {reason}, whose exports have no head")
+        lacks_bias = config.objective.head() == "pmi" and not config.model.has_class_with_head_bias()
+        why = "with norms of queries and keys (Qwen 3, Gemma 3), unless objective.bias is corrected: no class of "
+        why += "transformers has a training-free head beside them"
+        refuse("tasks", lacks_bias and "given", why)
 
 
 def _check_resume(config: RunConfig) -> None:

@@ -401,7 +401,8 @@ def require_for_kind(names: Iterable[str], *, encoder: bool) -> None:
     for name in names:
         if name not in suitable:
             kind = "an encoder" if encoder else "a decoder"
-            raise FieldError("--tasks", f"name tasks of {', '.join(suitable)} for {kind}", got=name)
+            hint = "" if name in TASKS else did_you_mean(name, suitable)
+            raise FieldError("--tasks", f"name tasks of {', '.join(suitable)} for {kind}", got=name, hint=hint)
 
 
 def _suits_encoders(task: LMEvalTask | LogProbabilityTask | ModelTask) -> bool:

@@ -222,10 +222,12 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
     if not model_config.has_rms_norm():
         norm_D, norm_bias_D = (model.weight(f"backbone.final_norm.{part}") for part in ("weight", "bias"))
         return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V, plain))
-    if model_config.qk_norm:
+    if not model_config.has_class_with_head_bias():
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
         reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
-        alternatives = "none" if objective.output_bias else f"{plain} or none without --keep-padding, or train a head"
+        alternatives = "none"
+        if not objective.output_bias:
+            alternatives = f"convert to-hf --head {plain} or none without --keep-padding, or train a head"
         raise _head_error(option, "a bias in the head", reason, alternatives)
     return replace(head, bias_V=bias_V)
 

@@ -50,7 +50,7 @@ def possible_heads(config: RunConfig) -> list[HeadName]:
     is_possible: dict[HeadName, bool] = {
         "none": True,
         "tied": not objective.trains_head(),
-        "pmi": objective.head() == "pmi",
+        "pmi": objective.head() == "pmi" and config.model.has_class_with_head_bias(),
         "trained": objective.name == "vanilla" or objective.trains_head(),
     }
     return [head for head, possible in is_possible.items() if possible]

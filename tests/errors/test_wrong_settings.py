@@ -134,6 +134,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`tasks` must be left out of a run that scores by `cosine`, whose exports have no head, but is given instead.",
     ),
     (
+        {
+            "model.family": "llama",
+            "model.qk_norm": True,
+            "tasks": {"names": ["blimp"], "data": "x", "every": 5},
+            "data.tokenizer": "t.json",
+        },
+        "`tasks` must be left out with norms of queries and keys (Qwen 3, Gemma 3), unless objective.bias is corrected: no class of transformers has a training-free head beside them, but is given instead.",
+    ),
+    (
         {"objective.nearest": 4, "objective.bias": "corrected"},
         "`objective.nearest` must be left out: hard negatives and similar words made models worse, and were removed, but is 4 instead; the last version that has it is commit 6e15e94 of megahead 0.1.0.",
     ),
