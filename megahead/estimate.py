@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
-from megahead.config.graphs import captures_micro_steps
 from megahead.config.model import ModelConfig
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes
-from megahead.config.plan import RunPlan, phases_of
+from megahead.config.plan import RunPlan, captures_micro_steps, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
 

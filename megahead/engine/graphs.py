@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megahead.config.graphs import graphs_unsupported_reason, wants_graphs
-from megahead.config.plan import RunPlan
+from megahead.config.plan import RunPlan, graphs_unsupported_reason, wants_graphs
 from megahead.engine.deepspeed import mark_gradients
 from megahead.objectives.micro_batch import MicroBatch
 

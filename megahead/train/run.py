@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from megahead.config.graphs import captures_micro_steps
-from megahead.config.plan import RunPlan, phase_at
+from megahead.config.plan import RunPlan, captures_micro_steps, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import TargetErrorCounts

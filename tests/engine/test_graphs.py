@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.config.graphs import captures_micro_steps, graphs_unsupported_reason
-from megahead.config.plan import RunPlan
+from megahead.config.plan import RunPlan, captures_micro_steps, graphs_unsupported_reason
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch

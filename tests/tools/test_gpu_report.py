@@ -12,9 +12,8 @@ import pytest
 from gpu_parts.page import step_rows, target_rows, training_rows, whole_rows
 from gpu_parts.plan import DRY, FULL, RESULT, STARTUP_SECONDS, TOKENS, TRAINING_MFU, Outcome, Text, build_parts
 from gpu_parts.session import DRY_RUN, Session
-from megahead.config.graphs import captures_micro_steps
 from megahead.config.loading import load_config
-from megahead.config.plan import RunPlan
+from megahead.config.plan import RunPlan, captures_micro_steps
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
