@@ -102,7 +102,7 @@ def items_summary(arguments: argparse.Namespace) -> str:
     """Writes vectors of items and sequences; describes them."""
     from megahead.data.indexed import dataset_paths
     from megahead.data.item_sequences import ItemVocabulary, read_sequences
-    from megahead.evaluate.item_vectors import write_vectors
+    from megahead.evaluate.next_item import write_vectors
 
     vocabulary = None if arguments.items is None else ItemVocabulary.load(arguments.items)
     sequences = [] if arguments.sequences is None else read_sequences(dataset_paths(arguments.sequences)[1])

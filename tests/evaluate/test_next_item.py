@@ -16,8 +16,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.item_vectors import write_vectors
-from megahead.evaluate.next_item import ItemVectors, rank_next_items, summarize
+from megahead.evaluate.next_item import ItemVectors, rank_next_items, summarize, write_vectors
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, small_config
