@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.results import Score, TaskResult
 from megahead.files import atomic_folder
 from megahead.hf.export import ensure_hf_folder
-from megahead.hf.loading import context_length, load_causal
+from megahead.hf.loading import context_length, load_causal, outputs_selected
 from megahead.hf.trained import TrainedModel
 
 CUTOFF = 10
@@ -125,19 +124,13 @@ class ItemModel:
         ids = [torch.from_numpy(ids[-context:].astype(np.int64)) for ids in sequences]
         ids_UT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
         last_U = torch.tensor([len(part) - 1 for part in ids], device=ids_UT.device)
-
-        def select_last(_: Any, __: Any, outputs: Any) -> Any:
-            outputs.last_hidden_state = outputs.last_hidden_state[torch.arange(len(last_U)), last_U][:, None]
-            return outputs
-
-        hook = self._model.base_model.register_forward_hook(select_last)
         self._head.forward = lambda hidden: hidden  # its product is computed in blocks of items
         try:
-            contexts_U1D: Tensor = self._model(input_ids=ids_UT, use_cache=False).logits
+            with outputs_selected(self._model, torch.arange(len(ids), device=ids_UT.device), last_U):
+                contexts_1UD: Tensor = self._model(input_ids=ids_UT, use_cache=False).logits
         finally:
             del self._head.forward
-            hook.remove()
-        return contexts_U1D[:, 0].float()
+        return contexts_1UD[0].float()
 
 
 @dataclass(frozen=True)

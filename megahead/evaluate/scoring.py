@@ -20,6 +20,7 @@ from megahead.hf.loading import (
     load_causal,
     load_masked,
     load_tokenizer_folder,
+    outputs_selected,
     read_context_length,
 )
 
@@ -98,19 +99,11 @@ class TokenPredictor:
 
     def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, position_O: Tensor) -> Tensor:
         """[O, V]: logits; the head is applied only to the backbone's outputs at those positions."""
-
-        def select_outputs(_: Any, __: Any, outputs: Any) -> Any:
-            outputs.last_hidden_state = outputs.last_hidden_state[row_O, position_O][None]
-            return outputs
-
         options: dict[str, Any] = {"use_cache": False} if self._causal else {}
         if not self._causal:  # a causal model needs no mask: padding comes last, and nothing attends to later tokens
             options["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
-        hook = self._model.base_model.register_forward_hook(select_outputs)
-        try:
+        with outputs_selected(self._model, row_O, position_O):
             logits_1OV: Tensor = self._model(input_ids=ids_BT, **options).logits
-        finally:
-            hook.remove()
         return logits_1OV[0]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -119,6 +120,21 @@ def context_length(model: Any) -> int:
     """Returns the most tokens that a model reads; 2,048 if its config has no limit (Bloom, Mamba)."""
     model_type = getattr(model.config, "model_type", None)  # of its class
     return max_positions({**vars(model.config), "model_type": model_type}) or 2048
+
+
+@contextmanager
+def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[None]:
+    """In the block, the head of a language model is applied to these hidden states alone: its logits are [1, O, V]."""
+
+    def select(_: Any, __: Any, outputs: Any) -> Any:
+        outputs.last_hidden_state = outputs.last_hidden_state[row_O, position_O][None]
+        return outputs
+
+    hook = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
