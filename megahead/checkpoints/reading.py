@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,10 +23,11 @@ from megahead.checkpoints.format import (
     run_on_first_rank,
     share_of,
 )
+from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.conversion import derivable_names, derive
+from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, build_row_optimizer
 
 SINGLE_RANK = Group()
 
@@ -109,7 +111,7 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Names of readable tensors: the saved ones, then those that are computed from stale rows."""
-        return [*self.tensors, *derivable_names(self.tensors)]
+        return [*self.tensors, *_derivable_names(self.tensors)]
 
     def read(self, name: str) -> Tensor:
         """A full tensor on the CPU. CheckpointError if the name is unknown or the file is damaged.
@@ -119,7 +121,7 @@ class Checkpoint:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            derived = derive(self, name)
+            derived = _derive(self, name)
             return join_blocks(derived.blocks, derived.shape)
         return interleave_shards([self._read(file, name) for file in entry.files()])
 
@@ -127,13 +129,13 @@ class Checkpoint:
         """Reads the tensor in consecutive blocks of rows, one of them in memory at a time."""
         entry = self.tensors.get(name)
         if entry is None:
-            return derive(self, name).blocks
+            return _derive(self, name).blocks
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of a tensor; CheckpointError if the name is unknown."""
         entry = self.tensors.get(name)
-        return derive(self, name).shape if entry is None else entry.shape
+        return _derive(self, name).shape if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as in `read`."""
@@ -171,6 +173,69 @@ class Checkpoint:
             for _ in check_files(self.folder, {file: self.files[file]}):
                 pass
             self._verified.add(file)
+
+
+# Conversion of an embedding between up-to-date rows and rows with pending updates.
+#
+# A run with `engine.embedding: rows` saves `late/KIND/NAME`: weights and moments as of the last update of each row,
+# `touched` (the step of that update) and `rates` (the learning rate of every step). Reading `KIND/NAME` applies the
+# pending updates, which gives the result of AdamW over all rows. Reading `late/KIND/NAME` from a checkpoint with a
+# dense embedding gives rows updated by its last step.
+
+
+_PENDING_PREFIX = "late/"
+"""Prefix of a sharded embedding's tensors in a checkpoint."""
+
+
+def _derivable_names(tensor_names: Iterable[str]) -> list[str]:
+    """The names of up-to-date tensors that can be derived from tensors with pending updates."""
+    names = [name.removeprefix(_PENDING_PREFIX) for name in tensor_names if name.startswith(_PENDING_PREFIX)]
+    return [name for name in names if name.split("/")[0] not in (LAST_STEP, RATES)]
+
+
+@dataclass(frozen=True)
+class _DerivedTensor:
+    """A tensor computed from saved ones."""
+
+    shape: tuple[int, ...]
+    blocks: Iterator[Tensor]
+
+
+def _derive(checkpoint: Checkpoint, name: str) -> _DerivedTensor:
+    """The tensor `name`, which was not saved, computed from saved tensors; CheckpointError if these are missing. Reads
+    blocks on iteration."""
+    if f"{_PENDING_PREFIX}{name}" in checkpoint.tensors:
+        return _DerivedTensor(checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape, _updated_blocks(checkpoint, name))
+    kind, _, parameter = name.removeprefix(_PENDING_PREFIX).partition("/")
+    is_dense = name.startswith(_PENDING_PREFIX) and f"weight/{parameter}" in checkpoint.tensors
+    if is_dense and kind == LAST_STEP:
+        rows = checkpoint.tensors[f"weight/{parameter}"].shape[:1]
+        last_step = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
+        return _DerivedTensor(rows, iter([last_step]))
+    if is_dense and kind == RATES:
+        rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
+        return _DerivedTensor(rates.shape, iter([rates]))
+    if is_dense and f"{kind}/{parameter}" in checkpoint.tensors:
+        dense_name = f"{kind}/{parameter}"
+        return _DerivedTensor(checkpoint.tensors[dense_name].shape, checkpoint.blocks(dense_name))
+    raise CheckpointError(
+        f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
+    )
+
+
+def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+    """Blocks of the tensor `name`, saved with pending updates, after these updates."""
+    kind, _, parameter = name.partition("/")
+    config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
+    row_optimizer = build_row_optimizer(config.table.rule, config)
+    row_optimizer.resume(checkpoint.read(f"{_PENDING_PREFIX}{RATES}/{parameter}").numpy())
+    kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape[0]
+    for block in block_ranges(count):
+        rows = {name: checkpoint.read_rows(f"{_PENDING_PREFIX}{name}/{parameter}", block) for name in kinds}
+        row_optimizer.apply_pending_updates_(
+            rows, checkpoint.read_rows(f"{_PENDING_PREFIX}{LAST_STEP}/{parameter}", block)
+        )
+        yield rows[kind]
 
 
 # Checkpoints recovered from storages other than the disk.

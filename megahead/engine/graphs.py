@@ -12,7 +12,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +42,20 @@ def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
 # Gradients at fixed addresses, to which all micro-steps of a step add, captured or not.
 
 
-class GradientSums(Protocol):
+class GradientSums:
     """Where the gradients of a step's micro-batches are summed."""
 
     def prepare(self) -> None:
         """Must be called before each micro-step."""
-        ...
 
     def end_replay(self) -> None:
         """Sets what a micro-step sets in Python; must be called after each replay."""
-        ...
 
     def discard_capture(self) -> None:
         """Discards what a failed capture left."""
-        ...
 
 
-class FixedGradients:
+class FixedGradients(GradientSums):
     """Sums in `grad` of the parameters, whose memory is kept over steps: between them DeepSpeed sets `grad` to None."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -72,21 +69,12 @@ class FixedGradients:
             for parameter, total in zip(self._parameters, self._sums, strict=True):
                 parameter.grad = total
 
-    def end_replay(self) -> None:
-        pass
 
-    def discard_capture(self) -> None:
-        pass
-
-
-class DeepSpeedGradients:
+class DeepSpeedGradients(GradientSums):
     """The fp32 sums of DeepSpeed's bf16 optimizer. A micro-step frees `grad`, a replay leaves it as it was."""
 
     def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, list(parameters)
-
-    def prepare(self) -> None:
-        pass
 
     def end_replay(self) -> None:
         mark_gradients(self._optimizer)

@@ -260,6 +260,8 @@ class LazyUpdates:
 Rows = Mapping[str, Tensor]
 Moments = Mapping[str, Literal["element", "row"]]
 WEIGHT = "weight"
+LAST_STEP, RATES = "touched", "rates"
+"""Kinds of tensors in a checkpoint, beside the weights and moments."""
 
 
 class RowOptimizer(ABC):

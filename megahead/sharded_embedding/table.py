@@ -22,8 +22,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, TensorSource, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.conversion import LAST_STEP, RATES
-from megahead.sharded_embedding.optimizer import WEIGHT, RowOptimizer, Rows, build_row_optimizer
+from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, WEIGHT, RowOptimizer, Rows, build_row_optimizer
 
 # The exchange of a step's rows, planned before the step.
 #

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, message_of
 
 
-class Board(Protocol):
+class Board:
     """A destination for curves. A resumed run continues its earlier curves, which are identified by its folder."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -25,7 +25,7 @@ class Board(Protocol):
         """Writes buffered values."""
 
 
-class TensorBoard:
+class TensorBoard(Board):
     """Files in the run's folder; steps that were rolled back are not shown."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -45,7 +45,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Tracker:
+class Tracker(Board):
     """A service that cannot discard values: a repeated step has two. After its first failure, of the network for
     example, it receives nothing more in this session, and training continues."""
 
@@ -55,8 +55,6 @@ class Tracker:
     def add(self, values: Mapping[str, float], step: int) -> None:
         if not self._failed:
             self._try(lambda: self._log(dict(values), step))
-
-    def discard_after(self, step: int) -> None: ...
 
     def close(self) -> None:
         self._try(self._finish)
