@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from megahead.config.data import DataConfig
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
-from megahead.data.samples import DATASET_SEED, Samples, StoredSamples, StreamSamples, derive_seed
+from megahead.data.samples import DATASET_SEED, RowSource, Samples, StoredSamples, StreamSamples, derive_seed
 from megahead.errors import ConfigError
 from megahead.wording import pluralize
 
@@ -54,7 +53,7 @@ class BlendShare:
         )
 
 
-class Blend:
+class Blend(RowSource):
     """Samples of several datasets, numbered from 0 without end; those of each dataset come in that dataset's order."""
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
@@ -146,17 +145,6 @@ def build_schedule(quotas: Array) -> tuple[Array, Array]:
         if ordinal + 1 < sizes[part]:
             heapq.heappush(upcoming, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
     return part_P, ordinal_P
-
-
-class RowSource(Protocol):
-    """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
-
-    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
-
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
-        return None
 
 
 def training_samples(

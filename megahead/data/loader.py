@@ -17,9 +17,9 @@ from megahead.data.batch import (
     NextTokenCollator,
     RowCollator,
 )
-from megahead.data.blending import RowSource
 from megahead.data.indexed import IndexedDataset
 from megahead.data.masking import DiffusionCollator, MaskingCollator, TokenSubsets
+from megahead.data.samples import RowSource
 from megahead.data.strategies import Uniform, build_strategy
 from megahead.data.strategy import TargetErrorCounts, TrainingText
 from megahead.errors import ConfigError

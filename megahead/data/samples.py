@@ -100,7 +100,19 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
 # any sample and on any mesh with the same order. With R rows per epoch, sample k has position k % R in epoch k // R.
 
 
-class Samples:
+class RowSource:
+    """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
+
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
+        """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
+        raise NotImplementedError
+
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
+        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
+        return None
+
+
+class Samples(RowSource):
     """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end; in file order,
     unless a subclass changes it."""
 
@@ -127,10 +139,6 @@ class Samples:
             (index,) = np.nonzero(epochs_B == epoch)
             self._fill(rows, index, epoch, positions_B[index])
         return rows
-
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
-        return None
 
     def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
         """Writes the samples at `positions` of this epoch into `rows[index]`."""
@@ -207,7 +215,7 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
     return samples(dataset, sequence_length)
 
 
-class EvenlySpacedSamples:
+class EvenlySpacedSamples(RowSource):
     """`count` rows of `samples` (or all, if there are fewer), evenly spaced over the text and numbered from 0. Masking
     uses these numbers, so that what is even over consecutive numbers is even over these rows."""
 
@@ -215,11 +223,9 @@ class EvenlySpacedSamples:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """int64 [B, T+1]."""
         return self._samples.rows(self._index(sample_indices))
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """As in `Samples`."""
         return self._samples.document_starts(self._index(sample_indices))
 
     def _index(self, sample_indices: Sequence[int] | Array) -> Array:

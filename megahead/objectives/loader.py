@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.data.batch import Batch, RowCollator
-from megahead.data.blending import RowSource
 from megahead.data.loader import BatchReader
-from megahead.data.samples import derive_seed
+from megahead.data.samples import RowSource, derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import CandidateSet, Objective

@@ -15,7 +15,7 @@ from torch.distributed.nn import functional as collectives
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.blending import RowSource
+from megahead.data.samples import RowSource
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.candidates import Candidates
