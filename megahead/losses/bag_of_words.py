@@ -93,9 +93,9 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
     """The value of `bag_loss_reference` for the softmax's outputs, a scalar; its target is that of its token.
 
     Has the scores of a block of texts and candidates in memory (1 MiB on a CPU, 256 MiB on a GPU, or one candidate's),
-    and some matrices of B x w in float32. One product of B T x w x
-    D; gradients flow to the token with the largest score alone, and cost B w D. Scores are rounded as in
-    `candidate_loss`. Collective over tensor ranks: two all-reduces of B numbers, and for gradients one of B T x D.
+    and some matrices of B x w in float32. One product of B T x w x D; gradients flow to the token with the largest
+    score alone, and cost B w D. Scores are rounded as in `candidate_loss`. Collective over tensor ranks: two
+    all-reduces of B numbers, and for gradients one of B T x D.
     """
     outputs_NE, rows_wE, candidates, score, group = softmax.local_inputs()
     if outputs_NE.shape[0] == 0:
