@@ -51,8 +51,11 @@ WAIT_SECONDS = 600.0
 
 
 def main() -> None:
-    """Runs the command and exits; after an error immediately, since threads may wait for other ranks."""
-    run_command(run, immediate_exit=True, report=report_once)
+    """Runs the command; on several ranks exits, after an error immediately, since threads may wait for others."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        run()
+    else:
+        run_command(run, immediate_exit=True, report=report_once)
 
 
 def run() -> None:

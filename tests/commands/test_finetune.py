@@ -37,7 +37,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr("sys.argv", ["finetune.py", *arguments])
-    finetune.run()
+    finetune.main()
 
 
 def test_a_table_of_models_tasks_and_languages(

@@ -96,7 +96,7 @@ def test_no_query_is_twice_in_an_epoch() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr("sys.argv", ["finetune.py", *map(str, arguments)])
-    finetune.run()
+    finetune.main()
 
 
 def write_pairs(file: Path, count: int, words: int = 10) -> Path:
