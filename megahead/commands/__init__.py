@@ -32,7 +32,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "evaluate": {
         "eval_harness": "score models with lm-eval on local task files",
-        "finetune": "fine-tune models on GLUE, SuperGLUE and XNLI, encoders for retrieval",
+        "finetune": "fine-tune on GLUE, SuperGLUE, XNLI; encoders for retrieval",
         "pseudo_perplexity": "compare encoders by pseudo-perplexity on texts",
         "synonyms": "compare the similarity of synonyms in input embeddings",
     },
