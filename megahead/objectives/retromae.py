@@ -39,18 +39,32 @@ class RetroMAEBatch(NamedTuple):
     """uint8: a random number of each position."""
 
 
-class RetroMAE(Auxiliary):
-    """Adds the decoder's loss, by the run's objective: headless, with the decoder's targets as candidates for each
-    other, or vanilla."""
+class TextDecoder(Auxiliary):
+    """Base of objectives that add the loss of an `EnhancedDecoder` for the `targets` that they prepare, by the run's
+    objective: headless, with these targets as candidates for each other, or vanilla."""
+
+    needs_first_outputs = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.decoder = EnhancedDecoder(config.model)
+
+    @classmethod
+    def targets(cls, batch: Batch) -> Targets:
+        """The tokens that the decoder predicts."""
+        targets: Targets = batch.auxiliary.targets
+        return targets
+
+
+class RetroMAE(TextDecoder):
+    """The decoder sees some tokens of the text, others at each position."""
 
     key = "retromae"
-    needs_first_outputs = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         settings = config.objective.retromae
         assert settings is not None
-        self.decoder = EnhancedDecoder(config.model)
         self._bag_factor = settings.bag_weight / settings.weight
         self._visible = round(256 * (1 - settings.decoder_rate))
 
@@ -60,12 +74,6 @@ class RetroMAE(Auxiliary):
         length = batch.input_ids_BT.shape[1]
         bytes_BT = torch.from_numpy((rng.uniform(Purpose.RETROMAE, 2 * length) * 256).astype(np.uint8))
         return RetroMAEBatch(first_document_targets(unmasked_ids(batch), batch, config), *bytes_BT.split(length, dim=1))
-
-    @classmethod
-    def targets(cls, batch: Batch) -> Targets:
-        """The tokens that the decoder predicts."""
-        prepared: RetroMAEBatch = batch.auxiliary
-        return prepared.targets
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
         """`loss` of the decoder's predictions, and their `count`; with a `bag_weight` the `bag`'s loss, too, which

@@ -19,9 +19,9 @@ from torch import Tensor
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.samples import CounterRng, Purpose
-from megahead.objectives.auxiliary import Auxiliary, ForwardContext, Targets
+from megahead.objectives.auxiliary import ForwardContext, Targets
 from megahead.objectives.micro_batch import documents_of
-from megahead.objectives.retromae import EnhancedDecoder, first_document_targets, unmasked_ids
+from megahead.objectives.retromae import TextDecoder, first_document_targets, unmasked_ids
 
 
 class TSDAEBatch(NamedTuple):
@@ -34,16 +34,10 @@ class TSDAEBatch(NamedTuple):
     """int64: the rows before tokens were masked and deleted."""
 
 
-class TSDAE(Auxiliary):
-    """Adds the decoder's loss, by the run's objective: headless, with the decoder's targets as candidates for each
-    other, or vanilla."""
+class TSDAE(TextDecoder):
+    """The decoder sees the tokens before its own."""
 
     key = "tsdae"
-    needs_first_outputs = True
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.decoder = EnhancedDecoder(config.model)
 
     @classmethod
     def extend(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Batch:
@@ -57,12 +51,6 @@ class TSDAE(Auxiliary):
         may_go_BT.view(-1)[batch.target_index_N] = False
         shorter = delete_tokens(batch, may_go_BT & (draw_BT < settings.deletion_rate), config.data.end_token)
         return replace(shorter, auxiliary=TSDAEBatch(targets, text_BT))
-
-    @classmethod
-    def targets(cls, batch: Batch) -> Targets:
-        """The tokens that the decoder predicts."""
-        prepared: TSDAEBatch = batch.auxiliary
-        return prepared.targets
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
         """`loss` of the decoder's predictions, and their `count`."""

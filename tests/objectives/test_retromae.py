@@ -19,7 +19,7 @@ from megahead.objectives.pretraining import Pretraining
 from megahead.objectives.retromae import RetroMAE, visible_tokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
-from support.text_decoders import decoded, in_groups, loss_among
+from support.text_decoders import assert_equal_with_gradients, decoded, in_groups, loss_among
 
 ROWS, LENGTH = 4, 12
 TEXTS = (range(1, 11), range(13, 18), range(25, 32), range(37, 47))
@@ -111,11 +111,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_all_tokens_by_the_decoder(
     loss = model(micro)
     of_encoder, of_decoder = loss_by_hand(slow, micro)
     expected = 0.25 * of_encoder + 0.125 * 0.5 * of_decoder
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    loss.backward()
-    expected.backward()
-    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert_equal_with_gradients(loss, model, expected, slow)
     assert noted[0]["loss"].item() == pytest.approx(of_decoder.item(), rel=1e-9)
     assert int(noted[0]["count"]) == len(micro.batch.auxiliary.targets.ids_P)
 
@@ -133,11 +129,7 @@ def test_the_tokens_outputs_also_predict_the_set_of_their_text(objective: dict[s
     loss = model(micro)
     (of_encoder, of_decoder), of_bag = loss_by_hand(slow, micro), bag_by_hand(slow, micro)
     expected = 0.25 * of_encoder + 0.125 * (0.5 * of_decoder + 0.7 * of_bag)
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    loss.backward()
-    expected.backward()
-    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert_equal_with_gradients(loss, model, expected, slow)
     assert config.objective.retromae is not None
     means = config.objective.retromae.means({name: value.item() for name, value in noted[0].items()})
     count = sum(map(len, TEXTS))

@@ -21,7 +21,7 @@ from megahead.objectives.pretraining import Pretraining
 from megahead.objectives.tsdae import TSDAE, earlier_tokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
-from support.text_decoders import decoded, in_groups, loss_among
+from support.text_decoders import assert_equal_with_gradients, decoded, in_groups, loss_among
 
 ROWS, LENGTH, END = 4, 20, 2
 TEXTS = (range(1, 19), range(1, 9), range(1, 13), range(1, 19))
@@ -103,11 +103,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_all_tokens_by_the_decoder(
     loss = model(micro)
     of_encoder, of_decoder = loss_by_hand(slow, micro, objective, family)
     expected = 0.25 * of_encoder + 0.125 * 0.5 * of_decoder
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    loss.backward()
-    expected.backward()
-    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert_equal_with_gradients(loss, model, expected, slow)
     assert noted[0]["loss"].item() == pytest.approx(of_decoder.item(), rel=1e-9)
     assert int(noted[0]["count"]) == sum(map(len, TEXTS))
 

@@ -56,3 +56,12 @@ def loss_among(model: Pretraining, outputs: Tensor, groups: Sequence[Candidates]
             total = total + F.cross_entropy(logits, group.target_N, reduction="sum")
     assert place == len(outputs)
     return total
+
+
+def assert_equal_with_gradients(loss: Tensor, model: Pretraining, expected: Tensor, slow: Pretraining) -> None:
+    """`loss` of `model` is `expected` of `slow`, a copy of it, in float64, and so are the gradients of all weights."""
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
