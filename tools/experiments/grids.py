@@ -1,4 +1,4 @@
-"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, precision, shapes, mixture."""
+"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, precision, shapes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from itertools import combinations
 
 from experiments.measures import Row, aggregate_seeds, tokens_per_second
 from experiments.recipe import INITIAL_RECIPE
-from experiments.runner import GRIDS, ExperimentRunner, grid_charts, to_overrides, training_overrides
-
-MIXTURE_SCORES = ("perplexity", "accuracy")
+from experiments.runner import GRIDS, ExperimentRunner, grid_charts, to_overrides
 
 
 def compare_variants(runner: ExperimentRunner, only: Sequence[str]) -> None:
@@ -69,24 +67,3 @@ def compare_shapes(runner: ExperimentRunner, only: Sequence[str]) -> None:
         second_seed = runner.grid("shapes", (), *first, shape=[shape], rate=[best], seed=[1])
         rows += sweep_rows + [cell.row(columns) for cell in second_seed]
     runner.record("shapes", aggregate_seeds(rows, ("shape", "rate"), [*columns]))
-
-
-def compare_mixture(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains each kind of model (or those of `only`) by every mixture of both losses, for equal times."""
-    grid, rows = GRIDS["mixture"], list[Row]()
-    for kind, model in grid["models"].items():
-        if only and kind not in only:
-            continue
-        data = runner.data(model["vocabulary"], encoder=model["is_encoder"])
-        cost = {
-            share: runner.step_seconds(model["config"], f"{kind}-{share}", *data, *overrides)
-            for share, overrides in grid["shares"].items()
-        }
-        for share, overrides in grid["shares"].items():
-            steps = round(grid["steps"] * cost[0] / cost[share])
-            for seed in grid["seeds"]:
-                settings = [*data, *overrides, f"seed={seed}", *training_overrides(steps)]
-                last = runner.train(model["config"], f"{kind}-{share}-{seed}", *settings).validation[-1]
-                row: Row = {"model": kind, "softmax": share, "a step costs": cost[share] / cost[0], "steps": steps}
-                rows.append(row | {score: last[score] for score in MIXTURE_SCORES})
-    runner.record("mixture", aggregate_seeds(rows, ("model", "softmax", "a step costs", "steps"), MIXTURE_SCORES))

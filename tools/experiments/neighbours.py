@@ -1,8 +1,10 @@
-"""Related methods of the literature with headless models: masked inputs, other scores, other masks, on small models.
+"""Related methods of the literature with headless models: masked inputs, other scores, other masks, a softmax beside
+the loss, more predicted tokens, on small models.
 
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. If a token costs more or
-less than a plain one by more than MARGIN, the variant is trained once more for the time of the plain run. Cost is
-measured by a few steps of both at the same time, so that other load slows both. All are scored on the same held-out
+less than a plain one by more than MARGIN, the variant is trained once more for the time of the plain run, or in kinds
+that compare `at_equal: [time]` only so. Cost is measured by a few steps of both at the same time, so that other load
+slows both. All are scored on the same held-out
 text, encoders on the same masked positions, by training-free heads. Masked diffusion, scored by an upper bound, and
 replaced-token detection, whose generators are scored, are kinds of their own, with the vanilla softmax as a variant.
 """
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from experiments.measures import Row, aggregate_seeds
 from experiments.recipe import INITIAL_RECIPE
 from experiments.runner import GRIDS, ExperimentRunner, to_overrides
+from megahead.config.loading import load_config
 
 SEEDS = (0, 1)
 MARGIN = 0.1
@@ -24,11 +27,11 @@ COST_STEPS = 60  # of each of two runs side by side
 
 
 def compare_neighbours(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains the plain models and all variants (or those of `only`) with every seed; `cost` of a token is relative to
-    the plain one."""
+    """Trains the plain models and all variants (or those that `only` names, or whose kind) with every seed; `cost` of a
+    token is relative to the plain one."""
     rows: list[Row] = []
     for kind, grid in GRIDS["neighbours"].items():
-        names = [name for name in grid["variants"] if not only or name in only]
+        names = [name for name in grid["variants"] if not only or {kind, name}.intersection(only)]
         if names:
             rows += _compare(runner, kind, [PLAIN, *(name for name in names if name != PLAIN)])
             values = ("tokens", "cost", "perplexity", "accuracy")
@@ -42,26 +45,31 @@ def settings_of_variant(kind: str, name: str) -> tuple[str, list[str]]:
 
 
 def _compare(runner: ExperimentRunner, kind: str, names: Sequence[str]) -> list[Row]:
-    config, num_steps = GRIDS["neighbours"][kind]["config"], GRIDS["neighbours"][kind]["steps"]
-    rows: list[Row] = []
-    plain_overrides, cost_overrides = _variant_overrides(runner, kind, PLAIN), _schedule_overrides(0, COST_STEPS)
-    for seed in SEEDS:
+    grid, rows = GRIDS["neighbours"][kind], list[Row]()
+    costs = {name: _relative_cost(runner, kind, name) for name in names}
+    for seed in grid.get("seeds", SEEDS):
         for name in names:
-            settings, relative = _variant_overrides(runner, kind, name), 1.0
-            if name != PLAIN:
-                pair = {f"{kind}-{name}-beside-{PLAIN}": [*settings, *cost_overrides]}
-                relative = runner.relative_cost(
-                    config, pair | {f"{kind}-{PLAIN}-beside-{name}": [*plain_overrides, *cost_overrides]}
-                )
-            run_by_equal = {"tokens": (f"{kind}-{name}-{seed}", num_steps)}
-            if abs(relative - 1) > MARGIN:
-                run_by_equal["time"] = (f"{kind}-{name}-{seed}-time", round(num_steps / relative))
+            run_by_equal = {"tokens": (f"{kind}-{name}-{seed}", grid["steps"])}
+            if abs(costs[name] - 1) > MARGIN:
+                run_by_equal["time"] = (f"{kind}-{name}-{seed}-time", round(grid["steps"] / costs[name]))
+                run_by_equal = {equal: run_by_equal[equal] for equal in grid.get("at_equal", run_by_equal)}
             for equal, (folder, steps) in run_by_equal.items():
-                run = runner.train(config, folder, *settings, *_schedule_overrides(seed, steps))
+                settings = [*_variant_overrides(runner, kind, name), *_schedule_overrides(seed, steps)]
+                run = runner.train(grid["config"], folder, *settings)
                 last, tokens = run.validation[-1], run.training[-1]["tokens"]
-                row = {"model": kind, "variant": name, "at equal": equal, "tokens": tokens, "cost": relative}
+                row = {"model": kind, "variant": name, "at equal": equal, "tokens": tokens, "cost": costs[name]}
                 rows.append(row | {"perplexity": last["perplexity"], "accuracy": last["accuracy"]})
     return rows
+
+
+def _relative_cost(runner: ExperimentRunner, kind: str, name: str) -> float:
+    """Cost of a variant's token, relative to the plain one's."""
+    if name == PLAIN:
+        return 1.0
+    pair = {f"{kind}-{name}-beside-{PLAIN}": name, f"{kind}-{PLAIN}-beside-{name}": PLAIN}
+    short = _schedule_overrides(0, COST_STEPS)
+    overrides = {run: [*_variant_overrides(runner, kind, variant), *short] for run, variant in pair.items()}
+    return runner.relative_cost(GRIDS["neighbours"][kind]["config"], overrides)
 
 
 def _schedule_overrides(seed: int, steps: int) -> list[str]:
@@ -70,12 +78,11 @@ def _schedule_overrides(seed: int, steps: int) -> list[str]:
 
 
 def _variant_overrides(runner: ExperimentRunner, kind: str, name: str) -> list[str]:
-    """All overrides of a variant's runs; decoders have the initial recipe, not the one found by `recipe`."""
-    _, variant_settings = settings_of_variant(kind, name)
+    """All overrides of a variant's runs; those of `decoder` have the initial recipe, not the one found by `recipe`."""
+    config, settings = settings_of_variant(kind, name)
     if kind != "decoder":
-        return [*runner.data(encoder=True), *variant_settings]
-    mask_token = (
-        [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in variant_settings) else []
-    )
+        is_encoder = not load_config(f"configs/{config}.yaml").model.is_causal
+        return [*runner.data(GRIDS["neighbours"][kind].get("vocabulary"), encoder=is_encoder), *settings]
+    mask_token = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in settings) else []
     ids = [f"model.vocab_size={VOCABULARY + 1}", "training.evaluate_samples=256"]
-    return [*runner.data(VOCABULARY), *ids, *to_overrides(INITIAL_RECIPE), *variant_settings, *mask_token]
+    return [*runner.data(VOCABULARY), *ids, *to_overrides(INITIAL_RECIPE), *settings, *mask_token]

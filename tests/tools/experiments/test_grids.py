@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.figures import compare_latency
-from experiments.grids import compare_mixture, compare_negatives, compare_precision, compare_shapes
+from experiments.grids import compare_negatives, compare_precision, compare_shapes
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.report.read import read_metrics
 from support.long import long
@@ -67,18 +67,3 @@ def test_shapes_are_swept_and_the_best_rate_gets_the_other_seeds(
         first = {rate: read_metrics(runner.folder / f"{shape}-{rate:g}-0").validation[-1] for rate in (1e-3, 1e-2)}
         best = min(first, key=lambda rate: first[rate]["perplexity"])
         assert [rows[shape, rate]["seeds"] for rate in (1e-3, 1e-2)] == [1 + (rate == best) for rate in (1e-3, 1e-2)]
-
-
-def test_mixtures_of_both_losses_have_equal_times(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = GRIDS["mixture"]
-    monkeypatch.setitem(grid, "models", {"decoder": grid["models"]["decoder"] | {"vocabulary": 320}})
-    monkeypatch.setitem(grid, "shares", {share: grid["shares"][share] for share in (0, 0.1)})
-    monkeypatch.setitem(grid, "steps", 4)
-    monkeypatch.setitem(grid, "seeds", [0])
-    monkeypatch.setattr("experiments.runner.PROBE_STEPS", 4)
-    tiny = [part for part in TINY if "training.steps" not in part]
-    compare_mixture(replace(runner, settings=tiny), [])
-    headless, mixed = results(runner, "mixture")
-    assert headless["steps"] == 4
-    assert mixed["steps"] == round(4 / mixed["a step costs"])
-    assert mixed["perplexity"] > 1

@@ -25,12 +25,16 @@ from support.runner import TINY, results
         long("four-layers", "dropping-of-4"),
         long("diffusion", "diffusion-vanilla"),
         ("detection", "electra-vanilla"),
+        ("small", "softmax-10"),
+        long("small-encoder", "untied"),
     ],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
 ) -> None:
-    monkeypatch.setitem(GRIDS["neighbours"][kind], "steps", 4)
+    grid = GRIDS["neighbours"][kind]
+    small = {name: value for name, value in {"vocabulary": 320, "seeds": [0]}.items() if name in grid}
+    monkeypatch.setitem(GRIDS, "neighbours", {kind: grid | {"steps": 4} | small})
     sizes = {"VOCABULARY": 320, "SEEDS": (0,), "WARMUP": 1, "COST_STEPS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
@@ -42,13 +46,15 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
     shape = [f"model.num_layers={layers}", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
     compare_neighbours(replace(runner, settings=[*settings, *shape]), [variant])
     rows = results(runner, "neighbours")
+    expected = [("plain", "tokens", 4), (variant, "tokens", 4), (variant, "time", 6)]  # 6 in the plain one's time
+    if "at_equal" in grid:
+        del expected[1]
     assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
-        (kind, "plain", "tokens", 4 * 256),
-        (kind, variant, "tokens", 4 * 256),
-        (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
+        (kind, name, equal, steps * 256) for name, equal, steps in expected
     ]
-    assert [row["cost"] for row in rows] == [1, 2 / 3, 2 / 3]
-    config = read_runs([runner.folder / f"{kind}-{variant}-0"])[0].config
+    assert [row["cost"] for row in rows] == [1, *[2 / 3] * (len(expected) - 1)]
+    last_run = f"{kind}-{variant}-0" + ("-time" if "at_equal" in grid else "")
+    config = read_runs([runner.folder / last_run])[0].config
     asked = {
         "meap-30": ("masked_inputs", "mask_token", 320),
         "frequency": ("masking", "strategy", "frequency"),
@@ -62,6 +68,8 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         "rate-40-late-of-4": ("masking", "masks_from_layer", 2),
         "diffusion-vanilla": ("objective", "name", "vanilla"),
         "electra-vanilla": ("objective", "name", "vanilla"),
+        "softmax-10": ("objective", "vanilla_weight", 0.1),
+        "untied": ("objective", "candidates", "own"),
     }
     section, setting, value = asked[variant]
     assert config[section][setting] == value
