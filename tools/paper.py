@@ -35,7 +35,7 @@ def main() -> None:
     )
     tasks_help = "task files, as tools/eval_harness.py takes them"
     parser.add_argument("--tasks-data", type=existing_path, metavar="DIR", help=tasks_help)
-    tokenizer_help = "revocabulary: another tokenizer.json to change to as well"
+    tokenizer_help = "revocabulary: another tokenizer.json to change to as well; retrieval: one in place of its own"
     parser.add_argument("--tokenizer", type=existing_path, metavar="F", help=tokenizer_help)
     columns_help = "items: the table's columns (default: user_id item_id timestamp)"
     columns = ("user_id", "item_id", "timestamp")

@@ -42,7 +42,7 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
     for equal tokens, and for the time that RetroMAE with a softmax takes. Scores all before and after tuning on pairs
     of a title and its article. Records results after each way.
 
-    --text: JSON lines with `title` and `text`; --tasks-data: with STS-B.
+    --text: JSON lines with `title` and `text`; --tasks-data: with STS-B; --tokenizer: in place of one of the text.
     """
     ways = {Way(**values): overrides for values, overrides in grid_points({"axes": GRID["ways"]}, {})}
     names = [way.name for way in ways]
@@ -90,7 +90,11 @@ class Comparison:
                 found = read_articles(train, None)  # without the title in the text, which would tell
                 _write(pairs, [{"query": one["title"], "positive": one["rest"]} for one in found])
         runs = replace(runner, folder=runner.folder / "runs", text=train)
-        return Comparison(runs, runs.data(GRID["vocabulary"], encoder=True), pairs, chosen_by, searched)
+        if runner.tokenizer is None:
+            data = runs.data(GRID["vocabulary"], encoder=True)
+        else:
+            data = runs.data_with_tokenizer(runner.tokenizer, encoder=True)
+        return Comparison(runs, data, pairs, chosen_by, searched)
 
     def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
         """CPU time of a step."""

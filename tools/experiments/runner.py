@@ -70,7 +70,7 @@ class ExperimentRunner:
     console: Console
     vocabulary: int = 8_192
     tasks_data: Path | None = None  # as for tools/eval_harness.py; evaluations that need it are left out without
-    tokenizer: Path | None = None  # another tokenizer.json, for experiments that change to one
+    tokenizer: Path | None = None  # another tokenizer.json, for experiments that change to one or take any
     columns: Sequence[str] = ("user_id", "item_id", "timestamp")  # of a table of events
     rivals_python: Path | None = None  # an interpreter that has the libraries of related methods
     held_out: int = 50  # one in so many documents is kept for evaluation
@@ -85,19 +85,18 @@ class ExperimentRunner:
             return [*self._build_dataset(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
         words = f"wordpiece-{size}"
         settings = self._build_dataset(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
-        tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
-        ids: Row = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
-        ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
-        return [*settings, *to_overrides(ids), "masking.special_tokens=[]"]
+        return [*settings, *_encoder_ids(self.folder.parent / words / "tokenizer.json")]
 
-    def data_with_tokenizer(self, tokenizer: Path) -> list[str]:
+    def data_with_tokenizer(self, tokenizer: Path, *, encoder: bool = False) -> list[str]:
         """Overrides for the text in the ids of an existing tokenizer."""
+        name = f"of-{tokenizer.stem}"
+        if encoder:
+            return [*self._tokenize(name, tokenizer, ["--end-token", "[SEP]"]), *_encoder_ids(tokenizer)]
         vocabulary = ByteVocabulary.open(tokenizer)
         end_id = vocabulary.id_of_role("end")
         if end_id is None:
             raise FieldError("--tokenizer", "have a special token that ends a text", got=str(tokenizer))
-        end_options = ["--end-token", vocabulary.spellings[end_id] or ""]
-        settings = self._tokenize(f"of-{tokenizer.stem}", tokenizer, end_options)
+        settings = self._tokenize(name, tokenizer, ["--end-token", vocabulary.spellings[end_id] or ""])
         return [*settings, f"data.end_token={end_id}", f"model.vocab_size={len(vocabulary.spellings)}"]
 
     def require_text(self) -> Path:
@@ -285,6 +284,14 @@ def grid_points(grid: Mapping[str, Any], axis_values: Mapping[str, Sequence[Any]
 def run_name(name: str) -> str:
     """Turns text into a valid run name: `32,768 ids` into `32768-ids`."""
     return re.sub("[,%]", "", name.replace(", ", "-").replace(" ", "-").replace("/", "_"))
+
+
+def _encoder_ids(tokenizer_file: Path) -> list[str]:
+    """Overrides of an encoder's special tokens and number of ids."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    ids: Row = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
+    ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
+    return [*to_overrides(ids), "masking.special_tokens=[]"]
 
 
 def to_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -99,6 +99,18 @@ def test_what_was_made_is_made_again_once_its_arguments_change(runner: Experimen
     assert len(IndexedDataset(made.parent / "text-validation")) == 40
 
 
+def test_an_encoder_reads_the_text_in_the_ids_of_an_existing_tokenizer(runner: ExperimentRunner) -> None:
+    own = dict(override.split("=", 1) for override in runner.data(encoder=True))
+    tokenizer = Path(own["data.tokenizer"]).rename(runner.folder / "theirs.json")
+    given = dict(override.split("=", 1) for override in runner.data_with_tokenizer(tokenizer, encoder=True))
+    datasets = [given.pop("data.train"), own.pop("data.train")]
+    assert given.pop("data.tokenizer") == str(tokenizer)
+    del own["data.tokenizer"]
+    assert given == own | {"data.validation": f"{datasets[0]}-validation"}
+    first, second = map(IndexedDataset, datasets)
+    assert all((first[number] == second[number]).all() for number in range(len(first)))
+
+
 def test_an_experiment_says_that_it_needs_a_text(runner: ExperimentRunner) -> None:
     with pytest.raises(UserError, match="`--text` must name what this experiment reads, but is missing"):
         compare_negatives(replace(runner, text=None), [])
