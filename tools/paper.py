@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--columns", nargs=3, default=columns, metavar=("USER", "ITEM", "TIME"), help=columns_help)
     rivals_help = "items: an interpreter with rectools[torch] (default: this one)"
     parser.add_argument("--rivals-python", type=existing_path, metavar="F", help=rivals_help)
+    minutes_help = "items, continuing: CPU minutes of each run (default: items 25 epochs, continuing 4)"
+    parser.add_argument("--minutes", type=float, metavar="M", help=minutes_help)
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     ranks_help = "each run on N ranks of this machine (default: 1)"
@@ -58,7 +60,7 @@ def main() -> None:
     from experiments.runner import ExperimentRunner
 
     options = {"tasks_data": data, "tokenizer": tokenizer, "ranks": arguments.ranks}
-    options |= {"columns": arguments.columns, "rivals_python": rivals_python}
+    options |= {"columns": arguments.columns, "rivals_python": rivals_python, "minutes": arguments.minutes}
     runner = ExperimentRunner(folder, text, arguments.set, terminal(), **options)
     getattr(module, f"compare_{arguments.experiment}")(runner, arguments.only)
 

@@ -16,7 +16,7 @@ from megahead.report.read import RunMetrics
 
 SMALLER, LARGER = 8_192, 119_547  # as many ids as multilingual BERT's tokenizer
 BASE_STEPS = 200
-MINUTES = 4.0  # of CPU, of each continuation
+MINUTES = 4.0  # of CPU, of each continuation, unless --minutes says otherwise
 HELD_OUT = 200  # one in so many documents
 ALL_SAMPLES = 1_000_000  # an evaluation reads all of the held-out text, the same bytes in every vocabulary
 
@@ -36,7 +36,9 @@ def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
         rows.append({"model": shape, "trained": "before"} | _scores(base, old))
         start = [*new, *settings, *_convert(runs, f"{shape}-base", new)]
         for way, overrides in grid["ways"].items():
-            run = _train_for(runs, config, f"{shape}-{way}", [*start, *overrides])
+            settings, name = [*start, *overrides], f"{shape}-{way}"
+            steps = runs.steps_within(runs.minutes or MINUTES, config, name, *settings)
+            run = runs.train(config, name, *settings, *training_overrides(steps, evaluate_samples=ALL_SAMPLES))
             rows.append({"model": shape, "trained": way} | _scores(run, new))
     runner.record("continuing", rows)
 
@@ -47,13 +49,6 @@ def _convert(runner: ExperimentRunner, base: str, data: Sequence[str]) -> list[s
     converted = runner.folder / f"{base}-converted"
     runner.make(converted, "convert.py", "revocabulary", "--model", runner.folder / base, "--tokenizer", tokenizer)
     return to_overrides({"init.from_checkpoint": converted, "init.mode": "continue"})
-
-
-def _train_for(runner: ExperimentRunner, config: str, name: str, overrides: Sequence[str]) -> RunMetrics:
-    """Trains for about MINUTES, at the speed of the steps after the first of a short run."""
-    step_seconds = runner.step_seconds(config, name, *overrides)
-    steps = max(2, round(60 * MINUTES / step_seconds))
-    return runner.train(config, name, *overrides, *training_overrides(steps, evaluate_samples=ALL_SAMPLES))
 
 
 def _scores(run: RunMetrics, data: Sequence[str]) -> Row:

@@ -26,8 +26,9 @@ from megahead.hf.export import ensure_hf_folder
 
 
 def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains all sides (or those of `only`) on the table --text; records every run of the chosen recipes, and means
-    over seeds of the test's HR@10, NDCG@10 and MRR among unseen items, after each side."""
+    """Trains all sides (or those of `only`) on the table --text, for the grid's epochs or --minutes; records every run
+    of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among unseen items, after each
+    side. RecTools' models are trained by epochs alone."""
     grid, rows = GRIDS["items"], list[Row]()
     table = _Table.prepare(runner)
     for side, overrides in grid["sides"].items():
@@ -35,7 +36,8 @@ def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
             training = _SideTraining(runner, table, side, overrides)
             rows += best_recipe_on_all_seeds(side, grid["recipes"], grid["seeds"], training.scores)
             _record(runner, rows)
-    if rivals := [rival for rival in RIVALS if not only or rival in only]:
+    rivals = [rival for rival in RIVALS if not only or rival in only]
+    if rivals and runner.minutes is None:
         rows += _train_rivals(runner, table, rivals)
         _record(runner, rows)
 
@@ -89,10 +91,18 @@ class _SideTraining:
     def scores(self, recipe: Mapping[str, float], seed: int) -> Row:
         """Trains the run of a recipe and seed; its scores on both held-out items."""
         name = f"{self.side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
-        run = self.runner.train(GRIDS["items"]["config"], name, *self._settings(recipe, seed))
+        config, settings = GRIDS["items"]["config"], self._settings(recipe, seed)
+        run = self.runner.train(config, name, *settings, *training_overrides(self._steps(config)))
         folder = ensure_hf_folder(self.runner.folder / name)
         validation, test = (next_item(folder, self.table.part(part)).scores for part in ("validation", "test"))
         return score_row(validation, test, time_spent(run))
+
+    def _steps(self, config: str) -> int:
+        grid = GRIDS["items"]
+        if self.runner.minutes is None:
+            return int(grid["epochs"] * self.table.steps_an_epoch)
+        settings = self._settings(grid["recipes"][0], grid["seeds"][0])  # any: no recipe changes the cost of a step
+        return self.runner.steps_within(self.runner.minutes, config, self.side, *settings)
 
     def _settings(self, recipe: Mapping[str, float], seed: int) -> list[str]:
         prefix, dropout = self.table.prefix, recipe["dropout"]
@@ -100,8 +110,7 @@ class _SideTraining:
         settings |= {"data.train": prefix, "data.validation": f"{prefix}-validation"}
         settings |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
         settings |= {"optimizer.learning_rate": recipe["rate"]}
-        steps = GRIDS["items"]["epochs"] * self.table.steps_an_epoch
-        return [*to_overrides(settings), *self.overrides, *training_overrides(steps)]
+        return [*to_overrides(settings), *self.overrides]
 
 
 def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]) -> list[Row]:

@@ -73,6 +73,7 @@ class ExperimentRunner:
     tokenizer: Path | None = None  # another tokenizer.json, for experiments that change to one or take any
     columns: Sequence[str] = ("user_id", "item_id", "timestamp")  # of a table of events
     rivals_python: Path | None = None  # an interpreter that has the libraries of related methods
+    minutes: float | None = None  # of CPU for each run, in experiments of equal time
     held_out: int = 50  # one in so many documents is kept for evaluation
     ranks: int = 1  # of each run: for short steps two with a thread each are faster than one with two
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # the seed, tokens, seconds and settings of each
@@ -172,6 +173,10 @@ class ExperimentRunner:
         if seconds <= 0:
             raise UserError(f"steps of {name} must take time, but take {seconds:.3f} s; raise PROBE_STEPS.")
         return seconds
+
+    def steps_within(self, minutes: float, config_name: str, name: str, *overrides: str) -> int:
+        """How many steps take so long, at the speed of a short run; two at least."""
+        return max(2, round(60 * minutes / self.step_seconds(config_name, name, *overrides)))
 
     def run(self, tool: str, *arguments: object) -> None:
         """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""

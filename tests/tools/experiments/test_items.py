@@ -16,6 +16,7 @@ from experiments.measures import Row
 from experiments.runner import GRIDS, ExperimentRunner
 from megahead.evaluate.next_item import next_item
 from megahead.hf.export import ensure_hf_folder
+from megahead.report.read import read_metrics
 from support.runner import TINY, results
 
 SIDES = "headless", "softmax-tied"
@@ -62,6 +63,20 @@ def test_sides_are_scored_on_the_last_items(
     assert [(row["model"], row["seeds"]) for row in means] == [(side, 2) for side in SIDES]
     assert means[0]["NDCG@10"] == pytest.approx((rows[0]["NDCG@10"] + rows[1]["NDCG@10"]) / 2)
     assert all(row["CPU s"] > 0 for row in rows)
+
+
+def test_runs_take_the_minutes_that_are_asked_for(
+    runner: ExperimentRunner, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"seeds": [0], "recipes": [{"dropout": 0.1, "rate": rate} for rate in (0.01, 0.02)]}
+    monkeypatch.setitem(GRIDS, "items", GRIDS["items"] | small)
+    monkeypatch.setattr("experiments.runner.ExperimentRunner.step_seconds", lambda *_: 20.0)
+    settings = [*(part for part in TINY if "training.steps" not in part), "batch.micro_size=16"]
+    lab = replace(runner, text=table, settings=settings, columns=("who", "what", "when"), minutes=1.0)
+    compare_items(lab, [SIDES[0], "SASRec"])
+    assert [row["model"] for row in results(lab, "items-runs")] == [SIDES[0]]
+    runs = [read_metrics(lab.folder / f"{SIDES[0]}-0.1-{rate}-0") for rate in (0.01, 0.02)]
+    assert [run.training[-1]["step"] for run in runs] == [3, 3]
 
 
 def test_a_command_that_is_killed_has_recorded_the_sides_before(
