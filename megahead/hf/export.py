@@ -33,6 +33,7 @@ from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
 
 PARITY_FILE = "parity.json"
+VERSION = 2  # raised when a checkpoint gives other files than before: 2, mask tokens that take the space before them
 SHARD_BYTES = 5 * 10**9
 
 
@@ -99,7 +100,7 @@ def export(
         if pooling is not None:
             write_pooling(folder, pooling, model.config.model.hidden_size, model.config.model.max_positions)
         parity = verify(folder, target)
-        fingerprints = {"source": checkpoint_fingerprint(model)} | _tokenizer_fingerprint(model, folder)
+        fingerprints = _source_fingerprint(model) | _tokenizer_fingerprint(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})
         metadata = replace(card or CardMetadata(output_dir.name), pooling=pooling)
         card_text = model_card(target, parity, metadata)
@@ -117,9 +118,10 @@ def _tokenizer_fingerprint(model: TrainedModel, folder: Path) -> dict[str, str]:
     return {"tokenizer": tokenizer_fingerprint(exported)} if exported.is_file() else {}
 
 
-def checkpoint_fingerprint(model: TrainedModel) -> str:
-    """Returns the checksum of a checkpoint's manifest, which contains the checksums of all its files."""
-    return sha256_of(model.checkpoint.folder / "checkpoint.json")
+def _source_fingerprint(model: TrainedModel) -> dict[str, str | int]:
+    """What an export is made from: the checksum of the checkpoint's manifest, which has those of all its files, and
+    VERSION."""
+    return {"source": sha256_of(model.checkpoint.folder / "checkpoint.json"), "version": VERSION}
 
 
 # The tensors of an export under their Hugging Face names, computed chunk by chunk while they are written.
@@ -277,8 +279,8 @@ def _num_bytes(tensor: StreamedTensor, dtype: torch.dtype) -> int:
 def ensure_hf_folder(path: Path) -> Path:
     """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the best head.
 
-    Exports are written to RUN/exports/ and reused while the checkpoint is the same. CheckpointError if `path` is
-    neither.
+    Exports are written to RUN/exports/ and reused while the checkpoint and VERSION are the same. CheckpointError if
+    `path` is neither.
     """
     return _ensure_export(path, best_head)
 
@@ -311,10 +313,10 @@ def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) 
     output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
     is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
     try:
-        source = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))["source"]
-    except (OSError, ValueError, KeyError):
-        source = None
-    if is_tokenizer_missing or source != checkpoint_fingerprint(model):
+        made_from = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        made_from = {}
+    if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
         export(model.checkpoint.folder, output, head)
     return output
 

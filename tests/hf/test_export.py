@@ -197,6 +197,15 @@ def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes
     assert (first / "model.safetensors").stat().st_mtime_ns != made
 
 
+def test_an_export_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    parity = ensure_hf_folder(tmp_path / "run") / "parity.json"
+    earlier = {name: value for name, value in json.loads(parity.read_text()).items() if name != "version"}
+    parity.write_text(json.dumps(earlier))
+    ensure_hf_folder(tmp_path / "run")
+    assert json.loads(parity.read_text()).items() > earlier.items()
+
+
 def test_an_export_without_a_tokenizer_is_made_again_once_the_run_has_one(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     assert not (ensure_hf_folder(tmp_path / "run") / "tokenizer.json").exists()
