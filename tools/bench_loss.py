@@ -18,23 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import build_parser, parse_integers, zipf_tokens
+from benchmarks.command import PADDED_PYTHIA_VOCABULARY, build_parser, parse_integers, zipf_tokens
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError, run_command
 
-VOCABULARY = 50304
 MAX_TOKENS = 1_000_000  # read from a dataset; its rows are shuffled
 ROW_LENGTH = 512
-ERROR_SIZE = 1024  # targets for the errors against float64
 Array = np.ndarray[Any, Any]
 
 
 def read_targets(source: str | None, min_targets: int) -> Array:
     """Returns at least `min_targets` int64 targets, of an indexed dataset or Zipf-distributed. DataError for fewer."""
     if source is None:
-        return zipf_tokens(VOCABULARY, max(min_targets, 2**15), seed=0)
+        return zipf_tokens(PADDED_PYTHIA_VOCABULARY, max(min_targets, 2**15), seed=0)
     dataset = IndexedDataset(source)
-    dataset.expect_ids_below(VOCABULARY)
+    dataset.expect_ids_below(PADDED_PYTHIA_VOCABULARY)
     max_tokens = max(MAX_TOKENS, -(-min_targets // ROW_LENGTH) * ROW_LENGTH)
     tokens = dataset.read(0, min(max_tokens, dataset.num_tokens)).astype(np.int64)
     rows = tokens[: len(tokens) // ROW_LENGTH * ROW_LENGTH].reshape(-1, ROW_LENGTH)
@@ -48,7 +46,7 @@ def read_targets(source: str | None, min_targets: int) -> Array:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    targets = read_targets(arguments.data, max(*arguments.sizes, ERROR_SIZE))
+    targets = read_targets(arguments.data, max(arguments.sizes))
     import torch  # after the check of the text: importing torch takes seconds
 
     from benchmarks.losses import compare_losses

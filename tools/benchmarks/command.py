@@ -23,6 +23,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 PYTHIA_VOCABULARY = 50277
+PADDED_PYTHIA_VOCABULARY = 50304
 
 
 def build_config(

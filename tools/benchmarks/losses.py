@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.command import PADDED_PYTHIA_VOCABULARY as VOCABULARY
 from benchmarks.timing import (
     Cost,
     DeviceClock,
@@ -35,6 +35,8 @@ from megahead.losses.contrastive import build_objective, cwt_loss
 from megahead.losses.softmax import candidate_loss
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 from megahead.report.tables import terminal, to_json, to_rich
+
+ERROR_SIZE = 1024  # targets for the errors against float64
 
 # From outputs [N, D], targets [N] and the table [V, D] to the mean loss
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
