@@ -101,7 +101,7 @@ class ContrastiveRun:
         self.initial_model, self.data, self.settings = initial_model, data, settings
         self._group = Group.world()
         queries = len({pair.first_text for pair in data.train})
-        if queries < 2 or min(queries, settings.batch_size) < 2 * self._group.size:
+        if min(queries, settings.batch_size) < 2 * self._group.size:
             rule = f"have at least two queries of a batch on each of {pluralize(self._group.size, 'rank')}"
             raise DataError(f"{data.name} must {rule}, but has {queries} to train on; add pairs.")
         self._encoder = self._open_encoder()

@@ -29,7 +29,7 @@ def made_events(count: int = 600) -> list[Event]:
     """(user, item, time) in random order: equal times, repeated rows, users of one to many events."""
     draw = random.Random(0)
     events = [
-        (int(draw.expovariate(0.1)), int(draw.expovariate(0.2)), 1_000_000_000 + draw.randrange(300))
+        (int(draw.expovariate(0.02)), int(draw.expovariate(0.2)), 1_000_000_000 + draw.randrange(300))
         for _ in range(count)
     ]
     return events + events[:7]

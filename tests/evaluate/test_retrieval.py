@@ -76,6 +76,18 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, model_class: type, ba
     assert encoder.num_truncated == 1
 
 
+def test_texts_are_encoded_as_many_at_once_as_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megahead.evaluate.retrieval._BATCH_TOKENS", 12)
+    folder = save_small_encoder(tmp_path / "model")
+    BertForMaskedLM(BertConfig.from_pretrained(folder)).save_pretrained(folder)
+    rows = [[0] * length for length in (2, 3, 4, 5, 6, 6, 12, 13)]
+    by_tokens, by_number = (list(TextEncoder(folder, size)._batches(rows)) for size in (None, 3))
+    assert [[*map(len, batch)] for batch in by_tokens] == [[2, 3, 4], [5, 6], [6], [12], [13]]
+    assert [len(batch) for batch in by_number] == [3, 3, 2]
+
+
 def test_both_tasks_score_an_encoder(tmp_path: Path) -> None:
     folder = save_small_encoder(tmp_path / "model")
     BertForMaskedLM(BertConfig.from_pretrained(folder)).save_pretrained(folder)

@@ -57,6 +57,19 @@ def inputs_of(rule: dict[str, Any]) -> tuple[Tensor, Tensor, Candidates, Texts, 
     return outputs, rows, candidates, texts, score
 
 
+@pytest.mark.parametrize("numbers", [1, 8, 9, 60, 90, 500, 10_000])
+def test_blocks_are_as_large_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    monkeypatch.setattr(bag_of_words, "_SCORE_BYTES_ON_CPU", 4 * numbers)
+    texts, rows = bag_of_words._block_shape(torch.zeros(TEXTS, LENGTH, D), VOCABULARY)
+    size = texts * min(rows, VOCABULARY) * LENGTH
+    assert size <= max(numbers, LENGTH)
+    if rows >= VOCABULARY:  # all rows: one more text would be too many
+        assert texts == TEXTS or size + VOCABULARY * LENGTH > numbers
+    else:
+        assert texts == 1
+        assert size + LENGTH > numbers
+
+
 def with_gradients(loss: Tensor, *inputs: Tensor | None) -> list[Tensor]:
     learned = [x for x in inputs if x is not None and x.requires_grad]
     return [loss.detach(), *torch.autograd.grad(loss, learned)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megahead.config.multi_token import MultiTokenConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.losses.contrastive import build_objective
@@ -32,6 +33,12 @@ def config_of(objective: dict[str, Any], family: str = "gpt_neox", **data: Any) 
         data={"end_token": END, "sequence_length": LENGTH, **data},
         objective=objective | {"multi_token": {"heads": HEADS, "weight": 0.5}},
     )
+
+
+def test_several_heads_have_a_loss_each() -> None:
+    sums = {"loss": 6.0, "count": 3.0, "loss_2": 4.0, "count_2": 2.0, "loss_3": 9.0, "count_3": 0.0}
+    assert MultiTokenConfig(heads=2).means(sums) == {"loss": 2.0, "loss_2": 2.0, "loss_3": 9.0}
+    assert MultiTokenConfig(heads=1).means(sums) == {"loss": 2.0}
 
 
 def text_of() -> np.ndarray:
