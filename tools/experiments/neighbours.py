@@ -4,9 +4,9 @@ the loss, more predicted tokens, on small models.
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. If a token costs more or
 less than a plain one by more than MARGIN, the variant is trained once more for the time of the plain run, or in kinds
 that compare `at_equal: [time]` only so. Cost is measured by a few steps of both at the same time, so that other load
-slows both. All are scored on the same held-out
-text, encoders on the same masked positions, by training-free heads. Masked diffusion, scored by an upper bound, and
-replaced-token detection, whose generators are scored, are kinds of their own, with the vanilla softmax as a variant.
+slows both. All are scored on the same held-out text, encoders on the same masked positions, by training-free heads.
+Masked diffusion, scored by an upper bound, and replaced-token detection, whose generators are scored, are kinds of
+their own, with the vanilla softmax as a variant.
 """
 
 from __future__ import annotations
