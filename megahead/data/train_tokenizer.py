@@ -74,8 +74,9 @@ def _byte_level(
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = False) -> Tokenizer:
-    """WordPiece as BERT uses it; characters rarer than the thousand most frequent become `[UNK]`."""
-    _require_vocab_size(vocab_size, len(BERT_TOKENS) + 1)
+    """WordPiece as BERT uses it. Characters rarer than the thousand most frequent become `[UNK]`; in a small vocabulary
+    those for which there is no room, as each may be two tokens (`x` and `##x`)."""
+    _require_vocab_size(vocab_size, len(BERT_TOKENS) + 2)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -83,7 +84,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=list(BERT_TOKENS),
-        limit_alphabet=min(1000, vocab_size - len(BERT_TOKENS)),
+        limit_alphabet=min(1000, (vocab_size - len(BERT_TOKENS)) // 2),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_split_long_words(texts), trainer)

@@ -72,7 +72,7 @@ def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path], t
     fine = inspect_dataset(write_dataset([[5, 0]], name="fine"))
     assert fine.warnings(end_token=0) == []
     poor = inspect_dataset(write_dataset([[5, 9], []], name="poor"))
-    save_tokenizer(train_wordpiece(["a b c d"], 9), tmp_path / "nine.json")
+    save_tokenizer(train_wordpiece(["a b c d"], 13), tmp_path / "nine.json")
     never, beyond, empty = poor.warnings(end_token=0, tokenizer=load_tokenizer(tmp_path / "nine.json"))
     assert never.startswith("the end token 0 never occurs")
     assert beyond.startswith("id 9 occurs, but the tokenizer ends at 8")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megahead.data import tokenizer as tokenizer_module
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
-from megahead.data.train_tokenizer import save_tokenizer, train_wordpiece
-from megahead.errors import DataError
+from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_sentencepiece, train_wordpiece
+from megahead.errors import DataError, UserError
 
 TEXTS = ["The cat", "", "語 of tea<|endoftext|>\n\n  x", "dög " * 50]
 
@@ -36,6 +40,17 @@ def test_the_fast_engine_is_chosen_when_it_is_exact(tokenizer_path: Path, monkey
         tokenizer_module.Tokenizer, "encode_flat", lambda self, texts: exact(self, [t.upper() for t in texts])
     )
     assert load_tokenizer(tokenizer_path, TEXTS).engine == "tokenizers"
+
+
+@pytest.mark.parametrize("vocab_size", [7, 60, 301, 600])
+@pytest.mark.parametrize("train", TRAINERS.values(), ids=TRAINERS)
+def test_a_vocabulary_has_no_more_ids_than_asked_for(train: Callable[..., Any], vocab_size: int) -> None:
+    """Though the text has more characters than that."""
+    letters, draw = [chr(number) for number in range(0x400, 0x4C0)], random.Random(0)
+    texts = [" ".join("".join(draw.choices(letters, k=5)) for _ in range(200)) for _ in range(30)]
+    is_small = train is not train_wordpiece and vocab_size < (600 if train is train_sentencepiece else 300)
+    with pytest.raises(UserError, match="must") if is_small else nullcontext():
+        assert train(texts, vocab_size).get_vocab_size() <= vocab_size
 
 
 def test_wordpiece_falls_back_to_the_reference(tmp_path: Path) -> None:
