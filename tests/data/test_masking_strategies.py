@@ -25,12 +25,11 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import STRATEGIES, WEIGHT_FLOOR, Frequency, Informative, Pmi, Spans, Weights
+from megahead.data.strategies import STRATEGIES, WEIGHT_FLOOR, Frequency, Informative, Pmi, Spans, Weights, WholeWords
 from megahead.data.strategy import PairCounts, Strategy, TargetErrorCounts
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
 from megahead.data.vocabulary_map import bytes_of_ids
-from megahead.data.whole_words import WholeWords
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import ConfigError
 
@@ -158,48 +157,6 @@ def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, na
         selected = chosen(words, text)
         assert selected.mean() == pytest.approx(0.1508, abs=0.002), language
         assert selected.any(1).all(), language
-
-
-def words_by_table_equal_words_by_bytes(words: WholeWords, tokens: np.ndarray) -> None:
-    for fast, slow in zip(words._continuations(tokens), words._continuations_by_bytes(tokens), strict=True):
-        assert np.array_equal(fast[1:], slow[1:])
-
-
-@pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer", "model"])
-def test_words_by_table_equal_words_by_bytes_in_real_text(shared_data: Path, tmp_path: Path, name: str) -> None:
-    samples, path = text_of_languages(shared_data), shared_data / f"tokenizers/{name}.json"
-    if name == "model":
-        path = tmp_path / "tokenizer.model"
-        sentencepiece_model([text[:2000] for text in samples.values()], path, 1000)
-    tokenizer = load_tokenizer(path)
-    words = WholeWords.from_bytes(bytes_of_ids(str(path), tokenizer.vocab_size), 10)
-    for ids in tokenizer.encode_batch(list(samples.values())):
-        words_by_table_equal_words_by_bytes(words, np.array(ids))
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        words_by_table_equal_words_by_bytes(words, generator.integers(0, tokenizer.vocab_size, 5000))
-
-
-def test_words_by_table_equal_words_by_bytes_wherever_characters_are_cut() -> None:
-    """Few ids that are no whole characters among many that are, and the other way round."""
-    whole = [text.encode() for text in ("a", " b", "1", "é", "я", "猫", "😀", "e\u0301", "-", "\0")]
-    marks = [text.encode() for text in ("\u0301", "\u0301b", "\u200d", "ー")]
-    cut = [
-        *(bytes([byte]) for byte in range(0x80, 0x100)),
-        b"a\xe7",
-        b"\xac\xab",
-        b"\x80b\xf0",
-        b"\xed\xa0\x80",
-        b"\xc0a",
-    ]
-    spelled = [*whole, *marks, *cut]
-    words, generator = WholeWords.from_bytes(spelled, 10), np.random.default_rng(0)
-    for share in (0.02, 0.2, 0.9):
-        for length in [*range(1, 9), 20_000]:
-            for _ in range(30 if length < 9 else 1):
-                odd = generator.random(length) < share
-                ids = generator.integers(np.where(odd, len(whole), 0), np.where(odd, len(spelled), len(whole)))
-                words_by_table_equal_words_by_bytes(words, ids)
 
 
 def test_the_words_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
