@@ -85,12 +85,7 @@ class Batch:
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with `function` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = function(value)
-            elif isinstance(value, list | tuple | dict):
-                values[name] = tree_map_only(Tensor, function, value)
-        return Batch(**values)
+        return Batch(**tree_map_only(Tensor, function, values))
 
 
 class RowCollator:
@@ -264,13 +259,9 @@ class NextTokenCollator(RowCollator):
         has_target_BT[:, :-2] = text >= 0
         if not self.boundary_targets:
             has_target_BT &= ~rows.ends_BT
-        index_N = np.flatnonzero(has_target_BT)
-        return Batch(
-            torch.from_numpy(rows.tokens_BT),
-            None if rows.positions_BT is None else torch.from_numpy(rows.positions_BT),
-            torch.from_numpy(index_N),
-            torch.from_numpy(rows.tokens_BT.reshape(-1)[index_N + 1]),
-        )
+        masked = rows.to_batch(has_target_BT, rows.tokens_BT)
+        next_ids_N = masked.input_ids_BT.reshape(-1)[masked.target_index_N + 1]
+        return replace(masked, target_ids_N=next_ids_N, max_targets_per_row=None)
 
 
 @dataclass(frozen=True)

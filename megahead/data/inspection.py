@@ -19,7 +19,7 @@ from megahead.data.indexed import (
     verify_file,
 )
 from megahead.data.tokenizer import Tokenizer
-from megahead.data.writer import ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import format_names, pluralize
 
@@ -119,12 +119,11 @@ class Inspection:
         return rows
 
 
-def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress | None = None) -> Inspection:
+def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress = NO_PROGRESS) -> Inspection:
     """Inspects a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
 
     DataError if one of them does not match. If there is no `PREFIX.json`, reads all tokens to count them.
     """
-    progress = progress or ByteProgress()
     dataset = IndexedDataset(prefix)
     info = dataset.info
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
@@ -147,9 +146,8 @@ def require_contiguous(dataset: IndexedDataset) -> None:
         )
 
 
-def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) -> Array:
+def count_tokens(dataset: IndexedDataset, progress: ByteProgress = NO_PROGRESS) -> Array:
     """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
-    progress = progress or ByteProgress()
     counts = np.zeros(0, np.int64)
     for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
         block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
@@ -173,7 +171,7 @@ def _lengths(sizes: Array) -> str:
 
 
 def merge_datasets(
-    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress | None = None
+    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress = NO_PROGRESS
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
 
@@ -187,7 +185,6 @@ def merge_datasets(
     existing = next((path for path in dataset_paths(output) if path.exists()), None)
     if existing is not None and not overwrite:
         raise DataError(f"`{existing}` must not exist yet, but does; name another --output, or add --overwrite.")
-    progress = progress or ByteProgress()
     progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     infos = [dataset.info for dataset in datasets]
     tokenizers = [None if info is None else info.tokenizer_identity() or info.tokenizer for info in infos]

@@ -20,9 +20,9 @@ import orjson
 
 from megahead.data.event_table import EventColumns, read_events
 from megahead.data.indexed import Array, IndexedDataset
-from megahead.data.writer import ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
-from megahead.files import AtomicFile
+from megahead.files import atomic_path
 from megahead.wording import format_names
 
 if TYPE_CHECKING:
@@ -84,12 +84,13 @@ class ItemVocabulary:
                 f"`{path}` must be an items.json, but is not ({error}); make it by preprocessing."
             ) from None
 
-    def write(self, file: AtomicFile) -> None:
+    def write(self, path: Path) -> None:
         """Writes a JSON list of {id, key, count}, an entry a line; the key of id 0 is null."""
-        file.write(b'[{"id":0,"key":null,"count":0}')
-        for id_, (key, count) in enumerate(zip(self.keys, self.counts.tolist(), strict=True), 1):
-            file.write(b",\n" + orjson.dumps({"id": id_, "key": key.as_py(), "count": count}))
-        file.write(b"]\n")
+        with path.open("wb") as file:
+            file.write(b'[{"id":0,"key":null,"count":0}')
+            for id_, (key, count) in enumerate(zip(self.keys, self.counts.tolist(), strict=True), 1):
+                file.write(b",\n" + orjson.dumps({"id": id_, "key": key.as_py(), "count": count}))
+            file.write(b"]\n")
 
     def __len__(self) -> int:
         """The number of ids, with id 0."""
@@ -117,7 +118,7 @@ def preprocess_events(
     split: Split = "last",
     min_count: int = 1,
     vocabulary: ItemVocabulary | None = None,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = NO_PROGRESS,
 ) -> EventReport:
     """Writes `OUTPUT`, `OUTPUT-validation` and `OUTPUT-test` (a document per user) and `OUTPUT-items.json`.
 
@@ -131,27 +132,23 @@ def preprocess_events(
     the report counts them. Memory: the events of 64 MB of input, and the items. FieldError or DataError for a table
     that cannot be read.
     """
-    paths, progress = [Path(path) for path in paths], progress or ByteProgress()
-    with tempfile.TemporaryDirectory(dir=_existing_parent(Path(output))) as folder:
-        partitions = _Partitions(Path(folder), sum(_file_bytes(path) for path in paths))
+    sizes = [_file_bytes(path) for path in paths]
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(output).parent) as folder:
+        partitions = _Partitions(Path(folder), sum(sizes))
         report, boundaries = EventReport(), _TimeSample()
-        progress.start(sum(_file_bytes(path) for path in paths))
-        for path in paths:
+        progress.start(sum(sizes))
+        for path, size in zip(paths, sizes, strict=True):
             for events in read_events(path, columns, report.dropped):
                 partitions.write(events)
                 boundaries.add(events["time"].to_numpy())
-            progress.advance(_file_bytes(path), _file_bytes(path))
+            progress.advance(size, size)
         partitions.close()
         vocabulary = vocabulary or ItemVocabulary.from_counts(_count_items(partitions), min_count)
         report.items = len(vocabulary) - 1
         cuts = boundaries.quantiles(HELD_OUT_FROM) if split == "time" else None
         _write_datasets(str(output), partitions, vocabulary, cuts, report, format_names(path.name for path in paths))
     return report
-
-
-def _existing_parent(output: Path) -> Path:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent
 
 
 def _file_bytes(path: Path) -> int:
@@ -273,23 +270,18 @@ def _write_datasets(
     source: str,
 ) -> None:
     prefixes = {"train": output, "validation": f"{output}-validation", "test": f"{output}-test"}
-    with ExitStack() as open_files:
-        items_file = AtomicFile(items_path(output))
-        open_files.callback(items_file.discard)
+    open_writer = partial(IndexedDatasetWriter, vocab_size=len(vocabulary), end_token=END_ID, source=source)
+    with atomic_path(items_path(output)) as items_file, ExitStack() as datasets:
         vocabulary.write(items_file)
-        items_file.sync()
-        open_writer = partial(IndexedDatasetWriter, vocab_size=len(vocabulary), end_token=END_ID, source=source)
-        with ExitStack() as datasets:
-            writers = {name: datasets.enter_context(open_writer(prefix)) for name, prefix in prefixes.items()}
-            for sequences in partitions:
-                report.dropped["repeated"] += sequences.num_repeated
-                ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)
-                for name, (first, end) in _split(starts, times_N, cuts, report).items():
-                    tokens, lengths = _closed_documents(ids_N, first, end)
-                    writers[name].add_documents(tokens, lengths)
-                    report.documents[name] += len(lengths)
-            _require_documents(report)
-        items_file.publish()
+        writers = {name: datasets.enter_context(open_writer(prefix)) for name, prefix in prefixes.items()}
+        for sequences in partitions:
+            report.dropped["repeated"] += sequences.num_repeated
+            ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)
+            for name, (first, end) in _split(starts, times_N, cuts, report).items():
+                tokens, lengths = _closed_documents(ids_N, first, end)
+                writers[name].add_documents(tokens, lengths)
+                report.documents[name] += len(lengths)
+        _require_documents(report)
 
 
 def _require_documents(report: EventReport) -> None:
@@ -325,7 +317,7 @@ def _split(
         ends = {"train": np.where(is_long, end - 2, end), "validation": end - 1, "test": end}
         is_held_out = {"validation": is_long, "test": is_long}
     else:
-        validation_start, test_start = (_count_before(cut, times_N, starts) for cut in cuts)
+        validation_start, test_start = (np.diff(np.append(0, np.cumsum(times_N < cut))[starts]) for cut in cuts)
         ends = {"train": first + validation_start}
         ends |= {"validation": first + validation_start + 1, "test": first + test_start + 1}
         is_held_out = {
@@ -335,11 +327,6 @@ def _split(
     is_document = {"train": ends["train"] - first > 1, **is_held_out}
     report.dropped["alone in a user's training document"] += int((ends["train"] - first == 1).sum())
     return {name: (first[is_document[name]], ends[name][is_document[name]]) for name in ends}
-
-
-def _count_before(cut: float, times_N: Array, starts: Array) -> Array:
-    """[U]: the number of each user's events before the time `cut`."""
-    return np.diff(np.concatenate([[0], np.cumsum(times_N < cut)])[starts])
 
 
 def _closed_documents(ids_N: Array, first: Array, end: Array) -> tuple[Array, Array]:

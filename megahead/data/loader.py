@@ -30,15 +30,12 @@ class BatchReader:
     """Reads batches by the numbers of their samples, on which alone they depend."""
 
     samples: RowSource
-    data: DataConfig
-    collator: RowCollator | None = None
-    """None for next-token prediction from whole rows."""
+    collator: RowCollator
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
         rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
-        collator = self.collator or CausalCollator(self.data)
-        return collator.batch(rows, sample_indices, document_starts)
+        return self.collator.batch(rows, sample_indices, document_starts)
 
 
 def training_collator(

@@ -24,7 +24,7 @@ from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, input_names, max_documents, pin_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import SEGMENT_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
-from megahead.data.writer import ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.wording import pluralize
 
@@ -282,7 +282,7 @@ def preprocess(
     end_inside: EndInside = "report",
     source: str | None = None,
     workers: int = 1,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = NO_PROGRESS,
 ) -> PreprocessReport:
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` (a share of the documents) or
     `holdout_tail` (the end of each, where they are few) is given.
@@ -307,7 +307,6 @@ def preprocess(
     items = find_inputs(inputs)
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
-    progress = progress or ByteProgress()
     progress.start(total_bytes(items))
     with EncodingPool(workers) as pool:
         chunks, source = read_chunks(items, recipe.selection), source or input_names(inputs)

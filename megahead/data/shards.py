@@ -22,7 +22,7 @@ from megahead.data.hub import is_hub_url
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
-from megahead.data.writer import ByteProgress
+from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError
 from megahead.files import AtomicFile, write_atomically
 
@@ -36,7 +36,7 @@ def preprocess_shards(
     folder: str | Path,
     *,
     workers: int = 1,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = NO_PROGRESS,
 ) -> PreprocessReport:
     """Writes one dataset per input file to `folder`; skips shards that its manifest lists as finished.
 
@@ -50,7 +50,7 @@ def preprocess_shards(
     try:
         manifest = ShardManifest.open(folder, recipe)
         manifest.pinned_urls.update(pinned_urls)
-        progress, total = progress or ByteProgress(), PreprocessReport()
+        total = PreprocessReport()
         progress.start(total_bytes(shards))
         with EncodingPool(workers) as pool:
             for shard in shards:

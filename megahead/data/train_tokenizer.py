@@ -18,7 +18,7 @@ from megahead.data.indexed import Array
 from megahead.data.records import Selection
 from megahead.data.sentencepiece_model import from_sentencepiece
 from megahead.data.sources import find_inputs, total_bytes
-from megahead.data.writer import ByteProgress
+from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
 
@@ -162,14 +162,13 @@ def sample_texts(
     selection: Selection | None = None,
     max_bytes: int | None = None,
     skip_broken: bool = False,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = NO_PROGRESS,
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
 
     `max_bytes` is divided among the files by their size on disk, or evenly where that of one is not known (standard
     input); each gives at least one document, and is read no further than needed. DataError if none has one.
     """
-    progress = progress or ByteProgress()
     items, is_empty = find_inputs(inputs), True
     total = total_bytes(items)
     progress.start(total)

@@ -239,6 +239,9 @@ class ByteProgress:
         """Called after each part, with its bytes on disk and its bytes of text."""
 
 
+NO_PROGRESS = ByteProgress()
+
+
 class ProgressBar(ByteProgress):
     """`with ProgressBar("Tokenizing") as bar`: shows megabytes of text, their rate, and the time left on stderr."""
 

@@ -72,7 +72,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     if config.objective.score != "dot":
         raise FieldError("objective.score", "be dot for its gradients to be measured", got=config.objective.score)
     samples = EvenlySpacedSamples(open_held_out(config), rows)
-    reader = BatchReader(samples, config.data, held_out_collator(config))
+    reader = BatchReader(samples, held_out_collator(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
     spread, shares = _Spread(), _Share()
     for first in range(0, samples.count, per_group):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megahead.config.auxiliary import AuxiliarySettings
-from megahead.config.data import DataConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
-from megahead.data.batch import CausalCollator, RowCollator
+from megahead.data.batch import RowCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, require_end_tokens
 from megahead.data.samples import EvenlySpacedSamples, Samples, held_out_samples
@@ -68,30 +67,23 @@ class ValidationSet:
     def __init__(
         self,
         samples: Samples,
-        data: DataConfig,
+        collator: RowCollator,
         rows: int,
         micro_size: int,
         group: Group,
-        collator: RowCollator | None = None,
         auxiliary: AuxiliarySettings | None = None,
     ) -> None:
-        self._samples, self._auxiliary = samples, auxiliary
+        self._samples, self._collator, self._auxiliary = samples, collator, auxiliary
         spaced_samples = EvenlySpacedSamples(samples, rows)
-        self._collator = collator or CausalCollator(data)
-        self._reader = BatchReader(spaced_samples, data, self._collator)
-        self._rows = spaced_samples.count
-        self._micro_size = micro_size
-        self._group = group
+        self._reader, self._rows = BatchReader(spaced_samples, collator), spaced_samples.count
+        self._micro_size, self._group = micro_size, group
 
     @staticmethod
     def from_config(config: RunConfig, samples: Samples, group: Group) -> ValidationSet:
         """Returns the validation set as a run of `config` evaluates it."""
-        rows, collator, auxiliary = (
-            config.training.evaluate_samples,
-            held_out_row_collator(config),
-            config.objective.auxiliary(),
-        )
-        return ValidationSet(samples, config.data, rows, config.batch.micro_size, group, collator, auxiliary)
+        collator, auxiliary = held_out_row_collator(config), config.objective.auxiliary()
+        rows, micro_size = config.training.evaluate_samples, config.batch.micro_size
+        return ValidationSet(samples, collator, rows, micro_size, group, auxiliary)
 
     def evaluate(
         self, score: Callable[[EvaluationRequest], EvaluationSums], bias_V: Tensor | None, device: torch.device

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
 from megahead.data.records import Selection
 from megahead.data.sources import Input, read_chunks, total_bytes
-from megahead.data.writer import ByteProgress
+from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.retrieval import MAX_TOKENS, TextEncoder
 from megahead.files import AtomicFile
@@ -47,7 +46,7 @@ def write_text_vectors(
     *,
     pooling: PoolingName | None = None,
     batch_size: int | None = None,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = NO_PROGRESS,
 ) -> TextVectorsReport:
     """Writes `output` as .npy: float32 [N, D], the vectors of the texts of `inputs` in their order, of length 1.
 
@@ -62,11 +61,11 @@ def write_text_vectors(
         hint = f"`{folder}` names none"
         raise FieldError("--pooling", f"be {' or '.join(POOLINGS)}", got="missing", hint=hint)
     max_tokens = max_text_tokens(folder, read_context_length(folder) or MAX_TOKENS)
-    encoder, file = TextEncoder(folder, batch_size, max_tokens), AtomicFile(output)
-    num_written = 0
+    encoder, file, num_written = TextEncoder(folder, batch_size, max_tokens), AtomicFile(output), 0
+    header = {"descr": "<f4", "fortran_order": False, "shape": (num_texts, encoder.size)}
     try:
-        file.write(_npy_header(num_texts, encoder.size))
-        for texts in _groups(inputs, selection, progress or ByteProgress()):
+        np.lib.format.write_array_header_1_0(file, header)
+        for texts in _groups(inputs, selection, progress):
             file.write(encoder.vectors(texts)[pooling].cpu().numpy().astype("<f4").tobytes())
             num_written += len(texts)
         if num_written != num_texts:
@@ -98,10 +97,3 @@ def _groups(inputs: Sequence[Input], selection: Selection, progress: ByteProgres
             group = texts[first : first + _GROUP_TEXTS]
             yield group
             progress.advance(chunk.disk_bytes * len(group) // len(texts), sum(len(text.encode()) for text in group))
-
-
-def _npy_header(num_texts: int, size: int) -> bytes:
-    buffer = BytesIO()
-    header = {"descr": "<f4", "fortran_order": False, "shape": (num_texts, size)}
-    np.lib.format.write_array_header_1_0(buffer, header)
-    return buffer.getvalue()

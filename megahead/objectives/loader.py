@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.data import BatchConfig, DataConfig
-from megahead.data.batch import Batch, RowCollator
+from megahead.data.batch import Batch, CausalCollator, RowCollator
 from megahead.data.loader import BatchReader
 from megahead.data.samples import RowSource, derive_seed
 from megahead.distributed.group import Group
@@ -150,7 +150,7 @@ class StepLoader:
         planning_group: Group | None = None,
         tensor_group: Group | None = None,
     ) -> None:
-        self._reader = BatchReader(samples, data, collator)
+        self._reader = BatchReader(samples, collator or CausalCollator(data))
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._auxiliary = auxiliary
         self._prefetch = data.prefetch

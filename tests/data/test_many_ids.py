@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megahead.config.loading import config_from_dict
+from megahead.data.batch import CausalCollator
 from megahead.data.blending import token_counts, training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import inspect_dataset, merge_datasets
@@ -51,7 +52,7 @@ def test_ids_are_the_same_in_every_room(text: tuple[Path, list[int], int]) -> No
     tree = {**GOOD, "data": data, "model": {**GOOD["model"], "vocab_size": size}}
     config = config_from_dict(tree)
     samples = training_samples(config.data, [dataset], seed=0, length=16)
-    batch = BatchReader(samples, config.data, None).read(range(samples.rows_per_epoch))
+    batch = BatchReader(samples, CausalCollator(config.data)).read(range(samples.rows_per_epoch))
     places = {tuple(ids[at : at + 16]) for at in range(len(ids))}
     assert {tuple(row) for row in batch.input_ids_BT.tolist()} <= places
     assert token_counts([dataset], samples, config.model.padded_vocab_size())[size - 1] == ids.count(size - 1)

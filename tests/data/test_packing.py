@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megahead.config.data import BlendPart, DataConfig
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import EncoderRowBuilder, causal_batch
+from megahead.data.batch import CausalCollator, EncoderRowBuilder, causal_batch
 from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
@@ -159,7 +159,7 @@ def test_documents_without_end_tokens_never_see_each_other(
             writer.add_document(text)
     data = DataConfig(train=str(prefix), sequence_length=15, pack="best_fit", boundary_targets=False)
     samples = training_samples(data, [IndexedDataset(prefix)], seed)
-    batch = BatchReader(samples, data).read(range(samples.rows_per_epoch))
+    batch = BatchReader(samples, CausalCollator(data)).read(range(samples.rows_per_epoch))
     inputs, positions = batch.input_ids_BT, batch.positions_BT
     if positions is None:
         positions = torch.arange(inputs.shape[1]).expand_as(inputs)
@@ -175,7 +175,7 @@ def test_a_blend_keeps_what_its_parts_know(write_dataset: Write) -> None:
     parts = [BlendPart(prefix=str(packed)), BlendPart(prefix=str(closed))]
     data = DataConfig(train=parts, sequence_length=9, pack="best_fit")
     blend = training_samples(data, [IndexedDataset(packed), IndexedDataset(closed)], 1)
-    positions = BatchReader(blend, data).read(range(12)).positions_BT
+    positions = BatchReader(blend, CausalCollator(data)).read(range(12)).positions_BT
     assert positions is not None
     assert positions.tolist() == [[0, 1, 2] * 3] * 12
     stream = training_samples(data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1)

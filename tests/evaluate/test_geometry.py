@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader
+from megahead.data.loader import BatchReader, held_out_collator
 from megahead.data.samples import held_out_samples
 from megahead.errors import FieldError
 from megahead.evaluate.geometry import _Spread, measure_geometry
@@ -37,7 +37,7 @@ def by_definition(checkpoint: Path, rows: int) -> tuple[float, float, float]:
     outputs = []
     for first in range(0, rows, config.batch.micro_size):
         group = range(first, min(first + config.batch.micro_size, rows))
-        batch = BatchReader(samples, config.data).read([row * len(samples) // rows for row in group])
+        batch = BatchReader(samples, held_out_collator(config)).read([row * len(samples) // rows for row in group])
         backbone = pretraining.backbone
         hidden = backbone.encode_at(
             backbone.embed(batch.input_ids_BT), documents_of(batch), target_positions_of(batch)

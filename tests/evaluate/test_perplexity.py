@@ -33,7 +33,7 @@ def text(folder: Path, text_bytes: int = 0) -> Path:
 
 def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | None = None) -> ValidationSet:
     samples = held_out_samples(IndexedDataset(prefix), 8)
-    return ValidationSet(samples, DECODER.data, rows, micro_size, group or Group())
+    return ValidationSet(samples, held_out_collator(DECODER), rows, micro_size, group or Group())
 
 
 def evenly(request: EvaluationRequest) -> EvaluationSums:
@@ -60,7 +60,7 @@ def test_bits_per_byte_are_left_out_where_nobody_counted_bytes_or_only_some_toke
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
     )
     samples = held_out_samples(IndexedDataset(text(tmp_path, 81)), encoder.sample_length())
-    masked = ValidationSet(samples, encoder.data, 5, 4, Group(), held_out_collator(encoder))
+    masked = ValidationSet(samples, held_out_collator(encoder), 5, 4, Group())
     assert masked.evaluate(evenly, None, CPU).bits_per_byte is None
 
 
@@ -75,7 +75,7 @@ def test_masked_diffusion_is_an_upper_bound_in_bits_of_all_text_but_for_special_
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "diffusion": True},
     )
     samples = held_out_samples(IndexedDataset(tmp_path / "text"), encoder.sample_length())
-    bound = ValidationSet(samples, encoder.data, 12, 4, Group(), held_out_collator(encoder))
+    bound = ValidationSet(samples, held_out_collator(encoder), 12, 4, Group())
 
     def three_nats(request: EvaluationRequest) -> EvaluationSums:
         weight = sum(batch.total_weight() for batch in request.batches)
@@ -108,7 +108,7 @@ def test_the_shares_of_masked_diffusion_stay_even_where_rows_are_spread(tmp_path
             shares.extend(torch.bincount(batch.target_index_N // 102, minlength=len(batch.input_ids_BT)) / 100)
         return evenly(request)
 
-    ValidationSet(samples, encoder.data, rows, 4, Group(), held_out_collator(encoder)).evaluate(noted, None, CPU)
+    ValidationSet(samples, held_out_collator(encoder), rows, 4, Group()).evaluate(noted, None, CPU)
     expected = (np.arange(rows) + 0.5) / rows
     assert np.abs(np.sort(shares) - expected).max() < 2.5 / rows
 

@@ -147,7 +147,7 @@ def masked_loss(folder: Path) -> float:
     pretraining = TrainedModel(causal.checkpoint, config, causal.shapes).load()
     bias_V = log_unigram(torch.zeros(64), 63, causal.dataset_counts())
     rows, collator = config.training.evaluate_samples, held_out_collator(config)
-    held_out = ValidationSet(open_held_out(config), config.data, rows, 16, Group(), collator)
+    held_out = ValidationSet(open_held_out(config), collator, rows, 16, Group())
     with torch.no_grad():
         return held_out.evaluate(pretraining, bias_V, torch.device("cpu")).loss
 
@@ -182,7 +182,7 @@ def test_targets_are_counted_anew_behind_the_switch(tmp_path: Path) -> None:
         expected = torch.zeros(64, dtype=torch.int64)
         for number in range(first, step):
             rows = range(number * size, (number + 1) * size)
-            ids = BatchReader(samples, config.data, collator).read(rows).target_ids_N
+            ids = BatchReader(samples, collator).read(rows).target_ids_N
             expected += torch.bincount(ids, minlength=64)
         assert torch.equal(found.read("state/target_counts"), expected)
         assert (int(expected[0]) > 0) == (step == SWITCH)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import held_out_collator
 from megahead.data.samples import held_out_samples
 from megahead.distributed.group import Group
 from megahead.evaluate.perplexity import ValidationSet
@@ -48,7 +49,7 @@ def score(config: RunConfig, model: TrainedModel, bias_V: Tensor) -> float:
     """Held-out loss as an evaluation of the run takes it."""
     assert config.data.validation is not None
     samples = held_out_samples(IndexedDataset(config.data.validation), config.sample_length())
-    text = ValidationSet(samples, config.data, config.training.evaluate_samples, 2, Group())
+    text = ValidationSet(samples, held_out_collator(config), config.training.evaluate_samples, 2, Group())
     return text.evaluate(model.load(), bias_V.float(), CPU).loss
 
 

@@ -46,7 +46,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
 
 def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
     """The micro-batch of `rows` with unpadded candidates, as the only one of its step."""
-    batch = BatchReader(_InMemoryRows(rows), config.data, _collator(config)).read(range(len(rows)))
+    batch = BatchReader(_InMemoryRows(rows), _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     settings = config.objective.auxiliary()
     count = None if settings is None else auxiliary_class(settings).num_loss_terms(batch)
