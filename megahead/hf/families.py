@@ -122,6 +122,32 @@ class SettingNames:
         return {**self.defaults, **settings, "activation": self.activations[activation]}
 
 
+# Layers with global attention at equal distances, and local ones between them.
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+
+def layer_types(num_layers: int, interval: int, offset: int) -> list[str]:
+    """Returns `layer_types` of config.json: every `interval`-th layer is global. `offset`: 0 if the first one is, 1 if
+    that follows `interval` - 1 local ones."""
+    return [LOCAL if (layer + offset) % interval else GLOBAL for layer in range(num_layers)]
+
+
+def global_interval(hf_config: Mapping[str, Any], legacy_key: str, default: int, offset: int) -> int:
+    """Returns the distance from one global layer to the next: by `layer_types`, or else by the `legacy_key` of older
+    versions. FieldError if layers are distributed in another way than with this `offset`."""
+    num_layers, stored = hf_config["num_hidden_layers"], hf_config.get("layer_types")
+    interval = int(hf_config.get(legacy_key, default))
+    if stored is None:
+        return interval
+    distances = (layer + offset for layer, layer_type in enumerate(stored) if layer_type == GLOBAL)
+    interval = next(filter(None, distances), max(interval, num_layers + offset))
+    if list(stored) != layer_types(num_layers, interval, offset):
+        rule = f"be {GLOBAL} at equal distances{'' if offset else ', from the first layer on'}"
+        raise FieldError("config.json: layer_types", rule, got="another list")
+    return interval
+
+
 @dataclass(frozen=True)
 class Family:
     """A model architecture of Hugging Face that is exported and imported: its names of classes, tensors, settings."""

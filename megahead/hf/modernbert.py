@@ -8,7 +8,17 @@ from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, Family, ParameterNames, SettingNames
+from megahead.hf.families import (
+    COMMON_SETTINGS,
+    GELU_NAMES,
+    GLOBAL,
+    LOCAL,
+    Family,
+    ParameterNames,
+    SettingNames,
+    global_interval,
+    layer_types,
+)
 
 _MODERNBERT_NAMES: dict[str | tuple[str, ...], str] = {
     "backbone.embedding": "model.embeddings.tok_embeddings",
@@ -35,10 +45,9 @@ _MODERNBERT = SettingNames(
     defaults={"family": "modernbert"},
     fixed={"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True},
 )
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _ROPE_BASES = {
-    _GLOBAL: ("rotary_base", "global_rope_theta", 160_000.0),
-    _LOCAL: ("local_rotary_base", "local_rope_theta", 1e4),
+    GLOBAL: ("rotary_base", "global_rope_theta", 160_000.0),
+    LOCAL: ("local_rotary_base", "local_rope_theta", 1e4),
 }
 """By layer type: the setting of the base, its legacy key in config.json, and its default."""
 
@@ -56,7 +65,7 @@ def modernbert_config(model: ModelConfig) -> dict[str, Any]:
         **settings,
         "mlp_dropout": model.hidden_dropout,
         "classifier_activation": settings["hidden_activation"],
-        "layer_types": _layer_types(model.num_layers, model.global_every),
+        "layer_types": layer_types(model.num_layers, model.global_every, offset=0),
         "rope_parameters": {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()},
         "global_attn_every_n_layers": model.global_every,
         **{legacy_key: bases[layer_type] for layer_type, (_, legacy_key, _) in _ROPE_BASES.items()},
@@ -75,27 +84,9 @@ def modernbert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise FieldError("config.json: mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=mlp_dropout)
     return {
         **settings,
-        "global_every": _global_interval(hf_config),
+        "global_every": global_interval(hf_config, "global_attn_every_n_layers", default=3, offset=0),
         **{name: _rope_base(hf_config, layer_type) for layer_type, (name, _, _) in _ROPE_BASES.items()},
     }
-
-
-def _global_interval(hf_config: Mapping[str, Any]) -> int:
-    """Returns the distance from one layer with global attention to the next."""
-    num_layers, layer_types = hf_config["num_hidden_layers"], hf_config.get("layer_types")
-    interval = hf_config.get("global_attn_every_n_layers", 3)
-    if layer_types is None:
-        return int(interval)
-    global_layers = [layer for layer, layer_type in enumerate(layer_types) if layer and layer_type == _GLOBAL]
-    interval = global_layers[0] if global_layers else max(interval, num_layers)
-    if list(layer_types) != _layer_types(num_layers, interval):
-        rule = f"be {_GLOBAL} at equal distances, from the first layer on"
-        raise FieldError("config.json: layer_types", rule, got="another list")
-    return int(interval)
-
-
-def _layer_types(num_layers: int, interval: int) -> list[str]:
-    return [_LOCAL if layer % interval else _GLOBAL for layer in range(num_layers)]
 
 
 def _rope_base(hf_config: Mapping[str, Any], layer_type: str) -> float:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.bert import BERT, DISTILBERT
+from megahead.hf.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from megahead.hf.families import Family
-from megahead.hf.gemma import GEMMA3
-from megahead.hf.gpt2 import GPT2
-from megahead.hf.gpt_neox import GPT_NEOX
-from megahead.hf.llama import LLAMA_WITH_HEAD_BIAS, LLAMAS, model_type_of
+from megahead.hf.gpt import GPT2, GPT_NEOX
+from megahead.hf.llama import GEMMA3, LLAMA_WITH_HEAD_BIAS, LLAMAS, model_type_of
 from megahead.hf.modernbert import MODERNBERT, MODERNBERT_DECODER
-from megahead.hf.roberta import ROBERTA, XLM_ROBERTA
 
 DECODERS = {"gpt_neox": GPT_NEOX, **LLAMAS, "gpt2": GPT2, "gemma3_text": GEMMA3}
 """By `model_type`."""

@@ -32,11 +32,10 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import FieldError
-from megahead.hf.bert import BERT, DISTILBERT
+from megahead.hf.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
 from megahead.hf.published import from_hf, load_input_embedding
-from megahead.hf.roberta import ROBERTA, XLM_ROBERTA
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.objectives.pretraining import weight_shapes

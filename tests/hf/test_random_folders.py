@@ -33,8 +33,8 @@ from transformers import (
 
 from megahead.commands import convert
 from megahead.errors import UserError
+from megahead.hf.bert import roberta_settings
 from megahead.hf.loading import context_length, read_context_length
-from megahead.hf.roberta import roberta_settings
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
 MMBERT = {"pad_token_id": 0, "bos_token_id": 2, "mask_token_id": 4}

@@ -15,7 +15,7 @@ from transformers import (
 
 from megahead.errors import FieldError
 from megahead.hf.families import ParameterNames
-from megahead.hf.gpt_neox import GPT_NEOX
+from megahead.hf.gpt import GPT_NEOX
 from megahead.hf.llama import LLAMA
 from megahead.hf.modernbert import MODERNBERT
 from megahead.objectives.pretraining import weight_shapes
