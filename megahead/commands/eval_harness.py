@@ -49,7 +49,7 @@ def main() -> None:
     folders = {model: ensure_hf_folder(model) for model in arguments.model}
     progress = {}
     if arguments.curve:
-        from megahead.report.task_curves import checkpoint_progress
+        from megahead.report.figures import checkpoint_progress
 
         progress = checkpoint_progress(folders)
     limits = arguments.limit, arguments.batch_size
@@ -62,8 +62,7 @@ def main() -> None:
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if progress:
-        from megahead.report.figures import save_figure
-        from megahead.report.task_curves import TaskPoint, draw_task_curves
+        from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
         points = [
             TaskPoint(run, tokens, task.task, score.metric, score.value, score.stderr, hours)

@@ -41,7 +41,7 @@ from megahead.report.tables import terminal, to_rich
 if TYPE_CHECKING:
     from megahead.distributed.group import Group
     from megahead.evaluate.finetuning_comparison import FineTuningResult
-    from megahead.report.task_curves import TrainingProgress
+    from megahead.report.figures import TrainingProgress
 
 RANDOM_WEIGHTS = "random weights"
 """The name of `--floor` among the models."""
@@ -91,7 +91,7 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     folders = open_models(arguments.model, group, encoders=tunes_vectors)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
-        from megahead.report.task_curves import checkpoint_progress
+        from megahead.report.figures import checkpoint_progress
 
         progress = checkpoint_progress(folders)
     initial_models = [InitialModel(str(model), folder) for model, folder in folders.items()]
@@ -119,8 +119,7 @@ def open_models(models: Sequence[Path], group: Group, *, encoders: bool) -> dict
 def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, TrainingProgress], output: Path) -> Path:
     """Draws the scores of checkpoints along their runs, with the standard error over seeds, and of random weights."""
     from megahead.evaluate.finetuning_comparison import summarise
-    from megahead.report.figures import save_figure
-    from megahead.report.task_curves import TaskPoint, draw_task_curves
+    from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
     by_model = {str(model): place for model, place in progress.items()}
     points, floors = [], {}

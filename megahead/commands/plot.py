@@ -23,8 +23,7 @@ def main() -> None:
     runs = read_all_metrics(arguments.runs)
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
-    from megahead.report.figures import draw_curves, save_figure
-    from megahead.report.task_curves import draw_task_curves, logged_points
+    from megahead.report.figures import draw_curves, draw_task_curves, logged_points, save_figure
 
     save_figure(draw_curves(runs), output)
     console = terminal()

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from megahead.data.records import Chunk, Selection
-from megahead.data.tables import ROWS_PER_READ, chunk_batches
+from megahead.data.records import ROWS_PER_READ, Chunk, Selection, chunk_batches
 from megahead.errors import DataError, FieldError
 
 if TYPE_CHECKING:

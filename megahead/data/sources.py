@@ -25,8 +25,19 @@ import orjson
 import zstandard
 
 from megahead.data.hub import HubSplit, is_hub_url
-from megahead.data.records import BLOCK_BYTES, Chunk, JsonLines, Selection, TextFile, TextLines
-from megahead.data.tables import SPLITS_FILE, chunk_arrow, chunk_parquet, is_saved_dataset, saved_dataset_files
+from megahead.data.records import (
+    BLOCK_BYTES,
+    SPLITS_FILE,
+    Chunk,
+    JsonLines,
+    Selection,
+    TextFile,
+    TextLines,
+    chunk_arrow,
+    chunk_parquet,
+    is_saved_dataset,
+    saved_dataset_files,
+)
 from megahead.errors import DataError
 from megahead.wording import format_names
 
@@ -146,9 +157,8 @@ def _names(pattern: str) -> list[str]:
         return [pattern]
     if pattern == str(STANDARD_INPUT):
         return ["standard input"]
-    return (
-        [Path(pattern).resolve().name] if Path(pattern).is_dir() else [path.name for path in _expand_pattern(pattern)]
-    )
+    paths = [Path(pattern).resolve()] if Path(pattern).is_dir() else _expand_pattern(pattern)
+    return [path.name for path in paths]
 
 
 def split_text_lines(inputs: Sequence[Input]) -> list[Input]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.data.records import Selection, TextFile
+from megahead.data.records import Selection, TextFile, is_saved_dataset
 from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
-from megahead.data.tables import is_saved_dataset
 from megahead.errors import DataError
 from megahead.wording import pluralize
 
@@ -77,7 +76,10 @@ def survey(path: Path, exclude: Path | None = None) -> Survey:
     readable, unknown = files_below(path) if is_folder else ([path], [])
     if exclude is not None:
         excluded = exclude.resolve()
-        readable, unknown = ([f for f in files if excluded not in _parent_folders(f)] for files in (readable, unknown))
+        readable, unknown = (
+            [file for file in files if not file.parent.resolve().is_relative_to(excluded)]
+            for files in (readable, unknown)
+        )
     skipped = dict.fromkeys(unknown, f"does not end in {SUFFIXES}")
     inputs, bytes_by_key = list[Input](), Counter[str]()
     for file in readable:
@@ -104,12 +106,6 @@ def _type_name(item: Input) -> str:
     return next(
         (f"{suffix} file" for suffix in (*CHUNKERS, *ARCHIVES) if item.path.name.endswith(suffix)), SAVED_DATASET
     )
-
-
-def _parent_folders(file: Path) -> tuple[Path, ...]:
-    """The folders that contain the file, links resolved."""
-    folder = file.parent.resolve()
-    return folder, *folder.parents
 
 
 NO_KEY = ""

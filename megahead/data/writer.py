@@ -38,17 +38,14 @@ class SavedTokenizer:
         in_folder = source.parent.resolve() == folder.resolve()
         self._content = None if in_folder else source.read_bytes()
         ending = ".model" if is_sentencepiece(source) else ".json"
-        self.name = source.name if self._content is None else f"tokenizer-{_short_sha256(self._content)}{ending}"
+        sha256 = hashlib.sha256(self._content or b"").hexdigest()
+        self.name = source.name if in_folder else f"tokenizer-{sha256[:8]}{ending}"
         self._path = folder / self.name
 
     def write(self) -> None:
         """Writes the copy unless it exists."""
         if self._content is not None and not self._path.exists():
             write_atomically(self._path, self._content)
-
-
-def _short_sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:8]
 
 
 class IndexedDatasetWriter:

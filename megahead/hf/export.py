@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -328,21 +327,3 @@ def _open_run(path: Path) -> TrainedModel | None:
     if find_checkpoint(path) is None:
         raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
     return TrainedModel.open(path)
-
-
-class ExportOrigin(NamedTuple):
-    """The run that an export is from, and how many tokens it had been trained on."""
-
-    run: str
-    tokens: int
-
-
-def read_origin(folder: Path) -> ExportOrigin:
-    """Returns the origin of an export by megahead; CheckpointError for another folder."""
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))["megahead"]
-        return ExportOrigin(content["run"], int(content["tokens"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(
-            f"`{folder}` must name its run and tokens to be drawn on a curve, but does not; name the run's checkpoints."
-        ) from None

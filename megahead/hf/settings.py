@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import tokenizers
@@ -237,6 +237,24 @@ def _updated_hf_config(target: ExportTarget, original: HFSettings) -> dict[str, 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class ExportOrigin(NamedTuple):
+    """The run that an export is from, and how many tokens it had been trained on."""
+
+    run: str
+    tokens: int
+
+
+def read_origin(folder: Path) -> ExportOrigin:
+    """Returns the origin of an export by megahead; CheckpointError for another folder."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))["megahead"]
+        return ExportOrigin(content["run"], int(content["tokens"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"`{folder}` must name its run and tokens to be drawn on a curve, but does not; name the run's checkpoints."
+        ) from None
 
 
 # The tokenizer's files, as transformers (4 and 5) reads them.

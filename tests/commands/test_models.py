@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from megahead.commands.eval_harness import PAPER_TASKS, default_tasks
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
-from megahead.hf.export import ExportOrigin, ensure_classifier_folder, export, read_origin
-from megahead.report import task_curves
-from megahead.report.task_curves import draw_task_curves, run_names
+from megahead.hf.export import ensure_classifier_folder, export
+from megahead.hf.settings import ExportOrigin, read_origin
+from megahead.report import figures
+from megahead.report.figures import draw_task_curves, run_names
 from support.blimp import write_blimp
 from support.named import folder_of
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -201,11 +202,11 @@ def test_fine_tuned_checkpoints_are_a_curve_over_tokens_and_hours(run: Path, mon
     (run / "metrics.jsonl").write_text(json.dumps(log) + "\n" + json.dumps(log | {"step": 2, "tokens": 10**9}) + "\n")
     seen: dict[str, Any] = {}
 
-    def draw(points: list[task_curves.TaskPoint], **more: Any) -> Figure:
+    def draw(points: list[figures.TaskPoint], **more: Any) -> Figure:
         seen.update(more, points=points)
         return draw_task_curves(points, **more)
 
-    monkeypatch.setattr(task_curves, "draw_task_curves", draw)
+    monkeypatch.setattr(figures, "draw_task_curves", draw)
     png, output = run.parent / "rte.png", run.parent / "tuned.json"
     options = ("--data", run.parent / "data", "--output", output, "--seeds", 2, "--epochs", 1, "--floor")
     assert command(monkeypatch, "finetune", "--model", run, "--task", "glue/rte", *options, "--curve", png) == 0

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megahead.data import tables
+from megahead.data import records
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
@@ -34,7 +34,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("block", [1000, 1 << 22])
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_reads_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, block: int) -> None:
-    monkeypatch.setattr(tables, "BLOCK_BYTES", block)
+    monkeypatch.setattr(records, "BLOCK_BYTES", block)
     inputs = find_inputs([write(tmp_path, kind)])
     chunks = list(read_chunks(inputs, Selection()))
     assert [text for chunk in chunks for text in chunk.parse().require_texts()] == TEXTS

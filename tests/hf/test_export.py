@@ -16,8 +16,9 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import CheckpointError, DataError, UserError
 from megahead.hf import heads as export_heads
 from megahead.hf import settings as export_settings
-from megahead.hf.export import ExportOrigin, ensure_hf_folder, export, read_origin
+from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.loading import load_causal
+from megahead.hf.settings import ExportOrigin, read_origin
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 VANILLA = {"name": "vanilla"}

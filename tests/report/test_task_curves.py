@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report.figures import save_figure
+from megahead.report.figures import TaskPoint, draw_task_curves, logged_points, save_figure
 from megahead.report.read import read_all_metrics, read_metrics
-from megahead.report.task_curves import TaskPoint, draw_task_curves, logged_points
 
 
 def write_run(folder: Path, *tokens: int) -> Path:
