@@ -33,7 +33,7 @@ def embed(arguments: argparse.Namespace) -> str:
     """Writes the vectors; describes them."""
     started, selection = time.monotonic(), Selection(as_text_key(arguments.text_key))
     inputs = split_text_lines(find_inputs(arguments.input))
-    from megahead.evaluate.text_vectors import count_texts, write_text_vectors
+    from megahead.evaluate.retrieval import count_texts, write_text_vectors
 
     with ProgressBar("Reading") as bar:
         num_texts = count_texts(inputs, selection, bar)

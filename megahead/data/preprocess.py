@@ -22,7 +22,7 @@ import numpy as np
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, input_names, max_documents, pin_inputs, read_chunks, total_bytes
-from megahead.data.tokenizer import SEGMENT_CHARACTERS, Engine, Tokenizer, cached_tokenizer, load_tokenizer
+from megahead.data.tokenizer import Engine, Tokenizer, cached_tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -57,7 +57,7 @@ class ChunkTokenizer:
         held_out = None if held_out is None else held_out[has_tokens]
         ends = np.cumsum(lengths)[has_tokens]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
-        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)[has_tokens]
+        text_bytes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         report = PreprocessReport(
             skipped=len(parsed.empty_locations) + len(texts) - len(ends),
             broken=len(parsed.errors),
@@ -65,7 +65,8 @@ class ChunkTokenizer:
             empty_places=parsed.empty_locations,
             problems=parsed.errors,
         )
-        return EncodedChunk(tokens, lengths[has_tokens] + 1, text_bytes, report, chunk.disk_bytes, held_out)
+        lengths, text_bytes = lengths[has_tokens] + 1, text_bytes[has_tokens]
+        return EncodedChunk(tokens, lengths, text_bytes, report, chunk.disk_bytes, held_out)
 
 
 def _split_tail(text: str, share: Fraction) -> Iterator[tuple[str, bool]]:
@@ -146,14 +147,6 @@ class EncodingPool:
 def suitable_workers(total_bytes: int | None, cores: int) -> int:
     """The number of worker processes that pay off: one per 32 MB of input on disk, as each warms up its own caches."""
     return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_PER_WORKER))
-
-
-def _utf8_bytes(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    return sum(
-        len(text[start : start + SEGMENT_CHARACTERS].encode()) for start in range(0, len(text), SEGMENT_CHARACTERS)
-    )
 
 
 def _initialize_worker() -> None:

@@ -12,11 +12,10 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -269,29 +268,42 @@ def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk] = Js
         yield chunk_class(str(path), first_line, b"".join(rest), selection, position - chunk_end)
 
 
+def _chunk_records(path: Path, selection: Selection, records: Iterable[tuple[int, bytes]]) -> Iterator[Chunk]:
+    """Joins `records`, JSON lines; each comes with the bytes of the file that were read for it and those before it."""
+    first, chunk_end, position, lines, size = 1, 0, 0, list[bytes](), 0
+    for position, line in records:
+        lines.append(line)
+        size += len(line)
+        if size >= BLOCK_BYTES:
+            yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_end)
+            first, chunk_end, lines, size = first + len(lines), position, [], 0
+    if lines:
+        yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_end)
+
+
 def _chunk_dat(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The texts of a `.dat` file of lm_dataformat: each after its number of bytes, in 16 decimal digits."""
-    first, chunk_end, position, rest = 1, 0, 0, b""
-    for data, position in read_blocks(path):
-        data, lines, start = rest + data, list[bytes](), 0
-        while len(digits := data[start : start + DAT_DIGITS]) == DAT_DIGITS:
-            if not digits.isdigit():
-                where = f"`{path}:{first + len(lines)}`"
-                raise DataError(f"{where} must begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it.")
-            if int(digits) > MAX_TEXT_BYTES:
-                where = f"`{path}:{first + len(lines)}`"
-                raise DataError(f"{where} must be shorter than 1 GiB, but has {int(digits):,} bytes; split it.")
-            end = start + DAT_DIGITS + int(digits)
-            if end > len(data):
-                break
-            lines.append(orjson.dumps(data[start + DAT_DIGITS : end].decode(errors="replace")))
-            start = end
-        rest = data[start:]
-        if lines:
-            yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_end)
-            first, chunk_end = first + len(lines), position
-    if rest:
-        raise DataError(f"`{path}:{first}` must have as many bytes as it says, but has not; it may be cut short.")
+
+    def records() -> Iterator[tuple[int, bytes]]:
+        number, rest = 1, b""
+        for data, position in read_blocks(path):
+            data, start = rest + data, 0
+            while len(digits := data[start : start + DAT_DIGITS]) == DAT_DIGITS:
+                where = f"`{path}:{number}` must"
+                if not digits.isdigit():
+                    raise DataError(f"{where} begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it.")
+                if int(digits) > MAX_TEXT_BYTES:
+                    raise DataError(f"{where} be shorter than 1 GiB, but has {int(digits):,} bytes; split it.")
+                end = start + DAT_DIGITS + int(digits)
+                if end > len(data):
+                    break
+                yield position, orjson.dumps(data[start + DAT_DIGITS : end].decode(errors="replace"))
+                start, number = end, number + 1
+            rest = data[start:]
+        if rest:
+            raise DataError(f"`{path}:{number}` must have as many bytes as it says, but has not; it may be cut short.")
+
+    yield from _chunk_records(path, selection, records())
 
 
 def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
@@ -305,11 +317,9 @@ def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
     except orjson.JSONDecodeError:
         yield from _chunk_lines(path, selection)
         return
-    lines = [orjson.dumps(item) for item in (items if isinstance(items, list) else [items])]
-    boundaries, size = [*range(0, len(lines), 1000), len(lines)], path.stat().st_size  # [0] for an empty array
-    for first, end in pairwise(boundaries):
-        disk_bytes = size * end // len(lines) - size * first // len(lines)
-        yield JsonLines(str(path), first + 1, b"\n".join(lines[first:end]), selection, disk_bytes)
+    items, size = items if isinstance(items, list) else [items], path.stat().st_size
+    records = ((size * number // len(items), orjson.dumps(item)) for number, item in enumerate(items, 1))
+    yield from _chunk_records(path, selection, records)
 
 
 def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
@@ -329,14 +339,8 @@ def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
     try:
         rows = csv.DictReader(text_lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
         columns = selection.columns(path, rows.fieldnames or ())
-        first, chunk_start, lines, size = 1, 0, list[bytes](), 0
-        for row in rows:
-            lines.append(orjson.dumps({column: row[column] for column in columns}))
-            size += len(lines[-1])
-            if size >= BLOCK_BYTES:
-                yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_start)
-                first, chunk_start, lines, size = first + len(lines), position, [], 0
-        yield JsonLines(str(path), first, b"\n".join(lines), selection, position - chunk_start)
+        records = ((position, orjson.dumps({column: row[column] for column in columns})) for row in rows)
+        yield from _chunk_records(path, selection, records)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"`{path}` must be a table in UTF-8 text, but is not ({error}).") from error
 

@@ -108,12 +108,6 @@ Reader = Callable[[Path], PublishedRows]
 Builder = Callable[[Row, Sequence[str]], Example]
 
 
-def published_jsonl_reader(*fields: str) -> Reader:
-    """Returns a reader of one JSON object per line, which must have all of `fields`."""
-    read = jsonl_reader(*fields)
-    return lambda file: PublishedRows(read(file))
-
-
 def tsv_reader(**columns: str | int) -> Reader:
     """Returns a reader of tab-separated lines without quoting. `columns`: a row's field to the column's name, or to
     its number if there is no header.
@@ -264,9 +258,9 @@ def _superglue_task(
     folder: str, labels: tuple[str, ...], build: Builder, fields: Sequence[str], *other_files: TaskFiles, **metrics: Any
 ) -> Task:
     """Returns a task of SuperGLUE, by the fields of its JSON lines; `other_files`: alternatives to them."""
-    jsonl_files = TaskFiles(
-        f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", published_jsonl_reader(*fields, "label")
-    )
+    train, dev = (f"superglue/{folder}/{split}.jsonl" for split in ("train", "val"))
+    read = jsonl_reader(*fields, "label")
+    jsonl_files = TaskFiles(train, dev, lambda file: PublishedRows(read(file)))
     hub = ("aps/super_glue", folder.lower(), "validation")
     return Task(labels=labels, build=build, files=(jsonl_files, *other_files), hub=hub, **metrics)
 
@@ -363,16 +357,13 @@ class DataSource:
             repository, configuration, dev = task.hub
             repository = self.hub_prefix + repository
             return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, dev)
-        files = next(
-            (files for files in task.files if self._has_files(files.train) and self._has_files(files.dev)), None
-        )
-        files = files or next((files for files in task.files if self._has_files(files.dev)), None)
-        if files is None:
+        available = [files for files in task.files if self._has_files(files.dev)]
+        if not available:
             paths = " or ".join(files.dev.replace("+", " and ") for files in task.files)
             raise DataError(f"`{self.folder}` must hold {paths} for task {name}, but lacks it.")
-        train = None
-        if self._has_files(files.train):
-            train = replace(files.read(self.folder / files.train), source=files.train)
+        files = next((files for files in available if self._has_files(files.train)), available[0])
+        has_train = self._has_files(files.train)
+        train = replace(files.read(self.folder / files.train), source=files.train) if has_train else None
         parts = [files.read(self.folder / path) for path in files.dev.split("+")]
         rows = [row for part in parts for row in part.rows]
         return train, PublishedRows(rows, sum(part.num_skipped for part in parts), files.dev)

@@ -23,7 +23,7 @@ from megahead.data.item_sequences import read_sequences
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.results import Score, TaskResult
+from megahead.evaluate.results import Score
 from megahead.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -273,6 +273,9 @@ def read_similarities(file: Path, limit: int | None) -> list[Row]:
 # A new task is a line in `TASKS`: its shipped YAML (or its score function), its file, and a reader of that file.
 
 
+_DECODERS, _ENCODERS = ("a decoder",), ("an encoder",)
+
+
 @dataclass(frozen=True)
 class LMEvalTask:
     """A task that lm-eval ships, with a local file for its data."""
@@ -285,10 +288,13 @@ class LMEvalTask:
 
     read: Reader
 
+    models: tuple[str, ...] = _DECODERS
+    """As in `OwnTask`."""
+
 
 @dataclass(frozen=True)
-class LogProbabilityTask:
-    """A task that this package scores, by the log-probabilities of whole texts."""
+class OwnTask:
+    """A task that this package scores."""
 
     file: str | None
     """As in `LMEvalTask`; may be a folder."""
@@ -296,26 +302,19 @@ class LogProbabilityTask:
     read: Callable[[Path, int | None], Sequence[Any]]
     """Reads the examples, up to a limit."""
 
-    score: Callable[[LanguageModel, Any], list[Score]]
+    score: Callable[..., Any]
 
-    for_encoders: bool
-    """Whether encoders can be scored on it, by pseudo-log-likelihoods."""
+    models: tuple[str, ...]
+    """Kinds of models that can be scored on it."""
 
 
-@dataclass(frozen=True)
-class ModelTask:
-    """A task that this package scores, with a model's folder."""
+class LogProbabilityTask(OwnTask):
+    """One scored by the log-probabilities of whole texts (an encoder's are pseudo-log-likelihoods): `score` is from a
+    LanguageModel and the examples to scores."""
 
-    file: str | None
-    """As in `LMEvalTask`."""
 
-    read: Callable[[Path, int | None], Sequence[Any]]
-    """Reads the examples, up to a limit."""
-
-    score: Callable[[Path, Path, int | None, int | None], TaskResult]
-    """(model's folder, file, limit, batch size) -> result."""
-
-    for_encoders: bool
+class ModelTask(OwnTask):
+    """One scored with a model's folder: `score` is from that, the file, a limit and a batch size to a TaskResult."""
 
 
 def _function_of(module: str, name: str) -> Callable[..., Any]:
@@ -333,7 +332,7 @@ _read_boolq = jsonl_reader("passage", "question", "label", convert=convert_boolq
 _read_openbookqa = jsonl_reader("question_stem", "choices", "answerKey")
 _read_sciq = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
-TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
+TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "cloze": LMEvalTask("lambada/lambada_openai.yaml", None, read_passages),
     "lambada_openai": LMEvalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", read_passages),
     "arc_easy": LMEvalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", _read_arc),
@@ -348,14 +347,14 @@ TASKS: Mapping[str, LMEvalTask | LogProbabilityTask | ModelTask] = {
     "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
     "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", jsonl_reader("goal", "sol1", "sol2", "label")),
     "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _read_openbookqa),
-    "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), for_encoders=True),
-    "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), for_encoders=True),
-    "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, for_encoders=False),
-    "next_item": ModelTask(None, read_sequences, _function_of("next_item", "next_item"), for_encoders=False),
+    "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
+    "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
+    "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, _DECODERS),
+    "next_item": ModelTask(None, read_sequences, _function_of("next_item", "next_item"), _DECODERS),
     "retrieval": ModelTask(
-        None, _function_of("search_data", "read_searches"), _function_of("retrieval", "retrieval"), for_encoders=True
+        None, _function_of("search_data", "read_searches"), _function_of("retrieval", "retrieval"), _ENCODERS
     ),
-    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _function_of("retrieval", "stsb"), for_encoders=True),
+    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _function_of("retrieval", "stsb"), _ENCODERS),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
@@ -397,20 +396,12 @@ def task_files(
 
 def require_for_kind(names: Iterable[str], *, encoder: bool) -> None:
     """Raises FieldError for a task that only the other kind of model, a decoder or an encoder, can be scored on."""
-    suitable = [name for name, task in TASKS.items() if (_suits_encoders if encoder else _suits_decoders)(task)]
+    kind = "an encoder" if encoder else "a decoder"
+    suitable = [name for name, task in TASKS.items() if kind in task.models]
     for name in names:
         if name not in suitable:
-            kind = "an encoder" if encoder else "a decoder"
             hint = "" if name in TASKS else did_you_mean(name, suitable)
             raise FieldError("--tasks", f"name tasks of {', '.join(suitable)} for {kind}", got=name, hint=hint)
-
-
-def _suits_encoders(task: LMEvalTask | LogProbabilityTask | ModelTask) -> bool:
-    return not isinstance(task, LMEvalTask) and task.for_encoders
-
-
-def _suits_decoders(task: LMEvalTask | LogProbabilityTask | ModelTask) -> bool:
-    return not (isinstance(task, ModelTask) and task.for_encoders)
 
 
 def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:

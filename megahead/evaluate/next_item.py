@@ -45,7 +45,7 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     model.require_ids(num_ids)
     size = batch_size or model.batch_size(sequences)
     ranks = [
-        rank_next_items(model.vectors, model.contexts([ids[:-1] for ids in batch]), batch, num_ids)
+        rank_next_items(model.vectors_ND, model.contexts([ids[:-1] for ids in batch]), batch, num_ids)
         for batch in _batches(sequences, size)
     ]
     return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
@@ -63,37 +63,23 @@ def _batches(sequences: Sequence[Array], size: int) -> Iterator[Sequence[Array]]
         yield sequences[start : start + size]
 
 
-@dataclass(frozen=True)
-class ItemVectors:
-    """A score is the product of a context vector and an item's vector, plus the item's bias."""
-
-    vectors_ND: Tensor
-    bias_N: Tensor | None
-
-    def block_scores(self, contexts_UD: Tensor, first: int, end: int) -> Tensor:
-        """[U, n]: the scores of the ids from `first` to `end` - 1."""
-        bias_n = None if self.bias_N is None else self.bias_N[first:end]
-        return torch.nn.functional.linear(contexts_UD, self.vectors_ND[first:end], bias_n)
-
-    def scores(self, contexts_UD: Tensor, ids_U: Tensor) -> Tensor:
-        """[U]: the score of one id for each context."""
-        scores_U = (contexts_UD * self.vectors_ND[ids_U]).sum(-1)
-        return scores_U if self.bias_N is None else scores_U + self.bias_N[ids_U]
-
-
 class ItemModel:
-    """A Hugging Face decoder of items, in fp32, on a GPU if there is one."""
+    """A Hugging Face decoder of items, in fp32, on a GPU if there is one.
+
+    A score is the product of a context and an item's vector; if the head has biases they are one more feature of items,
+    which is 1 in contexts.
+    """
 
     def __init__(self, folder: Path) -> None:
         """CheckpointError for a folder without a head."""
         self._model = load_causal(folder).to("cuda" if torch.cuda.is_available() else "cpu")
         self._folder, self._head = folder, self._model.get_output_embeddings()
-        bias_N = None if self._head.bias is None else self._head.bias.detach()
-        self.vectors = ItemVectors(self._head.weight.detach(), bias_N)
+        weight_ND, bias_N = self._head.weight.detach(), self._head.bias
+        self.vectors_ND = weight_ND if bias_N is None else torch.cat([weight_ND, bias_N.detach()[:, None]], 1)
 
     def require_ids(self, count: int) -> None:
         """DataError unless the model has that many ids."""
-        num_ids = len(self.vectors.vectors_ND)
+        num_ids = len(self.vectors_ND)
         if num_ids < count:
             raise DataError(
                 f"`{self._folder}` must have the {count:,} ids of the sequences, but has {num_ids:,} "
@@ -105,11 +91,6 @@ class ItemModel:
         longest = min(context_length(self._model), max(map(len, sequences), default=1))
         return max(1, _MAX_BATCH_TOKENS // longest)
 
-    def all_contexts(self, sequences: Sequence[Array]) -> Iterator[Tensor]:
-        """Yields the context vectors of all sequences, batch by batch."""
-        for batch in _batches(sequences, self.batch_size(sequences)):
-            yield self.contexts(batch)
-
     @torch.inference_mode()
     def logits(self, ids: Array) -> Tensor:
         """[N]: the scores of all ids after one sequence, by the whole model."""
@@ -119,7 +100,7 @@ class ItemModel:
 
     @torch.inference_mode()
     def contexts(self, sequences: Sequence[Array]) -> Tensor:
-        """[U, D]: the head's input after each sequence (its most recent items that fit)."""
+        """[U, D]: the head's input after each sequence (its most recent items that fit), and 1 beside biases."""
         context = context_length(self._model)
         ids = [torch.from_numpy(ids[-context:].astype(np.int64)) for ids in sequences]
         ids_UT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
@@ -130,7 +111,8 @@ class ItemModel:
                 contexts_1UD: Tensor = self._model(input_ids=ids_UT, use_cache=False).logits
         finally:
             del self._head.forward
-        return contexts_1UD[0].float()
+        num_ones = self.vectors_ND.shape[1] - contexts_1UD.shape[2]
+        return torch.nn.functional.pad(contexts_1UD[0].float(), (0, num_ones), value=1.0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +127,7 @@ class Ranking:
 
 
 def rank_next_items(
-    items: ItemVectors,
+    vectors_ND: Tensor,
     contexts_UD: Tensor,
     sequences: Sequence[Array],
     num_ids: int,
@@ -156,12 +138,13 @@ def rank_next_items(
     device = contexts_UD.device
     targets_U = torch.tensor([int(ids[-1]) for ids in sequences], device=device)
     rows = np.repeat(np.arange(len(sequences)), [len(ids) - 1 for ids in sequences])
-    seen_row, seen_id = (torch.from_numpy(part).to(device) for part in (rows, _histories(sequences)))
+    histories = np.concatenate([ids[:-1] for ids in sequences]).astype(np.int64)
+    seen_row, seen_id = (torch.from_numpy(part).to(device) for part in (rows, histories))
     every, unseen = (_RankingSums(targets_U) for _ in range(2))
-    target_scores_U = items.scores(contexts_UD, targets_U)
+    target_scores_U = (contexts_UD * vectors_ND[targets_U]).sum(-1)
     for first in range(END_ID + 1, num_ids, block_items):
         end = min(first + block_items, num_ids)
-        scores_Un = items.block_scores(contexts_UD, first, end)
+        scores_Un = contexts_UD @ vectors_ND[first:end].T
         own_row = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]
         scores_Un[own_row, targets_U[own_row] - first] = target_scores_U[own_row]
         every.add(scores_Un, target_scores_U, first)
@@ -171,10 +154,6 @@ def rank_next_items(
     is_repeated_U = torch.zeros(len(sequences), dtype=torch.bool, device=device)
     is_repeated_U[seen_row[seen_id == targets_U[seen_row]]] = True
     return every.ranking(), unseen.ranking(is_repeated_U)
-
-
-def _histories(sequences: Sequence[Array]) -> Array:
-    return np.concatenate([ids[:-1] for ids in sequences]).astype(np.int64)
 
 
 class _RankingSums:
@@ -254,14 +233,9 @@ def write_vectors(
     vocabulary = vocabulary or _find_vocabulary(model)
     items = ItemModel(ensure_hf_folder(model))
     items.require_ids(len(vocabulary))
-    vectors_ND, bias_N = items.vectors.vectors_ND[: len(vocabulary)], items.vectors.bias_N
-    contexts_UD = torch.cat(
-        [torch.empty(0, vectors_ND.shape[1]), *(part.cpu() for part in items.all_contexts(sequences))]
-    )
-    vectors_ND = vectors_ND.cpu()
-    if bias_N is not None:
-        vectors_ND = torch.cat([vectors_ND, bias_N[: len(vocabulary), None].cpu()], 1)
-        contexts_UD = torch.cat([contexts_UD, torch.ones(len(contexts_UD), 1)], 1)
+    vectors_ND = items.vectors_ND[: len(vocabulary)].cpu()
+    contexts = [items.contexts(batch).cpu() for batch in _batches(sequences, items.batch_size(sequences))]
+    contexts_UD = torch.cat([torch.empty(0, vectors_ND.shape[1]), *contexts])
     error = _largest_error(items, sequences[:_COMPARED_SEQUENCES], contexts_UD, vectors_ND)
     tensors = {"items": vectors_ND[END_ID + 1 :].contiguous(), "contexts": contexts_UD.contiguous()}
     with atomic_folder(output, replaceable=VECTORS_FILE) as folder:

@@ -1,5 +1,5 @@
 """The tasks `retrieval` and `stsb`: how well an encoder's vectors find texts, and rank pairs of sentences by
-similarity, without fine-tuning.
+similarity, without fine-tuning; and a file of vectors.
 
 Q queries, N texts, n texts of a block, k nearest texts, B texts of a batch, T tokens, D features.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,24 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.errors import CheckpointError
+from megahead.data.records import Selection
+from megahead.data.sources import Input, read_chunks, total_bytes
+from megahead.data.writer import NO_PROGRESS, ByteProgress
+from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness_tasks import read_articles, read_similarities
 from megahead.evaluate.results import Score, TaskResult
 from megahead.evaluate.scoring import special_ids
 from megahead.evaluate.search_data import SearchData, has_queries, read_search_data
-from megahead.hf.loading import context_length, is_encoder, load_encoder, load_tokenizer_folder
+from megahead.files import AtomicFile
+from megahead.hf.export import ensure_encoder_folder
+from megahead.hf.loading import (
+    context_length,
+    is_encoder,
+    load_encoder,
+    load_tokenizer_folder,
+    read_context_length,
+)
+from megahead.hf.pooling import POOLINGS, PoolingName, max_text_tokens, read_pooling
 
 CUTOFF = 10
 """k of recall@k, MRR@k and nDCG@k."""
@@ -126,16 +139,13 @@ class TextEncoder:
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
         """Consecutive rows, of which the last is the longest."""
-        start = 0
+        start, limit = 0, self._batch_size or _BATCH_TOKENS
         while start < len(rows):
             end = start + 1
-            while end < len(rows) and self._has_room(end + 1 - start, len(rows[end])):
+            while end < len(rows) and (end + 1 - start) * (1 if self._batch_size else len(rows[end])) <= limit:
                 end += 1
             yield rows[start:end]
             start = end
-
-    def _has_room(self, texts: int, longest: int) -> bool:
-        return texts <= self._batch_size if self._batch_size else texts * longest <= _BATCH_TOKENS
 
     def pool(self, rows: Sequence[list[int]]) -> Mapping[str, Tensor]:
         """The vectors of B tokenized texts, [B, D] each, at once and with gradients."""
@@ -170,12 +180,10 @@ def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str]
 def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _BLOCK_ARTICLES) -> tuple[Tensor, Tensor]:
     """[Q, k] products and indices of the k vectors with the largest products with each query, the largest first; all N
     if there are fewer. Exact. Memory: a few times min(Q, 256) x `block` products."""
-    parts = [_find_nearest(part_QD, vectors_ND, k, block) for part_QD in queries_QD.split(_BLOCK_QUERIES)]
-    products, indices = zip(*parts, strict=True)
-    return torch.cat(products), torch.cat(indices)
-
-
-def _find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
+    if len(queries_QD) > _BLOCK_QUERIES:
+        parts = [find_nearest(part_QD, vectors_ND, k, block) for part_QD in queries_QD.split(_BLOCK_QUERIES)]
+        products, indices = zip(*parts, strict=True)
+        return torch.cat(products), torch.cat(indices)
     best_Qk = queries_QD.new_empty(len(queries_QD), 0)
     index_Qk = torch.empty_like(best_Qk, dtype=torch.int64)
     for first in range(0, len(vectors_ND), block):
@@ -232,3 +240,83 @@ def _summarize(prefix: str, ranks_Q: Tensor) -> list[Score]:
         f"mrr@{CUTOFF}": is_found_Q / ranks_Q,
     }
     return [Score.mean(f"{prefix}_{metric}", gain_Q.cpu()) for metric, gain_Q in gains.items()]
+
+
+# Vectors of texts in a file, a row for each, for a search over one's own documents.
+
+_GROUP_TEXTS = 1024
+"""Texts that are sorted by length together."""
+
+
+@dataclass(frozen=True)
+class TextVectorsReport:
+    """Facts about written vectors."""
+
+    num_texts: int
+    size: int
+    pooling: PoolingName
+    num_truncated: int
+    max_tokens: int
+    """Of a text, [CLS] and [SEP] included; what follows was truncated."""
+
+
+def write_text_vectors(
+    model: Path,
+    inputs: Sequence[Input],
+    selection: Selection,
+    output: Path,
+    num_texts: int,
+    *,
+    pooling: PoolingName | None = None,
+    batch_size: int | None = None,
+    progress: ByteProgress = NO_PROGRESS,
+) -> TextVectorsReport:
+    """Writes `output` as .npy: float32 [N, D], the vectors of the texts of `inputs` in their order, of length 1.
+
+    model: a Hugging Face folder, or a run or checkpoint, which is exported first. num_texts: N, by `count_texts`.
+    pooling: None takes that of a folder of sentence-transformers. batch_size: as of `TextEncoder`. A text that is
+    longer than the model was trained for is truncated. CheckpointError for a decoder; an earlier `output` is replaced
+    at the end. Memory: 4 MB of text and the vectors of 1,024 texts.
+    """
+    folder = ensure_encoder_folder(model)
+    pooling = pooling or read_pooling(folder)
+    if pooling is None:
+        hint = f"`{folder}` names none"
+        raise FieldError("--pooling", f"be {' or '.join(POOLINGS)}", got="missing", hint=hint)
+    max_tokens = max_text_tokens(folder, read_context_length(folder) or MAX_TOKENS)
+    encoder, file, num_written = TextEncoder(folder, batch_size, max_tokens), AtomicFile(output), 0
+    header = {"descr": "<f4", "fortran_order": False, "shape": (num_texts, encoder.size)}
+    try:
+        np.lib.format.write_array_header_1_0(file, header)
+        for texts in _groups(inputs, selection, progress):
+            file.write(encoder.vectors(texts)[pooling].cpu().numpy().astype("<f4").tobytes())
+            num_written += len(texts)
+        if num_written != num_texts:
+            raise DataError(f"the input must hold {num_texts:,} texts, as before, but now holds {num_written:,}.")
+        file.sync()
+        file.publish()
+    finally:
+        file.discard()
+    return TextVectorsReport(num_texts, encoder.size, pooling, encoder.num_truncated, max_tokens)
+
+
+def count_texts(inputs: Sequence[Input], selection: Selection, progress: ByteProgress) -> int:
+    """Returns the number of texts; DataError if there is none, or one is empty or cannot be read."""
+    num_texts = sum(len(texts) for texts in _groups(inputs, selection, progress))
+    if not num_texts:
+        raise DataError(f"`{inputs[0].path}` must hold texts, but holds none.")
+    return num_texts
+
+
+def _groups(inputs: Sequence[Input], selection: Selection, progress: ByteProgress) -> Iterator[list[str]]:
+    """Yields consecutive texts, up to 1,024 at once."""
+    progress.start(total_bytes(inputs))
+    for chunk in read_chunks(inputs, selection):
+        parsed = chunk.parse()
+        texts = parsed.require_texts()
+        if parsed.empty_locations:
+            raise DataError(f"`{parsed.empty_locations[0]}` must hold text, but is empty; remove it from the input.")
+        for first in range(0, len(texts), _GROUP_TEXTS):
+            group = texts[first : first + _GROUP_TEXTS]
+            yield group
+            progress.advance(chunk.disk_bytes * len(group) // len(texts), sum(len(text.encode()) for text in group))

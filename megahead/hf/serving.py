@@ -21,13 +21,14 @@ _SERVED_HEADS: dict[str, tuple[Heads, Heads]] = {
 def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias: bool = False) -> str:
     """Returns a sentence: which heads of those that the run can be exported with vLLM and llama.cpp serve, and whether
     they serve an export with `head`. `has_bias`: whether that export has a bias in its head."""
-    served_by = {name: _served_heads(config, heads) for name, heads in _heads_by_program(config.model).items()}
-    vllm, llama_cpp = (_head_options(heads) for heads in served_by.values())
+    heads_by_program = _heads_by_program(config.model)
+    stored_as = {head: _stored_head(config, head, config.objective.output_bias) for head in possible_heads(config)}
+    served = ([head for head in stored_as if stored_as[head] in heads] for heads in heads_by_program.values())
+    vllm, llama_cpp = (f"--head {', '.join(heads)}" if heads else "none of its heads" for heads in served)
     listed = f"vLLM serves {vllm}; llama.cpp {llama_cpp}" if vllm != llama_cpp else f"vLLM and llama.cpp serve {vllm}"
     if head is None:
         return listed
-    stored = _stored_head(config, head, has_bias=has_bias)
-    programs = [name for name, heads in _heads_by_program(config.model).items() if stored in heads]
+    programs = [name for name, heads in heads_by_program.items() if _stored_head(config, head, has_bias) in heads]
     return f"{listed}; this export: {' and '.join(programs) or 'neither'}"
 
 
@@ -35,11 +36,6 @@ def _heads_by_program(model: ModelConfig) -> dict[str, Heads]:
     is_distilbert = model.family == "bert" and not model.token_types
     is_unlisted = is_distilbert or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
     return dict(zip(("vLLM", "llama.cpp"), ((), ()) if is_unlisted else _SERVED_HEADS[model.family], strict=True))
-
-
-def _served_heads(config: RunConfig, heads: Heads) -> list[HeadName]:
-    has_bias = config.objective.output_bias
-    return [head for head in possible_heads(config) if _stored_head(config, head, has_bias=has_bias) in heads]
 
 
 def possible_heads(config: RunConfig) -> list[HeadName]:
@@ -56,7 +52,7 @@ def possible_heads(config: RunConfig) -> list[HeadName]:
     return [head for head, possible in is_possible.items() if possible]
 
 
-def _stored_head(config: RunConfig, head: HeadName, *, has_bias: bool) -> HeadName:
+def _stored_head(config: RunConfig, head: HeadName, has_bias: bool) -> HeadName:
     """The head of `_SERVED_HEADS` that is stored like `head`: with a bias as `pmi`, and a trained one of a tied
     model as `tied`."""
     if head == "none" or config.model.is_encoder():
@@ -64,7 +60,3 @@ def _stored_head(config: RunConfig, head: HeadName, *, has_bias: bool) -> HeadNa
     if has_bias:
         return "pmi"
     return "tied" if head == "trained" and not config.objective.trains_head() else head
-
-
-def _head_options(heads: list[HeadName]) -> str:
-    return f"--head {', '.join(heads)}" if heads else "none of its heads"

@@ -234,7 +234,7 @@ def _updated_hf_config(target: ExportTarget, original: HFSettings) -> dict[str, 
     return old | changes
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -355,8 +355,5 @@ def _token_text(tokenizer: tokenizers.Tokenizer, source: Path, field: str, id_: 
 
 def _write_tokenizer_config(folder: Path, special_tokens: dict[str, str], settings: dict[str, object]) -> None:
     common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for name, content in (
-        ("special_tokens_map.json", special_tokens),
-        ("tokenizer_config.json", {**special_tokens, **common, **settings}),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "special_tokens_map.json", special_tokens)
+    write_json(folder / "tokenizer_config.json", {**special_tokens, **common, **settings})

@@ -16,7 +16,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.next_item import ItemVectors, rank_next_items, summarize, write_vectors
+from megahead.evaluate.next_item import rank_next_items, summarize, write_vectors
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, small_config
@@ -48,7 +48,9 @@ def test_ranks_are_those_of_numpy(block_items: int) -> None:
     bias_N = torch.randint(-1, 2, (NUM_IDS + 3,), generator=generator).float()
     contexts_UD = torch.randint(-2, 3, (len(sequences), 4), generator=generator).float()
     scores_UN = (contexts_UD @ vectors_ND.T + bias_N).numpy()
-    rankings = rank_next_items(ItemVectors(vectors_ND, bias_N), contexts_UD, sequences, NUM_IDS, block_items)
+    vectors_ND = torch.cat([vectors_ND, bias_N[:, None]], 1)
+    contexts_UD = torch.nn.functional.pad(contexts_UD, (0, 1), value=1.0)
+    rankings = rank_next_items(vectors_ND, contexts_UD, sequences, NUM_IDS, block_items)
     assert any(np.isinf(plain_ranks(scores_UN, sequences, unseen=True)))
     for ranking, unseen in zip(rankings, (False, True), strict=True):
         assert ranking.ranks_U.tolist() == plain_ranks(scores_UN, sequences, unseen=unseen)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from megahead.__main__ import main
-from megahead.evaluate import text_vectors
+from megahead.evaluate import retrieval
 from megahead.hf.export import export
 from megahead.hf.loading import load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -46,7 +46,7 @@ def test_a_row_is_the_vector_of_its_text_by_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pooling: str, name: str
 ) -> None:
     """In groups of 4 of which each is sorted by length; longer texts are truncated and counted."""
-    monkeypatch.setattr(text_vectors, "_GROUP_TEXTS", 4)
+    monkeypatch.setattr(retrieval, "_GROUP_TEXTS", 4)
     lines = TEXTS if name.endswith("txt") else [json.dumps({"text": text}) for text in TEXTS]
     Path(name).write_text("".join(f"{line}\n" for line in lines))
     assert (

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from megahead.data.indexed import IndexedDataset
 from megahead.data.item_sequences import END_ID, read_sequences
-from megahead.evaluate.next_item import ItemVectors, rank_next_items, summarize
+from megahead.evaluate.next_item import rank_next_items, summarize
 from megahead.evaluate.results import ResultCache, Score
 
 RIVALS = "SASRec", "BERT4Rec"
@@ -102,16 +103,16 @@ def _scores(model: Any, file: Path, num_ids: int) -> list[Score]:
     embeddings_ND = backbone.item_model.get_all_embeddings()  # RecTools' own numbering
     known = [int(item) for item in preparator.get_known_item_ids()]
     own_ids = dict(zip(known, preparator.get_known_items_sorted_internal_ids().tolist(), strict=True))
-    vectors_ND = embeddings_ND.new_zeros(num_ids, embeddings_ND.shape[1])
-    bias_N = embeddings_ND.new_full((num_ids,), -torch.inf)
-    vectors_ND[known], bias_N[known] = embeddings_ND[list(own_ids.values())], 0.0
+    vectors_ND = embeddings_ND.new_zeros(num_ids, embeddings_ND.shape[1] + 1)
+    vectors_ND[:, -1] = -torch.inf  # a bias
+    vectors_ND[known] = pad(embeddings_ND[list(own_ids.values())], (0, 1))
     rankings = []
     for start in range(0, len(sequences), 128):
         batch = sequences[start : start + 128]
         histories = [[own_ids[item] for item in ids[:-1].tolist() if item in own_ids] for ids in batch]
         inputs = preparator._collate_fn_recommend([(history, None, None) for history in histories])
-        contexts_UD = backbone.encode_sessions(inputs, embeddings_ND)[:, -1]
-        rankings.append(rank_next_items(ItemVectors(vectors_ND, bias_N), contexts_UD, batch, num_ids))
+        contexts_UD = pad(backbone.encode_sessions(inputs, embeddings_ND)[:, -1], (0, 1), value=1.0)
+        rankings.append(rank_next_items(vectors_ND, contexts_UD, batch, num_ids))
     return summarize(rankings, num_ids - 1)
 
 
