@@ -10,7 +10,6 @@ list are made again: at most one shard's work is lost.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +21,10 @@ from megahead.data.hub import is_hub_url
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
+from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError
-from megahead.files import AtomicFile, write_atomically
+from megahead.files import AtomicFile, sha256_of, write_atomically
 
 FORMAT = "megahead-shards/1"
 MANIFEST = "manifest.json"
@@ -152,10 +152,8 @@ def _fingerprint(shard: Input) -> dict[str, Any]:
 
 def _recipe_as_json(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON values, with the tokenizer's SHA-256 in place of its path."""
-    if not recipe.tokenizer.is_file():
-        raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
     return {
-        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
+        "tokenizer": sha256_of(load_tokenizer(recipe.tokenizer).path),
         "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
         "end_token": recipe.end_token or END_TOKEN,
         "holdout": None if recipe.holdout is None else str(recipe.holdout),

@@ -289,11 +289,13 @@ def _chunk_dat(path: Path, selection: Selection) -> Iterator[Chunk]:
         for data, position in read_blocks(path):
             data, start = rest + data, 0
             while len(digits := data[start : start + DAT_DIGITS]) == DAT_DIGITS:
-                where = f"`{path}:{number}` must"
+                where = f"`{path}:{number}`"
                 if not digits.isdigit():
-                    raise DataError(f"{where} begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it.")
+                    raise DataError(
+                        f"{where} must begin with {DAT_DIGITS} digits, but is {digits!r} instead; repair it."
+                    )
                 if int(digits) > MAX_TEXT_BYTES:
-                    raise DataError(f"{where} be shorter than 1 GiB, but has {int(digits):,} bytes; split it.")
+                    raise DataError(f"{where} must be shorter than 1 GiB, but has {int(digits):,} bytes; split it.")
                 end = start + DAT_DIGITS + int(digits)
                 if end > len(data):
                     break

@@ -30,22 +30,13 @@ FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
-class SavedTokenizer:
-    """The tokenizer's file in a folder of datasets: the source itself if it is in the folder, else a copy named by its
-    SHA-256, which the folder's datasets share."""
-
-    def __init__(self, source: Path, folder: Path) -> None:
-        in_folder = source.parent.resolve() == folder.resolve()
-        self._content = None if in_folder else source.read_bytes()
-        ending = ".model" if is_sentencepiece(source) else ".json"
-        sha256 = hashlib.sha256(self._content or b"").hexdigest()
-        self.name = source.name if in_folder else f"tokenizer-{sha256[:8]}{ending}"
-        self._path = folder / self.name
-
-    def write(self) -> None:
-        """Writes the copy unless it exists."""
-        if self._content is not None and not self._path.exists():
-            write_atomically(self._path, self._content)
+def _saved_tokenizer(source: Path, folder: Path) -> tuple[Path, bytes]:
+    """(path, content) of the tokenizer's file in a folder of datasets: the source itself if it is in the folder, else a
+    copy named by its SHA-256, which the folder's datasets share."""
+    content, ending = source.read_bytes(), ".model" if is_sentencepiece(source) else ".json"
+    in_folder = source.parent.resolve() == folder.resolve()
+    name = source.name if in_folder else f"tokenizer-{hashlib.sha256(content).hexdigest()[:8]}{ending}"
+    return folder / name, content
 
 
 class IndexedDatasetWriter:
@@ -79,7 +70,8 @@ class IndexedDatasetWriter:
         self._tokenizer_identity = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
         self.end_token, self.source = end_token, source
-        self._saved_tokenizer = None if tokenizer_file is None else SavedTokenizer(tokenizer_file, Path(prefix).parent)
+        folder = Path(prefix).parent
+        self._tokenizer_copy = None if tokenizer_file is None else _saved_tokenizer(tokenizer_file, folder)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
@@ -162,7 +154,7 @@ class IndexedDatasetWriter:
             idx=FileFingerprint(idx_bytes, idx_digest),
             tokenizer_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.sha256,
             vocabulary_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.vocabulary,
-            tokenizer_file=None if self._saved_tokenizer is None else self._saved_tokenizer.name,
+            tokenizer_file=None if self._tokenizer_copy is None else self._tokenizer_copy[0].name,
             end_token=self.end_token,
             source=self.source,
         )
@@ -178,8 +170,8 @@ class IndexedDatasetWriter:
         with self._open_files:
             if exc_type is None:
                 self.finish()
-                if self._saved_tokenizer is not None:
-                    self._saved_tokenizer.write()
+                if self._tokenizer_copy is not None and not self._tokenizer_copy[0].exists():
+                    write_atomically(*self._tokenizer_copy)
                 self._idx.path.unlink(missing_ok=True)  # an old index must never be beside new tokens
                 self._bin.publish()
                 self._info.publish()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,10 +118,7 @@ class ContrastiveRun:
         self._encoder, order = self._open_encoder(), torch.Generator().manual_seed(seed)
         pairs, settings = self.data.train, self.settings
         model = ContrastiveModel(self._encoder, self._rows, settings, self._group)
-
-        def batches() -> Iterator[list[Example]]:
-            return epoch_batches(pairs, settings.batch_size, order)
-
+        batches = partial(epoch_batches, pairs, settings.batch_size, order)
         steps = num_batches(pairs, settings.batch_size)
         yield from train_epochs(model, batches, steps, model.loss, self._scores, settings, self._group)
 
@@ -130,10 +128,10 @@ class ContrastiveRun:
         if self._group.rank:
             return
         encoder = self._encoder
-        with atomic_folder(folder, replaceable=MODULES_FILE) as partial:
-            encoder.model.save_pretrained(partial)
-            encoder.tokenizer.save_pretrained(partial)
-            write_pooling(partial, self.settings.pooling, encoder.size, encoder.max_tokens)
+        with atomic_folder(folder, replaceable=MODULES_FILE) as staged:
+            encoder.model.save_pretrained(staged)
+            encoder.tokenizer.save_pretrained(staged)
+            write_pooling(staged, self.settings.pooling, encoder.size, encoder.max_tokens)
 
     def _open_encoder(self) -> TextEncoder:
         model = self.initial_model

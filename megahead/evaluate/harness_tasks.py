@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from math import log, sqrt
 from pathlib import Path
@@ -419,7 +418,9 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
 
     The definitions name their data and lm-eval's shipped ones by absolute path, and share a cache in `folder`.
     """
-    folder = folder.resolve()
+    import lm_eval
+
+    folder, shipped = folder.resolve(), Path(lm_eval.__file__).parent / "tasks"
     definitions = folder / "tasks"
     definitions.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
@@ -429,7 +430,7 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
         rows = folder / f"{name}.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows(name, file)), encoding="utf-8")
         content = {
-            "include": str(_lm_eval_tasks_folder() / task.definition),
+            "include": str(shipped / task.definition),
             "task": name,
             "tag": None,
             "dataset_path": "json",
@@ -455,10 +456,3 @@ def _task_file(name: str, data: Path | None, options: Mapping[str, tuple[str, Pa
     if not (data / path).exists():
         raise DataError(f"`{data}` must hold {path} for task {name}, but lacks it; get it or leave the task out.")
     return data / path
-
-
-def _lm_eval_tasks_folder() -> Path:
-    spec = find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        raise DataError("lm-eval must be installed for its tasks, but is not; run `make install`.")
-    return Path(spec.origin).parent / "tasks"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, fsum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,11 +114,13 @@ class TokenPredictor:
 class LanguageModel(ABC):
     """A Hugging Face model with its tokenizer that scores texts: in fp32, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, batch_size: int | None, *, causal: bool) -> None:
+    causal: ClassVar[bool]
+
+    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
         self.tokenizer = load_tokenizer_folder(folder)
-        self.model = (load_causal if causal else load_masked)(folder)
+        self.model = (load_causal if self.causal else load_masked)(folder)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.predictor = TokenPredictor(self.model, causal=causal, batch_size=batch_size)
+        self.predictor = TokenPredictor(self.model, causal=self.causal, batch_size=batch_size)
 
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
         """Returns the sum over its tokens, in nats, for each text."""
@@ -142,8 +144,7 @@ def open_language_model(folder: Path, batch_size: int | None = None) -> Language
 class Decoder(LanguageModel):
     """Predicts each token of a text from those before it, within the model's context; the first from an end token."""
 
-    def __init__(self, folder: Path, batch_size: int | None) -> None:
-        super().__init__(folder, batch_size, causal=True)
+    causal = True
 
     def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
         """Returns a row for each window of a text; as in lm-eval, they are as long as the context."""
@@ -169,8 +170,10 @@ class Encoder(LanguageModel):
     CheckpointError if its tokenizer lacks [CLS], [SEP] or [MASK].
     """
 
+    causal = False
+
     def __init__(self, folder: Path, batch_size: int | None = None) -> None:
-        super().__init__(folder, batch_size, causal=False)
+        super().__init__(folder, batch_size)
         self._start, self._end, self._mask = special_ids(self.tokenizer)
 
     def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:

@@ -275,13 +275,26 @@ def _num_bytes(tensor: StreamedTensor, dtype: torch.dtype) -> int:
 # The Hugging Face folder of a model that a user names: exported first, where it is a run or checkpoint.
 
 
-def ensure_hf_folder(path: Path) -> Path:
-    """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the best head.
+def ensure_hf_folder(path: Path, choose_head: Callable[[TrainedModel], HeadName] = best_head) -> Path:
+    """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the best head, or the one
+    that is chosen.
 
     Exports are written to RUN/exports/ and reused while the checkpoint and VERSION are the same. CheckpointError if
     `path` is neither.
     """
-    return _ensure_export(path, best_head)
+    model = _open_run(path)
+    if model is None:
+        return path
+    head = choose_head(model)
+    output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
+    is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
+    try:
+        made_from = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        made_from = {}
+    if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
+        export(model.checkpoint.folder, output, head)
+    return output
 
 
 def ensure_encoder_folder(path: Path) -> Path:
@@ -301,23 +314,7 @@ def holds_encoder(path: Path) -> bool:
 def ensure_classifier_folder(path: Path) -> Path:
     """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder is exported without a head, as some
     classes with its head have no classifier; an encoder with it, as ModernBERT's classifier starts with its head."""
-    return _ensure_export(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
-
-
-def _ensure_export(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path:
-    model = _open_run(path)
-    if model is None:
-        return path
-    head = choose_head(model)
-    output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
-    is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
-    try:
-        made_from = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        made_from = {}
-    if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
-        export(model.checkpoint.folder, output, head)
-    return output
+    return ensure_hf_folder(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
 
 
 def _open_run(path: Path) -> TrainedModel | None:
