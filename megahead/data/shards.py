@@ -56,10 +56,8 @@ def preprocess_shards(
             for shard in shards:
                 report = manifest.report(shard, recipe)
                 if report is None:
-                    chunks = shard.chunks(recipe.selection)
-                    report = write_dataset(
-                        chunks, recipe, folder / shard.name, pool, progress, shard.url or shard.path.name
-                    )
+                    chunks, source = shard.chunks(recipe.selection), shard.url or shard.path.name
+                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress, source)
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)

@@ -94,15 +94,13 @@ class ExampleEncoder:
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         """Tokenizes all examples."""
         first_ids = self._ids([example.first_text for example in examples])
-        second_ids = iter(
-            self._ids([second for example in examples for second in example.second_texts if second is not None])
-        )
+        second_texts = (text for example in examples for text in example.second_texts)
+        second_ids = iter(self._ids([text for text in second_texts if text is not None]))
         encoded = []
         for example, first in zip(examples, first_ids, strict=True):
             pairs = (None if second is None else next(second_ids) for second in example.second_texts)
-            encoded.append(
-                EncodedExample(tuple(self._with_special_tokens(first, second) for second in pairs), example.label)
-            )
+            sequences = tuple(self._with_special_tokens(first, second) for second in pairs)
+            encoded.append(EncodedExample(sequences, example.label))
         return encoded
 
     def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
@@ -137,9 +135,8 @@ def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
     """Yields every row once, in random batches of rows of similar length. At most one batch is smaller."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     bucket = batch_size * _BATCHES_PER_BUCKET
-    rows = [
-        row for start in range(0, len(order), bucket) for row in sort_by_length(lengths, order[start : start + bucket])
-    ]
+    buckets = (order[start : start + bucket] for start in range(0, len(order), bucket))
+    rows = [row for rows in buckets for row in sort_by_length(lengths, rows)]
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     yield from (batches[row] for row in torch.randperm(len(batches), generator=generator).tolist())
 
@@ -153,9 +150,8 @@ def collate(examples: Sequence[EncodedExample], padding: int, device: torch.devi
     """`input_ids`, `attention_mask` and `token_type_ids`, [examples x choices, longest], padded on the right."""
 
     def pad(rows: Iterable[list[int]], value: int = 0) -> Tensor:
-        return pad_sequence(
-            [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=value
-        ).to(device)
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
     ids, token_types = zip(*(sequence for example in examples for sequence in example.sequences), strict=True)
     attention_mask = pad([1] * len(row) for row in ids)
@@ -213,10 +209,8 @@ class Classifier:
             batch = rows[start : start + batch_size]
             outputs_BC = self.outputs([examples[row] for row in batch])
             predictions[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
-        return {
-            metric: compute_metric(metric, labels, predictions)
-            for metric in (self.task.metric, *self.task.extra_metrics)
-        }
+        metrics = (self.task.metric, *self.task.extra_metrics)
+        return {metric: compute_metric(metric, labels, predictions) for metric in metrics}
 
 
 def fine_tune(
@@ -317,9 +311,7 @@ class FineTuningRun:
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
         torch.manual_seed(seed)
-        initial_model, num_outputs = self.initial_model, self.data.task.num_outputs()
-        model = load_classifier(
-            initial_model.folder, num_outputs, self._padding, random_weights=initial_model.random_weights
-        )
+        initial, num_outputs = self.initial_model, self.data.task.num_outputs()
+        model = load_classifier(initial.folder, num_outputs, self._padding, random_weights=initial.random_weights)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)

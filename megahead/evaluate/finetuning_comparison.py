@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from megahead.evaluate.contrastive_tuning import ContrastiveRun
 from megahead.evaluate.finetuning import EpochScores, FineTuningRun, InitialModel
-from megahead.evaluate.glue_tasks import TASKS, FineTuningSettings, TaskData
+from megahead.evaluate.glue_tasks import TASKS, Example, FineTuningSettings, TaskData
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
 from megahead.evaluate.search_data import PAIRS_PREFIX, find_task
 from megahead.wording import format_duration
@@ -158,11 +158,9 @@ def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, seed: int) -> dict[str, Any]:
     """Everything that a result depends on. With random weights only the folder's config and tokenizer count."""
-    folder = initial_model.folder
-    without_weights = [folder / "config.json", folder / "tokenizer.json"]
-    weights = (
-        f"random, {fingerprint_files(without_weights)}" if initial_model.random_weights else fingerprint_model(folder)
-    )
+    folder, weights = initial_model.folder, fingerprint_model(initial_model.folder)
+    if initial_model.random_weights:
+        weights = f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
     run = {"model": initial_model.name, "task": data.name, "seed": seed}
     return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
 
@@ -246,12 +244,12 @@ def _open_run(
 
 def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
     """Returns the relative cost of an epoch, in characters; to estimate the time left."""
-    max_characters = _CHARACTERS_PER_TOKEN * settings.max_length
-    training_cost = sum(example.num_characters(max_characters) for example in data.train)
-    evaluation_cost = sum(
-        example.num_characters(max_characters) for example in chain.from_iterable(data.evaluation_sets.values())
-    )
-    return _TRAINING_COST * training_cost + evaluation_cost
+
+    def num_characters(examples: Iterable[Example]) -> int:
+        return sum(example.num_characters(_CHARACTERS_PER_TOKEN * settings.max_length) for example in examples)
+
+    evaluated = chain.from_iterable(data.evaluation_sets.values())
+    return _TRAINING_COST * num_characters(data.train) + num_characters(evaluated)
 
 
 # The comparison table: scores in percent, and training time.

@@ -35,18 +35,15 @@ def generate_continuation(
         raise FieldError(
             "--max-new-tokens", f"be below the model's context ({max_prompt_tokens + max_tokens})", got=max_tokens
         )
-    ids = _truncate_prompt(tokenizer(prompt, verbose=False)["input_ids"], max_prompt_tokens, report) or [
-        start_token_id(tokenizer)
-    ]
+    ids = _truncate_prompt(tokenizer(prompt, verbose=False)["input_ids"], max_prompt_tokens, report)
+    ids = ids or [start_token_id(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     if stream is not None:
         options["streamer"] = WordStreamer(tokenizer, stream)
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     full_text, prompt_text = (tokenizer.decode(part, skip_special_tokens=True) for part in (output[0], ids))
-    text: str = full_text.removeprefix(
-        prompt_text
-    )  # with the space between, which SentencePiece drops at the start of a text
+    text: str = full_text.removeprefix(prompt_text)  # with the space between, which SentencePiece drops at a start
     return text
 
 
@@ -107,9 +104,8 @@ def generate_by_unmasking(
     if not 1 <= passes <= max_tokens:
         raise FieldError("--passes", f"be 1 to --max-new-tokens ({max_tokens})", got=passes)
     cls_id, sep_id, mask_id = special_ids(tokenizer)
-    prompt_ids = _truncate_prompt(
-        tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], max_prompt_tokens, report
-    )
+    encoded = tokenizer(prompt, add_special_tokens=False, verbose=False)
+    prompt_ids = _truncate_prompt(encoded["input_ids"], max_prompt_tokens, report)
     row_T = torch.tensor([cls_id, *prompt_ids, *[mask_id] * max_tokens, sep_id], device=model.device)
     first = 1 + len(prompt_ids)
     positions_M = first + torch.randperm(max_tokens)

@@ -420,9 +420,8 @@ def _load_examples(name: str, sources: DataSource) -> TaskData:
     train, dev = sources.read_splits(name)
     task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]
     if train is not None:
-        return TaskData(
-            name, task, _build_examples(name, train), {split: examples}, False, train.num_skipped + dev.num_skipped
-        )
+        num_skipped = train.num_skipped + dev.num_skipped
+        return TaskData(name, task, _build_examples(name, train), {split: examples}, False, num_skipped)
     if dev.num_skipped and task.rows_per_unit > 1:
         raise DataError(
             f"The files of {name} must have all columns to be cut in halves, but lack one in {dev.num_skipped:,} "

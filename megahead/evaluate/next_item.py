@@ -44,10 +44,10 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     model, num_ids = ItemModel(model_dir), _num_ids(file)
     model.require_ids(num_ids)
     size = batch_size or model.batch_size(sequences)
-    ranks = [
-        rank_next_items(model.vectors_ND, model.contexts([ids[:-1] for ids in batch]), batch, num_ids)
-        for batch in _batches(sequences, size)
-    ]
+    ranks = []
+    for batch in _batches(sequences, size):
+        contexts_UD = model.contexts([ids[:-1] for ids in batch])
+        ranks.append(rank_next_items(model.vectors_ND, contexts_UD, batch, num_ids))
     return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
 
 

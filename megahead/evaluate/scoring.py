@@ -257,9 +257,8 @@ def pseudo_perplexity(
     """
     encoder = Encoder(model_dir, batch_size)
     max_length = min(max_length, read_context_length(model_dir) or max_length)
-    rows = [
-        row for text_rows in encoder.masked_rows(texts, whole_words=False, max_length=max_length) for row in text_rows
-    ]
+    rows_by_text = encoder.masked_rows(texts, whole_words=False, max_length=max_length)
+    rows = [row for text_rows in rows_by_text for row in text_rows]
     if not rows:
         raise DataError("The texts must hold tokens to predict, but hold none.")
     nats = encoder.predictor.log_probabilities(rows)

@@ -103,11 +103,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
         rule = f"hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out with its answers"
         queries = len({pair.first_text for pair in pairs})
         raise DataError(f"`{path}` must {rule}, but has {queries}, or too many with an equal answer; add pairs.")
-    train, evaluation = (
-        _judge_pairs([pair for pair in pairs if (pair.first_text in held_out) is is_held_out])
-        for is_held_out in (False, True)
-    )
-    return train.pairs(), evaluation
+    train = _judge_pairs([pair for pair in pairs if pair.first_text not in held_out])
+    return train.pairs(), _judge_pairs([pair for pair in pairs if pair.first_text in held_out])
 
 
 def _held_out_queries(pairs: Sequence[Example]) -> set[str]:

@@ -268,9 +268,8 @@ def _run_config(published: HFModel, hf_settings: HFSettings, named_ids: Mapping[
     named_ids: an encoder's special tokens; unused ids stand for those that are missing.
     """
     model_dir, hf_config, model = published.folder, published.hf_config, published.model_settings()
-    is_headless = not published.has_head() and published.family.head_class() not in (
-        hf_config.get("architectures") or []
-    )
+    names_head = published.family.head_class() in (hf_config.get("architectures") or ())
+    is_headless = not published.has_head() and not names_head
     end_tokens = [id_ for id_ in hf_settings.end_tokens() if id_ < model["vocab_size"]]
     masking = None if named_ids is None else _masking_settings(model, named_ids, end_tokens)
     settings = {

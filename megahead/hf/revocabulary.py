@@ -125,9 +125,8 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         vocabulary_map = map_vocabulary(old, new, _special_ids_by_role(model.config))
         vocabulary_map = vocabulary_map.with_appended_ids(_appended_mask_ids(model.config, old, new))
         config = _new_config(model.config, old, new)
-        save_initial_checkpoint(
-            RunFolder(staged), _new_tensors(model, config, vocabulary_map, method), config, tokenizer
-        )
+        tensors = _new_tensors(model, config, vocabulary_map, method)
+        save_initial_checkpoint(RunFolder(staged), tensors, config, tokenizer)
     num_kept, num_split, num_new = vocabulary_map.counts()
     pieces_per_token = sum(map(len, vocabulary_map.old_pieces_V)) / max(num_split, 1)
     old_size, new_size = len(old.spellings), len(vocabulary_map.old_id_V)
@@ -190,10 +189,8 @@ def _new_config(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> 
 def _appended_mask_ids(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> list[int]:
     """Returns the old id of the token that masks a decoder's inputs, if the new tokenizer has none: its row is appended
     to all others."""
-    masked = config.masked_inputs
-    return (
-        [] if masked is None or _find_new_id("mask", masked.mask_token, old, new) is not None else [masked.mask_token]
-    )
+    ids = [] if config.masked_inputs is None else [config.masked_inputs.mask_token]
+    return [id_ for id_ in ids if _find_new_id("mask", id_, old, new) is None]
 
 
 def _find_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int | None:

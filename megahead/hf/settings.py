@@ -271,10 +271,8 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     the tokenizer's, or the end token again. Raises DataError for a tokenizer that cannot be this model's.
     """
     tokenizer, end_id = _load_tokenizer(source, config.model.vocab_size), config.data.end_token
-    end_token, special_ids = (
-        _token_text(tokenizer, source, "data.end_token", end_id),
-        load_tokenizer(source).special_ids,
-    )
+    end_token = _token_text(tokenizer, source, "data.end_token", end_id)
+    special_ids = load_tokenizer(source).special_ids
     padding_id = special_ids.get("padding", tokenizer.token_to_id(PADDING_TOKEN))
     ids = {"pad_token": end_id if padding_id is None else padding_id, "unk_token": special_ids.get("unknown", end_id)}
     special_tokens = {"bos_token": end_token, "eos_token": end_token}

@@ -119,11 +119,9 @@ class TrainedModel:
     def training_free_bias(self) -> Tensor:
         """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q, with q the distribution
         of the training targets, or of the text's tokens if rare ones were masked more often."""
-        vocab_size, token_counts_V, counts_V = self.config.model.vocab_size, self.dataset_counts(), self.target_counts()
-        evaluation_counts_V, targets = evaluation_target_counts(self.config, token_counts_V), self._targets_per_group()
-        bias_V = training_free_bias(
-            self.config.objective, vocab_size, counts_V, token_counts_V, targets, evaluation_counts_V
-        )
+        objective, vocab_size, text_V = self.config.objective, self.config.model.vocab_size, self.dataset_counts()
+        evaluated_V, targets = evaluation_target_counts(self.config, text_V), self._targets_per_group()
+        bias_V = training_free_bias(objective, vocab_size, self.target_counts(), text_V, targets, evaluated_V)
         return torch.zeros(vocab_size) if bias_V is None else bias_V
 
     def learned_bias(self) -> Tensor | None:

@@ -29,15 +29,12 @@ def save_page(runs: Sequence[Run], output: Path) -> Path:
 def render_page(runs: Sequence[Run]) -> str:
     """The page's HTML; each run has a colour, by its position in `runs`."""
     panels, events = build_panels(runs), [events_of(run) for run in runs]
-    run_data = [
-        {"name": run.name, "events": [vars(event) for event in run_events]}
-        for run, run_events in zip(runs, events, strict=True)
-    ]
+    pairs = zip(runs, events, strict=True)
+    run_data = [{"name": run.name, "events": [vars(event) for event in run_events]} for run, run_events in pairs]
     settings = [dict(_flatten_config(run.config)) for run in runs]
     folder = Path(__file__).parent / "template"
-    templates = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, undefined=StrictUndefined
-    )
+    loader = FileSystemLoader(folder)
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return templates.get_template("page.html").render(
         runs=runs,
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else " · ".join(run.name for run in runs),
