@@ -6,10 +6,10 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -103,45 +103,42 @@ class EncodedChunk:
     """bool: documents that are held out; None if that depends on their numbers."""
 
 
-class EncodingPool:
-    """`with EncodingPool(workers) as pool`: processes that encode chunks. A single worker is this process itself."""
+Encode = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
 
-    def __init__(self, workers: int) -> None:
-        self.workers = max(workers, 1)
-        self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> EncodingPool:
-        if self.workers > 1:
-            # Neither fork (the engines' threads would not survive it) nor spawn (each worker would import everything).
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_initialize_worker)
-        return self
+@contextmanager
+def encoding_pool(workers: int) -> Iterator[Encode]:
+    """A function that encodes chunks in processes, in order; these stay a few chunks ahead of the reader. A single
+    worker is this process itself.
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    An error in a chunk is raised when that chunk would be yielded. DataError if a worker dies.
+    """
+    if workers <= 1:
+        yield lambda chunks, encoder: map(encoder.encode, chunks)
+        return
+    # Neither fork (the engines' threads would not survive it) nor spawn (each worker would import everything).
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker)
+    try:
+        yield partial(_encode_ahead, pool, CHUNKS_PER_WORKER * workers)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def encode(self, chunks: Iterable[Chunk], encoder: ChunkTokenizer) -> Iterator[EncodedChunk]:
-        """Each chunk encoded, in order; the workers stay a few chunks ahead of the reader.
 
-        An error in a chunk is raised when that chunk would be yielded. DataError if a worker dies.
-        """
-        if self._pool is None:
-            yield from map(encoder.encode, chunks)
-            return
-        pending: deque[Future[EncodedChunk]] = deque()
-        try:
-            for chunk in chunks:
-                pending.append(self._pool.submit(encoder.encode, chunk))
-                if len(pending) >= CHUNKS_PER_WORKER * self.workers:
-                    yield pending.popleft().result()
-            while pending:
+def _encode_ahead(
+    pool: ProcessPoolExecutor, max_pending: int, chunks: Iterable[Chunk], encoder: ChunkTokenizer
+) -> Iterator[EncodedChunk]:
+    pending: deque[Future[EncodedChunk]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(encoder.encode, chunk))
+            if len(pending) >= max_pending:
                 yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                "every worker process must live to the end, but one was killed; lower --workers."
-            ) from error
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError("every worker process must live to the end, but one was killed; lower --workers.") from error
 
 
 def suitable_workers(total_bytes: int | None, cores: int) -> int:
@@ -301,16 +298,16 @@ def preprocess(
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
     progress.start(total_bytes(items))
-    with EncodingPool(workers) as pool:
+    with encoding_pool(workers) as encode:
         chunks, source = read_chunks(items, recipe.selection), source or input_names(inputs)
-        return write_dataset(chunks, recipe, output, pool, progress, source)
+        return write_dataset(chunks, recipe, output, encode, progress, source)
 
 
 def write_dataset(
     chunks: Iterator[Chunk],
     recipe: Recipe,
     output: str | Path,
-    pool: EncodingPool,
+    encode: Encode,
     progress: ByteProgress,
     source: str,
 ) -> PreprocessReport:
@@ -329,7 +326,7 @@ def write_dataset(
     )
     with ExitStack() as stack:
         writers = [stack.enter_context(open_writer(prefix)) for prefix in recipe.outputs(output)]
-        for encoded in pool.encode(chunks, encoder):
+        for encoded in encode(chunks, encoder):
             _add_documents(encoded, writers, recipe.held_out_share)
             report.add(encoded.report)
             progress.advance(encoded.disk_bytes, int(encoded.text_bytes.sum()))

@@ -19,7 +19,7 @@ import orjson
 
 from megahead.data.hub import is_hub_url
 from megahead.data.indexed import IndexedDataset
-from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
+from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, encoding_pool, write_dataset
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress
@@ -52,12 +52,12 @@ def preprocess_shards(
         manifest.pinned_urls.update(pinned_urls)
         total = PreprocessReport()
         progress.start(total_bytes(shards))
-        with EncodingPool(workers) as pool:
+        with encoding_pool(workers) as encode:
             for shard in shards:
                 report = manifest.report(shard, recipe)
                 if report is None:
                     chunks, source = shard.chunks(recipe.selection), shard.url or shard.path.name
-                    report = write_dataset(chunks, recipe, folder / shard.name, pool, progress, source)
+                    report = write_dataset(chunks, recipe, folder / shard.name, encode, progress, source)
                     manifest.record(shard, report)
                 else:
                     report.require_documents(folder / shard.name, recipe)

@@ -81,7 +81,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
             outputs_ND = _outputs(pretraining, batch)
             spread.add(outputs_ND)
             shares.add(outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
-    table = _Spread.of(_embeddings(model))
+    table = _Spread.of(model.blocks(EMBEDDING, config.model.vocab_size))
     return Geometry(shares.share(), spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
 
 
@@ -120,14 +120,6 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     candidate_set = build_objective(config.objective, size, model.dataset_counts()).candidate_set(batch.target_ids_N)
     candidates = candidate_set.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
-
-
-def _embeddings(model: TrainedModel) -> Iterator[Tensor]:
-    """Yields the V rows of the input embedding in blocks."""
-    num_rows = model.config.model.vocab_size
-    for block_bD in model.blocks(EMBEDDING):
-        yield block_bD[:num_rows]
-        num_rows = max(num_rows - len(block_bD), 0)
 
 
 class _Share:

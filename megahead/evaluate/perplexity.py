@@ -144,11 +144,7 @@ def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: st
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
     text = IndexedDataset(prefix)
     identity = text.tokenizer_identity()
-    if (
-        identity is not None
-        and fingerprint is not None
-        and fingerprint not in (identity.sha256, f"vocabulary {identity.vocabulary}")
-    ):
+    if identity is not None and fingerprint not in (None, identity.sha256, f"vocabulary {identity.vocabulary}"):
         rule = "be cut by the tokenizer that the model was trained with"
         raise FieldError("dataset", rule, got=f"{prefix}, cut by {identity}")
     require_end_tokens(config.data, text)

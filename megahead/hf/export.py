@@ -166,7 +166,7 @@ def _backbone_chunks(
 ) -> Iterator[Tensor]:
     """Yields the parameters of a stored tensor; of the embedding the first `num_rows` rows."""
     if names == (EMBEDDING,):
-        yield from _row_chunks(model, EMBEDDING, num_rows)
+        yield from model.blocks(EMBEDDING, num_rows)
         return
     for name in names:
         weight = family.to_stored(model.config.model, name, model.weight(name))
@@ -179,17 +179,10 @@ def _transposed(chunks: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
 
 def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) -> Iterator[Tensor]:
     first = 0
-    for stored_vD in _row_chunks(model, matrix, num_rows):
-        yield head.exported_rows(stored_vD, first)
-        first += len(stored_vD)
-
-
-def _row_chunks(model: TrainedModel, matrix: str, num_rows: int) -> Iterator[Tensor]:
-    """Yields the first `num_rows` rows of a parameter in chunks."""
-    for block in model.blocks(matrix):
-        if num_rows > 0:  # padding follows
-            yield from block[:num_rows].split(_CHUNK_ROWS)
-        num_rows -= len(block)
+    for block in model.blocks(matrix, num_rows):
+        for stored_vD in block.split(_CHUNK_ROWS):
+            yield head.exported_rows(stored_vD, first)
+            first += len(stored_vD)
 
 
 def _hf_name(family: Family, name: str) -> str:

@@ -85,9 +85,13 @@ class TrainedModel:
         """Returns a full parameter in fp32; CheckpointError unless it is finite."""
         return self._weights().read(name).float()
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """Yields a parameter in consecutive blocks of rows, of which memory holds one at a time."""
-        return (block.float() for block in self._weights().blocks(name))
+    def blocks(self, name: str, num_rows: int | None = None) -> Iterator[Tensor]:
+        """Yields a parameter, or its first `num_rows` rows, in consecutive blocks, of which memory holds one."""
+        num_left = self.shapes[name][0] if num_rows is None else num_rows
+        for block in self._weights().blocks(name):
+            if num_left > 0:  # padding may follow
+                yield block[:num_left].float()
+            num_left -= len(block)
 
     def _weights(self) -> FiniteTensors:
         return FiniteTensors(MappedTensors(lambda name: (self.checkpoint, f"weight/{name}")), self.checkpoint.folder)

@@ -108,8 +108,8 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
     if f"{MASK_HEAD}bias" in model.shapes:
         hidden_BTD = _build_streamed(MaskHead, model, "mask_head", dtype)(hidden_BTD)
     logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
-    for block in model.blocks(head.matrix):
-        rows_vD = block[: max(vocab_size - first, 0)].to(dtype)
+    for rows_vD in model.blocks(head.matrix, vocab_size):
+        rows_vD = rows_vD.to(dtype)
         scores_BTv = (hidden_BTD @ rows_vD.T) / head.temperature
         if bias_V is not None:
             scores_BTv = scores_BTv + bias_V[first : first + len(rows_vD)].to(dtype)
