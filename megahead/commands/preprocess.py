@@ -24,9 +24,8 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-from megahead.data.event_table import EventColumns
 from megahead.data.hub import is_hub_url
-from megahead.data.item_sequences import EventReport, ItemVocabulary, preprocess_events
+from megahead.data.item_sequences import EventColumns, EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, as_text_key, parse_conditions
 from megahead.data.shards import preprocess_shards

@@ -85,8 +85,6 @@ class Blend(RowSource):
 
     def locate(self, indices_B: Array) -> tuple[Array, Array]:
         """(number of the dataset, index of its sample) for each sample; constant time per sample."""
-        if indices_B.size and indices_B.min() < 0:
-            raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
         periods_B, positions_B = np.divmod(indices_B, PERIOD)
         part_B = self._part_P[positions_B].astype(np.int64)
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[positions_B]

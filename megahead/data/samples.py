@@ -34,10 +34,7 @@ def derive_seed(*numbers: int) -> int:
     """64 well-mixed bits of `numbers` (SplitMix64's finaliser, chained): independent seeds for named purposes."""
     state = 0
     for number in numbers:
-        state = (state + number + GOLDEN) & MASK_64
-        state = ((state ^ (state >> 30)) * MIX_1) & MASK_64
-        state = ((state ^ (state >> 27)) * MIX_2) & MASK_64
-        state ^= state >> 31
+        state = int(scramble(np.array([(state + number + GOLDEN) & MASK_64], np.uint64))[0])
     return state
 
 

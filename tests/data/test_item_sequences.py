@@ -16,9 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from megahead.data import item_sequences
-from megahead.data.event_table import EventColumns
 from megahead.data.indexed import IndexedDataset
-from megahead.data.item_sequences import END_ID, EventReport, ItemVocabulary, items_path, preprocess_events
+from megahead.data.item_sequences import (
+    END_ID,
+    EventColumns,
+    EventReport,
+    ItemVocabulary,
+    items_path,
+    preprocess_events,
+)
 from megahead.errors import DataError, FieldError, UserError
 
 Event = tuple[int, int, int]
