@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megahead.errors import FieldError, UserError
 
@@ -38,6 +39,14 @@ def read_if_exists(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except OSError:
+        return None
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if it is missing, or cannot be read as one."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

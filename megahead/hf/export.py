@@ -21,7 +21,7 @@ from megahead.checkpoints.store import without_digits
 from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
-from megahead.files import atomic_folder, sha256_of
+from megahead.files import atomic_folder, read_json, sha256_of
 from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
@@ -281,10 +281,7 @@ def ensure_hf_folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]
     head = choose_head(model)
     output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
     is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
-    try:
-        made_from = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        made_from = {}
+    made_from = read_json(output / PARITY_FILE) or {}
     if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
         export(model.checkpoint.folder, output, head)
     return output

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megahead.errors import CheckpointError, FieldError
+from megahead.files import read_json
 
 PoolingName = Literal["cls", "mean"]
 """cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to 1."""
@@ -59,7 +60,7 @@ def write_pooling(folder: Path, pooling: str, hidden_size: int, context: int) ->
 def read_pooling(folder: Path) -> PoolingName | None:
     """Returns the pooling that a folder of sentence-transformers names; None for another folder. CheckpointError for
     one that pools in another way, or has further layers."""
-    modules = _read_json(folder / MODULES_FILE)
+    modules = read_json(folder / MODULES_FILE)
     if not isinstance(modules, list):
         return None
     paths = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
@@ -86,13 +87,5 @@ def max_text_tokens(folder: Path, context: int) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    content = _read_json(path)
+    content = read_json(path)
     return content if isinstance(content, dict) else {}
-
-
-def _read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

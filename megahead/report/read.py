@@ -14,6 +14,7 @@ import yaml
 
 from megahead.errors import DataError, UserError
 from megahead.evaluate.results import ResultCache
+from megahead.files import read_if_exists, read_json
 from megahead.run_folder import RunFolder
 from megahead.wording import format_numbers, format_range, pluralize
 
@@ -191,17 +192,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def _read_text(path: Path) -> str:
-    """The text of a file; empty if there is none."""
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 def _read_config(path: Path) -> Config:
     tree = None
     with suppress(ValueError, yaml.YAMLError):
-        tree = yaml.safe_load(_read_text(path))
+        tree = yaml.safe_load(read_if_exists(path) or b"")
     return tree if isinstance(tree, dict) else {}
 
 
@@ -214,15 +208,15 @@ def _read_geometry(path: Path) -> list[Record]:
 
 def _read_samples(path: Path) -> list[Record]:
     samples = []
-    for line in _read_text(path).split("\n"):  # not splitlines: a text may contain other line separators
+    for line in (read_if_exists(path) or b"").split(b"\n"):  # not splitlines: a text may contain other line separators
         with suppress(ValueError):  # incomplete
             samples.append(json.loads(line))
     return [sample for sample in samples if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
 
 def _read_ending(path: Path) -> str | None:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(_read_text(path))["ending"])
+    with suppress(KeyError, TypeError):
+        return str(read_json(path)["ending"])
     return None
 
 
