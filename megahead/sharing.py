@@ -54,7 +54,7 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
     """Generates text after `prompt` with an exported model and a fixed seed, half its context at most."""
     import torch
 
-    from megahead.evaluate.generation import generate_continuation, sampling_options
+    from megahead.evaluate.language_models import generate_continuation, sampling_options
     from megahead.hf.loading import context_length, load_causal, load_tokenizer_folder
 
     loaded = load_causal(model)
@@ -70,7 +70,7 @@ def completed_sentence(model: Path, beginning: str = "Once upon a time there was
     a sentence that exceeds its context."""
     import torch
 
-    from megahead.evaluate.scoring import special_ids
+    from megahead.evaluate.language_models import special_ids
     from megahead.hf.loading import context_length, load_masked, load_tokenizer_folder
 
     encoder, tokenizer = load_masked(model), load_tokenizer_folder(model)

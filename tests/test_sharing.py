@@ -31,8 +31,8 @@ from megahead.errors import FieldError, UserError
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import export
 from megahead.hf.heads import build_head
+from megahead.hf.other_programs import possible_heads, serving_support
 from megahead.hf.published import from_hf
-from megahead.hf.serving import possible_heads, serving_support
 from megahead.hf.trained import TrainedModel
 from megahead.sharing import check_push, complete_card
 from megahead.train.describe import describe_run

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 from megahead.commands import checkpoint_path
 from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing_path
-from megahead.hf.pooling import POOLINGS
+from megahead.hf.other_programs import POOLINGS
 from megahead.report.tables import terminal
 
 if TYPE_CHECKING:

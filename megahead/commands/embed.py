@@ -17,7 +17,7 @@ from megahead.data.records import Selection, as_text_key
 from megahead.data.sources import find_inputs, split_text_lines
 from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError, existing_path, require_at_least
-from megahead.hf.pooling import POOLINGS
+from megahead.hf.other_programs import POOLINGS
 from megahead.wording import format_duration, pluralize
 
 

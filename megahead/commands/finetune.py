@@ -35,7 +35,7 @@ from megahead.evaluate.glue_tasks import (
     paper_settings,
 )
 from megahead.evaluate.search_data import PAIRS_PREFIX, ContrastiveSettings, load_pairs
-from megahead.hf.pooling import POOLINGS
+from megahead.hf.other_programs import POOLINGS
 from megahead.report.tables import terminal, to_rich
 
 if TYPE_CHECKING:

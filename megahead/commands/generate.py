@@ -35,7 +35,7 @@ def main() -> None:
     require_at_least(1, max_new_tokens=arguments.max_new_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
-    from megahead.evaluate.generation import sampling_options
+    from megahead.evaluate.language_models import sampling_options
 
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = terminal(soft_wrap=True)
@@ -53,7 +53,7 @@ def main() -> None:
 
 def run_interactive(console: Console, continue_text: Callable[..., str], arguments: argparse.Namespace) -> None:
     """Alternates between the user and the model: each appends to the text; prints tokens as they are generated."""
-    from megahead.evaluate.generation import sampling_options
+    from megahead.evaluate.language_models import sampling_options
 
     text, temperature = "", arguments.temperature
     for line in input_lines(console):
@@ -76,7 +76,7 @@ def run_interactive(console: Console, continue_text: Callable[..., str], argumen
 
 def parse_temperature(line: str) -> float:
     """X of `/temperature X`; UserError for another command, or an invalid number."""
-    from megahead.evaluate.generation import sampling_options
+    from megahead.evaluate.language_models import sampling_options
 
     command, _, value = line.partition(" ")
     if command != "/temperature":
@@ -101,7 +101,7 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]
     is one. Seeds torch with `seed`. Exports a run or checkpoint unless RUN/exports has it."""
     import torch
 
-    from megahead.evaluate.generation import generate_by_unmasking, generate_continuation
+    from megahead.evaluate.language_models import generate_by_unmasking, generate_continuation
     from megahead.hf.export import ensure_hf_folder, holds_encoder
     from megahead.hf.loading import load_causal, load_masked, load_tokenizer_folder
 

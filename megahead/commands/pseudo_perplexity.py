@@ -26,7 +26,7 @@ def main() -> None:
     require_at_least(1, texts=arguments.texts, batch_size=arguments.batch_size)
     require_at_least(3, max_length=arguments.max_length)
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
-    from megahead.evaluate.scoring import pseudo_perplexity
+    from megahead.evaluate.language_models import pseudo_perplexity
     from megahead.hf.export import ensure_encoder_folder
 
     rows: list[dict[str, object]] = []

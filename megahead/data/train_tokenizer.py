@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from megahead.data.indexed import Array
 from megahead.data.records import Selection
-from megahead.data.sentencepiece_model import from_sentencepiece
 from megahead.data.sources import find_inputs, total_bytes
+from megahead.data.tokenizer import from_sentencepiece
 from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically

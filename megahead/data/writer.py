@@ -21,7 +21,7 @@ from megahead.data.indexed import (
     dataset_paths,
     token_dtype,
 )
-from megahead.data.sentencepiece_model import is_sentencepiece
+from megahead.data.tokenizer import is_sentencepiece
 from megahead.errors import ArgumentError, DataError
 from megahead.files import AtomicFile, write_atomically
 from megahead.remote_files import is_remote

@@ -21,7 +21,7 @@ from megahead.evaluate.glue_tasks import Example, FineTuningSettings, TaskData
 from megahead.evaluate.retrieval import TextEncoder, score_search
 from megahead.evaluate.search_data import ContrastiveSettings, SearchData
 from megahead.files import atomic_folder
-from megahead.hf.pooling import MODULES_FILE, write_pooling
+from megahead.hf.other_programs import MODULES_FILE, write_pooling
 from megahead.losses.candidates import vocabulary_candidates
 from megahead.losses.scores import LearnedTemperature
 from megahead.losses.softmax import candidate_loss

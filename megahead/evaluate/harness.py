@@ -31,8 +31,8 @@ from megahead.evaluate.harness_tasks import (
     task_rows,
     write_tasks,
 )
+from megahead.evaluate.language_models import LanguageModel, open_language_model
 from megahead.evaluate.results import HarnessResult, Score, TaskResult
-from megahead.evaluate.scoring import LanguageModel, open_language_model
 from megahead.hf.loading import context_length, is_encoder
 
 

@@ -26,7 +26,7 @@ from megahead.evaluate.results import Score
 from megahead.wording import did_you_mean
 
 if TYPE_CHECKING:
-    from megahead.evaluate.scoring import LanguageModel
+    from megahead.evaluate.language_models import LanguageModel
 
 
 # Turns examples as they are published into the fields that lm-eval's definition of the task reads.

@@ -23,8 +23,8 @@ from megahead.data.sources import Input, read_chunks, total_bytes
 from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness_tasks import read_articles, read_similarities
+from megahead.evaluate.language_models import special_ids
 from megahead.evaluate.results import Score, TaskResult
-from megahead.evaluate.scoring import special_ids
 from megahead.evaluate.search_data import SearchData, has_queries, read_search_data
 from megahead.files import AtomicFile
 from megahead.hf.export import ensure_encoder_folder
@@ -35,7 +35,7 @@ from megahead.hf.loading import (
     load_tokenizer_folder,
     read_context_length,
 )
-from megahead.hf.pooling import POOLINGS, PoolingName, max_text_tokens, read_pooling
+from megahead.hf.other_programs import POOLINGS, PoolingName, max_text_tokens, read_pooling
 
 CUTOFF = 10
 """k of recall@k, MRR@k and nDCG@k."""

@@ -23,7 +23,7 @@ from megahead.evaluate.glue_tasks import (
     text_builder,
 )
 from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_first_line, read_text
-from megahead.hf.pooling import PoolingName
+from megahead.hf.other_programs import PoolingName
 
 _EVALUATION_SPLITS = ("test", "dev", "train")
 _HELD_OUT_EVERY = 10

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.hf.heads import ExportTarget, Head
-from megahead.hf.serving import serving_support
+from megahead.hf.other_programs import serving_support
 from megahead.hf.trained import (
     BACKBONE,
     EMBEDDING,

@@ -26,7 +26,7 @@ from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
 from megahead.hf.loading import is_encoder
-from megahead.hf.pooling import require_pooling, write_pooling
+from megahead.hf.other_programs import require_pooling, write_pooling
 from megahead.hf.settings import write_json, write_settings
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify

@@ -9,7 +9,7 @@ from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
-from megahead.hf.serving import serving_support
+from megahead.hf.other_programs import serving_support
 from megahead.wording import GIB, format_gib, pluralize
 
 

@@ -13,8 +13,7 @@ import pytest
 import sentencepiece
 import zstandard
 
-from megahead.data.sentencepiece_model import is_sentencepiece, tokenizer_json
-from megahead.data.tokenizer import Tokenizer
+from megahead.data.tokenizer import Tokenizer, is_sentencepiece, tokenizer_json
 from megahead.data.train_tokenizer import save_tokenizer, train_sentencepiece
 from megahead.errors import DataError
 from support.sentencepiece_models import KINDS, sentencepiece_model

@@ -10,7 +10,7 @@ import numpy as np
 from docs.test_pages import run_page
 from hf.test_encoder_export import write_tokenizer
 
-from megahead.hf.pooling import read_pooling
+from megahead.hf.other_programs import read_pooling
 from support.commands import ROOT
 from support.forked import run_script
 

@@ -23,7 +23,7 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.retrieval import TextEncoder
 from megahead.evaluate.search_data import ContrastiveSettings
-from megahead.hf.pooling import read_pooling
+from megahead.hf.other_programs import read_pooling
 from support.on_ranks import on_ranks
 from support.small_encoder import save_small_encoder
 

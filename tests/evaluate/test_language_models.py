@@ -11,9 +11,14 @@ from lm_eval.models.huggingface import HFLM
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate.generation import generate_continuation, sampling_options
 from megahead.evaluate.harness import fitting_batch_size
-from megahead.evaluate.scoring import Row, TokenPredictor, open_language_model
+from megahead.evaluate.language_models import (
+    Row,
+    TokenPredictor,
+    generate_continuation,
+    open_language_model,
+    sampling_options,
+)
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from megahead.commands import pseudo_perplexity as command
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate.scoring import pseudo_perplexity
+from megahead.evaluate.language_models import pseudo_perplexity
 from megahead.hf.loading import load_tokenizer_folder
 from support.small_encoder import save_small_encoder
 

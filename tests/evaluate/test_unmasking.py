@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import CheckpointError, FieldError
-from megahead.evaluate.generation import generate_by_unmasking, sampling_options
+from megahead.evaluate.language_models import generate_by_unmasking, sampling_options
 
 CLS, SEP, MASK, A, B, C = range(6)
 NAMES = ["[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]

@@ -29,7 +29,7 @@ from megahead.config.loading import config_from_checkpoint
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
-from megahead.evaluate.scoring import Encoder
+from megahead.evaluate.language_models import Encoder
 from megahead.hf.export import export
 from megahead.hf.published import from_hf
 from megahead.hf.registry import FAMILIES

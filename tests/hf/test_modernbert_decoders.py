@@ -25,7 +25,7 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import UserError
-from megahead.evaluate.scoring import open_language_model
+from megahead.evaluate.language_models import open_language_model
 from megahead.hf.export import export
 from megahead.hf.loading import is_encoder, load_classifier
 from megahead.hf.published import HFModel, from_hf

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from megahead.errors import CheckpointError, FieldError
 from megahead.evaluate.retrieval import TextEncoder
 from megahead.hf.export import export
-from megahead.hf.pooling import POOLINGS, max_text_tokens, read_pooling
+from megahead.hf.other_programs import POOLINGS, max_text_tokens, read_pooling
 from megahead.hf.trained import TrainedModel
 from support.small_checkpoint import save_small, small_config
 

@@ -14,15 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megahead.config.run import RunConfig
 from megahead.data.preprocess import preprocess
-from megahead.data.sentencepiece_model import tokenizer_json
+from megahead.data.tokenizer import tokenizer_json
 from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import FieldError
-from megahead.evaluate.generation import generate_continuation
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.scoring import pseudo_perplexity
+from megahead.evaluate.language_models import generate_continuation, pseudo_perplexity
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.published import load_input_embedding
 from megahead.hf.revocabulary import revocabulary
