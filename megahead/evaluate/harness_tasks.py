@@ -215,7 +215,7 @@ def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score
         groups: dict[str, dict[str, list[float]]] = {}
         for pair, good, bad in zip(pairs, log_p[::2], log_p[1::2], strict=True):
             paradigm_scores = scores_by_paradigm.setdefault(pair["UID"], [])
-            paradigm_scores.append(_pair_score(good, bad))
+            paradigm_scores.append(0.5 if good == bad else float(good > bad))
             groups.setdefault(pair[key], {})[pair["UID"]] = paradigm_scores
         return [
             _mean_score("acc", scores_by_paradigm),
@@ -223,11 +223,6 @@ def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score
         ]
 
     return score
-
-
-def _pair_score(good: float, bad: float) -> float:
-    """Returns 1 or 0, or for a tie 0.5."""
-    return 0.5 if good == bad else float(good > bad)
 
 
 def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:

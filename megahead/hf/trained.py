@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megahead import __version__
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
-from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
-from megahead.data.indexed import DatasetInfo, dataset_paths
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, MappedTensors
-from megahead.errors import CheckpointError, DataError
+from megahead.errors import CheckpointError
 from megahead.losses.candidates import evaluation_target_counts, training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, build_parallel_model, load_weights_
 from megahead.run_folder import RunFolder
-from megahead.wording import pluralize
 
 BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
@@ -166,73 +158,3 @@ class TrainedModel:
     def run_folder(self) -> RunFolder:
         """The folder of the run that the checkpoint is from."""
         return RunFolder.of(self.checkpoint.folder)
-
-
-# Facts for the model card: data, code, and the last evaluation.
-
-_CHECKOUT = Path(__file__).parents[2]
-
-
-def describe_data(model: TrainedModel) -> str:
-    """Describes the training datasets, with the weights of a blend: their text's names and sizes where the files are
-    still there as they were read, else the datasets' names."""
-    fingerprints = model.checkpoint.state_value("texts", dict, default={}).get("data.train")
-    texts = []
-    for part in model.config.data.parts():
-        text = Path(part.prefix).name
-        with suppress(DataError):
-            info = DatasetInfo.load(dataset_paths(part.prefix)[2])
-            if fingerprints is None or any(saved.startswith(info.fingerprint()) for saved in fingerprints):
-                sizes = f"{pluralize(info.documents, 'document')}, {pluralize(info.tokens, 'token')}"
-                text = f"{info.source or text}, {sizes}"
-        texts.append(text if part.weight is None else f"{text} (weight {part.weight:g})")
-    return "; ".join(texts)
-
-
-def code_version() -> str:
-    """Returns the version of megahead, with its commit if `.git` is directly above the package: an installed copy may
-    be inside another project's repository."""
-    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
-    with suppress(OSError, subprocess.SubprocessError):
-        if (_CHECKOUT / ".git").exists():
-            process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-            return f"megahead {__version__}, commit {process.stdout.strip()}"
-    return f"megahead {__version__}"
-
-
-def last_evaluation(model: TrainedModel) -> str | None:
-    """Describes the last evaluation before the checkpoint, from the run's metrics.jsonl; None if there is none. The
-    file may also hold evaluations of orphaned steps, after which the run resumed from an older checkpoint."""
-    try:
-        lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return None
-    summary = None
-    for line in lines:
-        try:
-            record = json.loads(line)
-            if _belongs_to_checkpoint(record["step"], record["validation"].get("loss"), model.checkpoint):
-                auxiliary = model.config.objective.auxiliary()
-                summary = _describe_evaluation(record["step"], record["validation"], auxiliary)
-        except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
-            continue
-    return summary
-
-
-def _belongs_to_checkpoint(step: int, loss: float, checkpoint: Checkpoint) -> bool:
-    """Whether the evaluation at `step` is the last one in the state of `checkpoint`, not one of an orphaned step."""
-    if "validation" not in checkpoint.state:  # checkpoints of the first version lack it
-        return step <= checkpoint.step
-    last = checkpoint.state["validation"]
-    return last is not None and (step, loss) == (last["step"], last["loss"])
-
-
-def _describe_evaluation(step: int, metrics: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
-    """Describes an evaluation in words; `metrics["head"]` is `trained`, `tied`, or `pmi` (the training-free head)."""
-    if auxiliary is not None and (means := metrics.get(auxiliary.metric_prefix)):
-        label = auxiliary.predictor_label
-        return f"{auxiliary.export_text(means)} (step {step:,}), its {label}perplexity {metrics['perplexity']:,.4g}"
-    bits, bound = metrics.get("bits_per_byte"), "at most " if metrics.get("upper_bound") else ""
-    parts = [f"perplexity {bound}{metrics['perplexity']:,.4g}"]
-    parts += [] if bits is None else [f"{bound}{bits:.4g} bits a byte"]
-    return f"{', '.join(parts)}, accuracy {metrics['accuracy']:.1%} ({metrics['head']} head, step {step:,})"

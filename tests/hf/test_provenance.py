@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megahead
-from megahead.hf import trained as provenance
-from megahead.hf.trained import code_version
+from megahead.hf import card as provenance
+from megahead.hf.card import code_version
 
 
 def repository(folder: Path) -> None:
