@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,33 +23,6 @@ from megahead.wording import pluralize
 # assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
 
 PERIOD = 65_536
-
-
-@dataclass(frozen=True)
-class BlendShare:
-    """The share of one dataset of a blend in a run's samples."""
-
-    name: str
-    requested_share: float
-    """Its weight over the sum of weights."""
-
-    rounded_share: float
-    """Its share of each period."""
-
-    achieved_share: float
-    """Its share of the run's samples."""
-
-    epochs: float
-    """How often these samples read its rows."""
-
-    def describe(self) -> str:
-        """One line, with a warning if the dataset is read more than once."""
-        repeated = f"REPEATED: {self.epochs:.2f} epochs"
-        epochs = repeated if self.epochs > 1 else pluralize(self.epochs, "epoch", ".2g")
-        return (
-            f"{self.name}: requested {self.requested_share:.4%}, rounded {self.rounded_share:.4%}, "
-            f"achieved {self.achieved_share:.4%}, {epochs}"
-        )
 
 
 class Blend(RowSource):
@@ -89,20 +61,18 @@ class Blend(RowSource):
         part_B = self._part_P[positions_B].astype(np.int64)
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[positions_B]
 
-    def shares(self, samples: int) -> list[BlendShare]:
-        """Each dataset's share of the first `samples` samples."""
+    def describe(self, samples: int) -> list[str]:
+        """A line for each dataset: its share of the first `samples` samples: by its weight, in a period, and achieved;
+        how often they read its rows, with a warning if that is more than once."""
         periods, rest = divmod(samples, PERIOD)
         counts = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
-        return [
-            BlendShare(
-                str(part.dataset.prefix),
-                float(self.requested_shares[i]),
-                float(self.quotas[i]) / PERIOD,
-                float(counts[i]) / max(samples, 1),
-                float(counts[i]) / part.rows_per_epoch,
-            )
-            for i, part in enumerate(self.parts)
-        ]
+        columns, lines = (self.requested_shares.tolist(), self.quotas.tolist(), counts.tolist()), []
+        for part, requested, quota, count in zip(self.parts, *columns, strict=True):
+            epochs = count / part.rows_per_epoch
+            read = f"REPEATED: {epochs:.2f} epochs" if epochs > 1 else pluralize(epochs, "epoch", ".2g")
+            shares = f"requested {requested:.4%}, rounded {quota / PERIOD:.4%}, achieved {count / max(samples, 1):.4%}"
+            lines.append(f"{part.dataset.prefix}: {shares}, {read}")
+        return lines
 
 
 def temperature_weights(weights: Sequence[float], temperature: float) -> Array:
@@ -170,7 +140,7 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
     """(name, value) lines of what a run of `count` samples reads: shares of a blend, epochs, empty parts of rows."""
     lines = []
     if isinstance(samples, Blend):
-        lines += [("blend", share.describe()) for share in samples.shares(count)]
+        lines += [("blend", line) for line in samples.describe(count)]
     else:
         epochs = pluralize(count / samples.rows_per_epoch, "epoch", ".2g")
         lines.append(("data", f"{pluralize(samples.rows_per_epoch, 'row')}, {epochs}"))

@@ -82,12 +82,12 @@ def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: l
 
 def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
     blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
-    first, second, third = blend.shares(200)
-    assert [first.requested_share, first.rounded_share, first.achieved_share] == [0.25, 0.25, 0.25]
-    assert (first.epochs, second.epochs) == (50 / 99, 50 / 39)
-    assert "REPEATED: 1.28 epochs" in second.describe()
-    assert "REPEATED" not in first.describe() + third.describe()
-    assert [name for name, _ in describe_samples(blend, 200)] == ["blend"] * 3
+    first, second, third = blend.describe(200)
+    shares = "requested 25.0000%, rounded 25.0000%, achieved 25.0000%"
+    assert first == f"{datasets[0].prefix}: {shares}, 0.51 epochs"  # 50 of its 99 rows
+    assert second == f"{datasets[1].prefix}: {shares}, REPEATED: 1.28 epochs"  # its 39 rows
+    assert "REPEATED" not in third
+    assert describe_samples(blend, 200) == [("blend", line) for line in (first, second, third)]
     assert relative_epochs(blend) == pytest.approx([39 / 99, 1.0, 2 * 39 / 299])
 
 
