@@ -21,7 +21,7 @@ from rich.table import Table
 from megahead.commands import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.evaluate.harness_tasks import TASKS, require_for_kind, task_files, write_tasks
-from megahead.evaluate.results import HarnessResult, ResultsFile, Score
+from megahead.evaluate.results import ResultsFile, Score, TaskResult
 from megahead.report.tables import terminal, to_rich
 
 PAPER_TASKS = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
@@ -52,13 +52,13 @@ def main() -> None:
         from megahead.report.figures import checkpoint_progress
 
         progress = checkpoint_progress(folders)
-    limits = arguments.limit, arguments.batch_size
-    results = [evaluate_model(model, folder, files, results_file, *limits) for model, folder in folders.items()]
+    options = results_file, arguments.limit, arguments.batch_size
+    results = {str(model): evaluate_model(model, folder, files, *options) for model, folder in folders.items()}
     if results:
         console.print(table(results))
-    for result in results:
-        for note in filter(None, (task.truncation_note() for task in result.tasks)):
-            console.print(f"{result.model}, {note}", soft_wrap=True)
+    for name, scored in results.items():
+        for note in filter(None, (task.truncation_note() for task in scored)):
+            console.print(f"{name}, {note}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if progress:
@@ -66,8 +66,8 @@ def main() -> None:
 
         points = [
             TaskPoint(run, tokens, task.task, score.metric, score.value, score.stderr, hours)
-            for (run, tokens, hours), result in zip(progress.values(), results, strict=True)
-            for task in result.tasks
+            for (run, tokens, hours), scored in zip(progress.values(), results.values(), strict=True)
+            for task in scored
             for score in task.scores
         ]
         console.print(f"wrote {save_figure(draw_task_curves(points), arguments.curve)}", soft_wrap=True)
@@ -89,7 +89,7 @@ def evaluate_model(
     results_file: ResultsFile,
     limit: int | None,
     batch_size: int | None,
-) -> HarnessResult:
+) -> list[TaskResult]:
     """Results of all tasks in the order of `files`. Reuses those in `results_file`, and adds the others to it."""
     results = {task: results_file.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if results[task] is None}
@@ -99,17 +99,17 @@ def evaluate_model(
         for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             results_file.add(model, folder, files[result.task], result)
             results[result.task] = result
-    return HarnessResult(str(model), [result for result in results.values() if result])
+    return [result for result in results.values() if result]
 
 
-def table(results: Sequence[HarnessResult]) -> Table:
+def table(results: Mapping[str, Sequence[TaskResult]]) -> Table:
     """A row for each metric of a task, a column for each model; values with their standard errors."""
     rows = []
-    for tasks in zip(*(result.tasks for result in results), strict=True):
+    for tasks in zip(*results.values(), strict=True):
         for scores in zip(*(task.scores for task in tasks), strict=True):
             row = {"task": tasks[0].task, "metric": scores[0].metric, "samples": str(tasks[0].samples)}
-            rows.append(row | {result.model: cell(score) for result, score in zip(results, scores, strict=True)})
-    return to_rich(rows, right=["samples", *(result.model for result in results)])
+            rows.append(row | {model: cell(score) for model, score in zip(results, scores, strict=True)})
+    return to_rich(rows, right=["samples", *results])
 
 
 def cell(score: Score) -> str:

@@ -32,15 +32,8 @@ from megahead.evaluate.harness_tasks import (
     write_tasks,
 )
 from megahead.evaluate.language_models import LanguageModel, open_language_model
-from megahead.evaluate.results import HarnessResult, Score, TaskResult
+from megahead.evaluate.results import Score, TaskResult
 from megahead.hf.loading import context_length, is_encoder
-
-
-def evaluate_harness(
-    model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
-) -> HarnessResult:
-    """Scores the language model in `model_dir` on all tasks of `files`; see `evaluate_tasks`."""
-    return HarnessResult(str(model_dir), list(evaluate_tasks(model_dir, files, limit=limit, batch_size=batch_size)))
 
 
 def evaluate_tasks(

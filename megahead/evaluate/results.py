@@ -114,14 +114,6 @@ class TaskResult:
         return note if self.num_truncated else ""
 
 
-@dataclass(frozen=True)
-class HarnessResult:
-    """A model's scores on all tasks."""
-
-    model: str
-    tasks: list[TaskResult]
-
-
 class ResultsFile:
     """Results of tasks in one JSON file, a `ResultCache`.
 

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import bits_per_byte, task_files
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal, load_tokenizer_folder
@@ -45,7 +45,7 @@ def test_lm_eval_finds_the_same(tmp_path: Path) -> None:
     lm = HFLM(pretrained=load_causal(folder), tokenizer=load_tokenizer_folder(folder), batch_size=2, device="cpu")
     tasks = list(manager.load(["bits"])["tasks"].values())
     for limit in (None, 2):
-        (task,) = evaluate_harness(folder, task_files(["bits_per_byte"], text=text), limit=limit).tasks
+        (task,) = evaluate_tasks(folder, task_files(["bits_per_byte"], text=text), limit=limit)
         theirs = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit)["results"]["bits"]
         assert task.samples == (limit or len(TEXTS))
         assert task.scores[0].value == pytest.approx(theirs["bits_per_byte,none"], rel=1e-5)

@@ -19,7 +19,7 @@ from megahead.errors import DataError, FieldError
 from megahead.evaluate.contrastive_tuning import ContrastiveModel, epoch_batches, tokenize_pairs
 from megahead.evaluate.finetuning import train_epochs
 from megahead.evaluate.glue_tasks import Example
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.retrieval import TextEncoder
 from megahead.evaluate.search_data import ContrastiveSettings
@@ -127,8 +127,8 @@ def test_a_tuned_encoder_is_saved_and_scores_as_reported(
     assert entry["epochs"][-1]["loss"] < entry["epochs"][0]["loss"] / 2
     held_out = [json.loads(line) for line in pairs.read_text().splitlines()][9::10]
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    scored = evaluate_harness(tmp_path / "tuned", task_files(["retrieval"], articles=tmp_path / "held-out.jsonl"))
-    scores = {score.metric: score.value for score in scored.tasks[0].scores}
+    (scored,) = evaluate_tasks(tmp_path / "tuned", task_files(["retrieval"], articles=tmp_path / "held-out.jsonl"))
+    scores = {score.metric: score.value for score in scored.scores}
     assert read_pooling(tmp_path / "tuned") == "mean"
     assert {metric: scores[f"mean_{metric}"] for metric in best} == pytest.approx(best)
     with pytest.raises(FieldError, match="`--save` must name a new folder"):

@@ -13,7 +13,7 @@ import torch
 
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
-from megahead.evaluate.harness import evaluate_harness, fitting_batch_size
+from megahead.evaluate.harness import evaluate_tasks, fitting_batch_size
 from megahead.evaluate.harness_tasks import task_files, task_rows
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal, load_tokenizer_folder
@@ -53,8 +53,7 @@ def by_hand(folder: Path) -> tuple[float, float]:
 
 
 def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, passages: Path) -> None:
-    result = evaluate_harness(folder, task_files(["cloze"], cloze=passages), batch_size=2)
-    (task,) = result.tasks
+    (task,) = evaluate_tasks(folder, task_files(["cloze"], cloze=passages), batch_size=2)
     scores = {score.metric: score for score in task.scores}
     accuracy, perplexity = by_hand(folder)
     assert task.samples == len(PASSAGES)
@@ -62,16 +61,16 @@ def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, pa
     assert scores["perplexity"].value == pytest.approx(perplexity, rel=1e-4)
     assert scores["acc"].stderr is not None
     assert scores["perplexity"].stderr is not None
-    assert json.loads(json.dumps(asdict(result)))["tasks"][0]["task"] == "cloze"
+    assert json.loads(json.dumps(asdict(task)))["task"] == "cloze"
 
 
 def test_several_tasks_and_a_limit(folder: Path, passages: Path, tmp_path: Path) -> None:
     (tmp_path / "data" / "lambada").mkdir(parents=True)
     (tmp_path / "data" / "lambada" / "lambada_test.jsonl").write_bytes(passages.read_bytes())
     files = task_files(["lambada_openai", "cloze"], tmp_path / "data", passages)
-    result = evaluate_harness(folder, files, limit=2)
-    assert [(task.task, task.samples) for task in result.tasks] == [("lambada_openai", 2), ("cloze", 2)]
-    assert result.tasks[0].scores[1].value == result.tasks[1].scores[1].value
+    tasks = [*evaluate_tasks(folder, files, limit=2)]
+    assert [(task.task, task.samples) for task in tasks] == [("lambada_openai", 2), ("cloze", 2)]
+    assert tasks[0].scores[1].value == tasks[1].scores[1].value
 
 
 def test_lambada_as_pythia_reads_it(shared_data: Path, tmp_path: Path) -> None:
@@ -81,23 +80,23 @@ def test_lambada_as_pythia_reads_it(shared_data: Path, tmp_path: Path) -> None:
     files = task_files(["lambada_openai"], shared_data)
     text = files["lambada_openai"].read_text(encoding="utf-8")[:20000]
     assert load_tokenizer_folder(folder)(text)["input_ids"] == load_tokenizer(vocabulary).encode_batch([text])[0]
-    (task,) = evaluate_harness(folder, files, limit=3).tasks
+    (task,) = evaluate_tasks(folder, files, limit=3)
     assert task.samples == 3
     assert {score.metric for score in task.scores} == {"acc", "perplexity"}
 
 
 def test_a_changed_file_of_the_same_name_is_read_anew(folder: Path, passages: Path) -> None:
     files = task_files(["cloze"], cloze=passages)
-    before = evaluate_harness(folder, files).tasks[0]
+    (before,) = evaluate_tasks(folder, files)
     passages.write_text(json.dumps({"text": "the mat saw the dog"}) + "\n")
-    after = evaluate_harness(folder, files).tasks[0]
+    (after,) = evaluate_tasks(folder, files)
     assert (before.samples, after.samples) == (len(PASSAGES), 1)
 
 
 def test_a_model_without_its_tokenizer_is_reported(folder: Path, passages: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"must hold a tokenizer\.json"):
-        evaluate_harness(folder, task_files(["cloze"], cloze=passages))
+        next(evaluate_tasks(folder, task_files(["cloze"], cloze=passages)))
 
 
 def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_nothing_of_git_or_of_long_texts_reaches_the_terminal(
     monkeypatch.chdir(tmp_path)  # no repository
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"text": "the cat " * 3000 + "sat"}) + "\n")
-    (task,) = evaluate_harness(folder, task_files(["cloze"], cloze=file), batch_size=1).tasks
+    (task,) = evaluate_tasks(folder, task_files(["cloze"], cloze=file), batch_size=1)
     assert (task.samples, task.num_truncated) == (1, 1)
     assert task.truncation_note() == "cloze: 1 request longer than the context, and truncated"
     said = "".join(capfd.readouterr())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files, write_tasks
 from megahead.hf.export import ensure_hf_folder
 from support.forked import fork_pythons
@@ -27,7 +27,7 @@ def test_the_same_numbers(shared_data: Path, tmp_path: Path, monkeypatch: pytest
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     folder = ensure_hf_folder(tmp_path / "run")
     files = task_files(["lambada_openai", "arc_easy"], shared_data)
-    ours = evaluate_harness(folder, files, limit=LIMIT, batch_size=4)  # first: what it imports the fork need not
+    ours = [*evaluate_tasks(folder, files, limit=LIMIT, batch_size=4)]  # first: what it imports the fork need not
     definitions = write_tasks(files, tmp_path / "made")
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(definitions)]
@@ -39,7 +39,7 @@ def test_the_same_numbers(shared_data: Path, tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 0, done.stderr[-2000:]
     (written,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(written.read_text())["results"]
-    for task in ours.tasks:
+    for task in ours:
         assert task.samples == LIMIT
         for score in task.scores:
             assert score.value == pytest.approx(theirs[task.task][f"{score.metric},none"], rel=1e-6), score.metric

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import accuracy_by, read_blimp, task_files, task_rows, write_tasks
 from megahead.evaluate.results import Score
 from megahead.hf.export import ensure_hf_folder
@@ -64,7 +64,7 @@ def test_lm_eval_finds_the_same(shared_data: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     folder, limit = ensure_hf_folder(tmp_path / "run"), 20
-    (task,) = evaluate_harness(folder, task_files(["blimp_paradigms"], shared_data), limit=limit).tasks
+    (task,) = evaluate_tasks(folder, task_files(["blimp_paradigms"], shared_data), limit=limit)
     assert (task.samples, len(task.scores)) == (34 * limit, 1 + 34)
     found = {score.metric: score.value for score in task.scores}
     for name in ("adjunct_island", "anaphor_number_agreement"):
@@ -85,11 +85,11 @@ def test_encoders_are_scored_on_pairs_and_refused_elsewhere(tmp_path: Path) -> N
     BertForMaskedLM(BertConfig.from_pretrained(folder)).save_pretrained(folder)
     same = ("the cat sat", "The cat sat")  # one text to an uncased tokenizer
     write_blimp(tmp_path / "data/eval/blimp", {("one", "syntax"): [same] * 2})
-    (task,) = evaluate_harness(folder, task_files(["blimp"], tmp_path / "data")).tasks
+    (task,) = evaluate_tasks(folder, task_files(["blimp"], tmp_path / "data"))
     assert task.scores[0] == Score("acc", 0.5, 0.0)
     (tmp_path / "text.txt").write_text("the cat sat")
     with pytest.raises(FieldError, match=r"must name tasks of blimp, .* for an encoder, but is bits_per"):
-        evaluate_harness(folder, task_files(["bits_per_byte"], text=tmp_path / "text.txt"))
+        next(evaluate_tasks(folder, task_files(["bits_per_byte"], text=tmp_path / "text.txt")))
 
 
 def test_what_is_no_blimp_is_reported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megahead.data.indexed import dataset_paths
 from megahead.data.item_sequences import ItemVocabulary, read_sequences
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.next_item import rank_next_items, summarize, write_vectors
 from megahead.hf.export import ensure_hf_folder
@@ -86,7 +86,7 @@ def test_a_model_ranks_as_its_logits_and_its_vectors_as_it(tmp_path: Path, famil
     prefix = write_dataset(tmp_path / "sequences", sequences)
     files = task_files(["next_item"], items=prefix)
     folder = ensure_hf_folder(tmp_path / "run")
-    (result,) = evaluate_harness(folder, files, batch_size=5).tasks
+    (result,) = evaluate_tasks(folder, files, batch_size=5)
 
     model = load_causal(folder)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config())
     prefix = write_dataset(tmp_path / "more", made_sequences(3), vocab_size=500)
     with pytest.raises(DataError, match=r"must have the 500 ids of the sequences, but has 61 instead"):
-        evaluate_harness(ensure_hf_folder(tmp_path / "run"), task_files(["next_item"], items=prefix))
+        next(evaluate_tasks(ensure_hf_folder(tmp_path / "run"), task_files(["next_item"], items=prefix)))
     with pytest.raises(FieldError, match=r"`--items` must name the items\.json"):
         write_vectors(tmp_path / "run", tmp_path / "vectors", [])
     with pytest.raises(FieldError, match=r"`--items` must name the file of task next_item, but is missing"):

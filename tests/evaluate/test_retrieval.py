@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from megahead.errors import CheckpointError, DataError, FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import read_articles, task_files
 from megahead.evaluate.retrieval import TextEncoder, rank_own
 from megahead.hf.export import ensure_hf_folder
@@ -102,7 +102,7 @@ def test_both_tasks_score_an_encoder(tmp_path: Path) -> None:
     lines = ["sentence1\tsentence2\tscore", *("\t".join(map(str, pair)) for pair in pairs)]
     sts.write_text("\n".join(lines) + "\n")
     files = task_files(["retrieval", "stsb"], tmp_path / "data", articles=articles)
-    searched, similar = evaluate_harness(folder, files).tasks
+    searched, similar = evaluate_tasks(folder, files)
     scores = {score.metric: score.value for score in searched.scores}
     assert len(scores) == 12
     rests = TextEncoder(folder).vectors([row["rest"] for row in read_articles(articles, None)])

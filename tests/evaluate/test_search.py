@@ -14,7 +14,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from megahead.errors import DataError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.retrieval import TextEncoder, find_nearest, ranking_metrics
 from megahead.evaluate.search_data import has_queries, read_search_data, read_tuning_data
@@ -154,7 +154,7 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     BertForMaskedLM(BertConfig.from_pretrained(model)).save_pretrained(model)
     folder = write_beir(tmp_path / "beir", dev=QRELS)
     write_rows(folder / "corpus.jsonl", [*CORPUS, {"_id": "d4", "text": ""}, {"_id": "d5", "text": "the cat " * 60}])
-    (result,) = evaluate_harness(model, task_files(["retrieval"], articles=folder)).tasks
+    (result,) = evaluate_tasks(model, task_files(["retrieval"], articles=folder))
     assert (result.samples, result.num_truncated, len(result.scores)) == (3, 1, 10)
     data, encoder = read_search_data(folder), TextEncoder(model)
     queries, texts = (encoder.vectors([*x.values()])["mean"] for x in (data.queries, data.corpus))
@@ -164,7 +164,7 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     assert scores["mean_recall@1"] == pytest.approx(np.mean([own[0], own[1] / 2, own[2]]))
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"query": "cat", "positive": "the cat sat"}] * 2)
     assert has_queries(pairs)
-    assert evaluate_harness(model, task_files(["retrieval"], articles=pairs)).tasks[0].scores[0].value == 1
+    assert next(evaluate_tasks(model, task_files(["retrieval"], articles=pairs))).scores[0].value == 1
 
 
 MISTAKES = {

@@ -19,7 +19,7 @@ from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.language_models import generate_continuation, pseudo_perplexity
 from megahead.hf.export import ensure_hf_folder, export
@@ -79,7 +79,7 @@ def test_a_model_trains_scores_exports_and_generates(tmp_path: Path, kind: str) 
     padding = library.pad_id() if library.pad_id() >= 0 else end
     assert (theirs.eos_token_id, theirs.unk_token_id, theirs.pad_token_id) == (end, library.unk_id(), padding)
     assert theirs.decode(library.encode(TEXTS[0])) == library.decode(library.encode(TEXTS[0]))
-    (later,) = evaluate_harness(exported, task_files(["bits_per_byte"], tmp_path, text=text)).tasks
+    (later,) = evaluate_tasks(exported, task_files(["bits_per_byte"], tmp_path, text=text))
     logged = read_metrics(folder).tasks[-1]["tasks"]["bits_per_byte"]["bits_per_byte"]["value"]
     assert logged == pytest.approx(later.scores[0].value, rel=1e-6)
     said = run_script("tools/generate.py", "--model", folder, "--prompt", "the cat", "--max-tokens", 3)

@@ -16,7 +16,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import ConfigErrors, FieldError
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.results import TaskResult
 from megahead.hf.export import ensure_hf_folder
@@ -68,12 +68,12 @@ def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Pa
     assert [record["loss"] for record in mine.training] == [record["loss"] for record in plain.training]
     assert [record["step"] for record in mine.tasks] == [6]
     assert plain.tasks == []
-    later = evaluate_harness(
+    later = evaluate_tasks(
         ensure_hf_folder(tmp_path / "with"), task_files(NAMES, tmp_path, Path(passages), Path(passages))
     )
     logged = mine.tasks[-1]["tasks"]
     assert list(logged) == list(NAMES)
-    for task in later.tasks:
+    for task in later:
         for score in task.scores:
             assert logged[task.task][score.metric]["value"] == pytest.approx(score.value, rel=1e-6)
     board = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
@@ -169,5 +169,5 @@ def test_an_encoders_grammar_along_training(tmp_path: Path) -> None:
     config = small_config(tmp_path, {**changes, "data.tokenizer": str(tmp_path / "tokenizer.json"), "tasks": tasks})
     on_ranks(1, run, config)
     (record,) = read_metrics(tmp_path / "encoder").tasks
-    (task,) = evaluate_harness(ensure_hf_folder(tmp_path / "encoder"), task_files(["blimp"], tmp_path)).tasks
+    (task,) = evaluate_tasks(ensure_hf_folder(tmp_path / "encoder"), task_files(["blimp"], tmp_path))
     assert record["tasks"]["blimp"]["acc"]["value"] == pytest.approx(task.scores[0].value)

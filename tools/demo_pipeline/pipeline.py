@@ -21,7 +21,7 @@ from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import ProgressBar
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
 from megahead.quickstart import make_tokenizer
@@ -180,7 +180,7 @@ class Pipeline:
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
-        (cloze,) = evaluate_harness(model, {"cloze": self.text.cloze}, batch_size=16).tasks
+        (cloze,) = evaluate_tasks(model, {"cloze": self.text.cloze}, batch_size=16)
         accuracy = next(score for score in cloze.scores if score.metric == "acc")
         figures = {"perplexity": held_out.perplexity, "bits_per_byte": held_out.bits_per_byte}
         figures |= {"next_token": held_out.accuracy, "last_word": accuracy.value, "last_word_stderr": accuracy.stderr}
