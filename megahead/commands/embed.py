@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from megahead.commands import checkpoint_path
-from megahead.data.records import Selection, as_text_key
+from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, split_text_lines
 from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError, existing_path, require_at_least
@@ -31,7 +31,7 @@ def main() -> None:
 
 def embed(arguments: argparse.Namespace) -> str:
     """Writes the vectors; describes them."""
-    started, selection = time.monotonic(), Selection(as_text_key(arguments.text_key))
+    started, selection = time.monotonic(), Selection(tuple(arguments.text_key))
     inputs = split_text_lines(find_inputs(arguments.input))
     from megahead.evaluate.retrieval import count_texts, write_text_vectors
 

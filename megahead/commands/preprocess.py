@@ -27,7 +27,7 @@ from pathlib import Path
 from megahead.data.hub import is_hub_url
 from megahead.data.item_sequences import EventColumns, EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
-from megahead.data.records import Selection, as_text_key, parse_conditions
+from megahead.data.records import Selection, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar
@@ -53,7 +53,7 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
     tail = arguments.holdout_tail
     recipe = Recipe(
         tokenizer=Path(local_file(arguments.tokenizer)),
-        selection=Selection(as_text_key(arguments.text_key), wanted, unwanted),
+        selection=Selection(tuple(arguments.text_key), wanted, unwanted),
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else parse_holdout(parse_fraction("--holdout", arguments.holdout)),
         holdout_tail=None if tail is None else parse_holdout(parse_fraction("--holdout-tail", tail)),

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -162,17 +162,12 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t", ".inter": "\t"}
 _COMPRESSIONS = (".gz", ".zst")
 
 
-@dataclass(frozen=True)
-class EventColumns:
+class EventColumns(NamedTuple):
     """Names of the columns of a table."""
 
     user: str
     item: str
     time: str
-
-    def names(self) -> list[str]:
-        """The names in the order user, item, time."""
-        return [self.user, self.item, self.time]
 
 
 def read_events(path: Path, columns: EventColumns, dropped: Counter[str]) -> Iterator[pa.Table]:
@@ -208,7 +203,7 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
     if path.suffix == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             _require_columns(path, columns, file.schema_arrow.names)
-            yield from file.iter_batches(columns=columns.names())
+            yield from file.iter_batches(columns=list(columns))
         return
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     if not suffixes or suffixes[-1] not in _DELIMITERS:
@@ -220,18 +215,18 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
         return "skip"
 
     parse = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[suffixes[-1]], invalid_row_handler=count)
-    types = dict.fromkeys(columns.names(), pa.string())
+    types = dict.fromkeys(columns, pa.string())
     convert = pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
     with pyarrow.csv.open_csv(pa.input_stream(path), parse_options=parse, convert_options=convert) as reader:
         _require_columns(path, columns, reader.schema.names)
         for batch in reader:
-            yield batch.select(columns.names())
+            yield batch.select(list(columns))
 
 
 def _require_columns(path: Path, columns: EventColumns, names: list[str]) -> None:
     """FieldError unless each column is in the table once."""
     for option, name in (("--user", columns.user), ("--item", columns.item), ("--time", columns.time)):
-        if names.count(name) != 1 or columns.names().count(name) != 1:
+        if names.count(name) != 1 or columns.count(name) != 1:
             rule = f"name a column of its own of `{path}` ({', '.join(names)})"
             raise FieldError(option, rule, got=name, hint=did_you_mean(name, set(names) - {name}))
 

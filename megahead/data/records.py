@@ -79,11 +79,6 @@ class Selection:
         return is_kept and not any((key, _value_as_text(record, key)) in self.drop for key, _ in self.drop)
 
 
-def as_text_key(keys: Sequence[str]) -> str | tuple[str, ...]:
-    """`Selection.text_key` of these keys: a string if it is one, as in the manifests of earlier versions."""
-    return keys[0] if len(keys) == 1 else tuple(keys)
-
-
 def parse_conditions(field: str, texts: Sequence[str]) -> tuple[Condition, ...]:
     """`KEY=VALUE` texts as pairs; FieldError for one without `=`."""
     for text in texts:

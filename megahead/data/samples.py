@@ -39,7 +39,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 class FeistelOrder:
-    """A seeded bijection on [0, n): `order[k]` is the k-th item. Costs about 0.1 us an item in bulk."""
+    """A seeded bijection on [0, n). Costs about 0.1 us an item in bulk."""
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
@@ -50,12 +50,6 @@ class FeistelOrder:
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
         self._keys = np.array([derive_seed(seed, n, round_) for round_ in range(ROUNDS)], np.uint64)
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, k: int) -> int:
-        return int(self.take([k])[0])
 
     def take(self, indices: ArrayLike) -> Array:
         """The items at `indices` (each in [0, n)), int64 of the same shape."""
@@ -121,9 +115,6 @@ class Samples(RowSource):
                 "shorten data.sequence_length."
             )
         self.dataset, self.sequence_length, self.rows_per_epoch = dataset, sequence_length, rows_per_epoch
-
-    def __len__(self) -> int:
-        return self.rows_per_epoch
 
     def rows(self, sample_indices: Sequence[int] | Array) -> Array:
         """The samples' tokens, int64 [B, T+1]; index // `rows_per_epoch` is the epoch. O(B T), whatever the dataset."""

@@ -150,9 +150,12 @@ def _fingerprint(shard: Input) -> dict[str, Any]:
 
 def _recipe_as_json(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON values, with the tokenizer's SHA-256 in place of its path."""
+    selection = orjson.loads(orjson.dumps(asdict(recipe.selection)))
+    if len(selection["text_key"]) == 1:
+        (selection["text_key"],) = selection["text_key"]  # as in the manifests of earlier versions
     return {
         "tokenizer": sha256_of(load_tokenizer(recipe.tokenizer).path),
-        "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
+        "selection": selection,
         "end_token": recipe.end_token or END_TOKEN,
         "holdout": None if recipe.holdout is None else str(recipe.holdout),
         **({} if recipe.holdout_tail is None else {"tail": str(recipe.holdout_tail)}),

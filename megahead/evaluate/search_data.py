@@ -29,8 +29,6 @@ _EVALUATION_SPLITS = ("test", "dev", "train")
 _HELD_OUT_EVERY = 10
 """Of pairs without a split of their own, a tenth of the queries is held out of training."""
 
-_SEPARATOR = "\t"
-
 
 @dataclass(frozen=True)
 class SearchData:
@@ -237,7 +235,7 @@ def _read_judgements(file: Path, queries: Mapping[str, str], corpus: Mapping[str
     judgements: dict[str, dict[str, int]] = {}
     for number, line in enumerate(read_text(file).splitlines()[1:], 2):
         try:
-            query, text, score = line.split(_SEPARATOR)
+            query, text, score = line.split("\t")
             value = int(score)
         except ValueError:
             rule = "hold a query's id, a text's and a whole number, between tabs"

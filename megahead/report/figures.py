@@ -227,7 +227,8 @@ def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProg
     progress = {}
     for name, (model, origin) in zip(names, origins.items(), strict=True):
         log = read_log(RunFolder.of(model)) if folders[model] != model else ()
-        progress[model] = TrainingProgress(name, origin.tokens, _hours(log, origin.tokens))
+        hours = (record["seconds"] / 3600 for record in log if record["tokens"] <= origin.tokens)
+        progress[model] = TrainingProgress(name, origin.tokens, max(hours, default=None))
     return progress
 
 
@@ -247,11 +248,6 @@ def _read_log(run: RunFolder) -> Sequence[Record]:
         metrics = read_metrics(run.path)
         return [*metrics.training, *metrics.validation]
     return []
-
-
-def _hours(records: Sequence[Record], tokens: int) -> float | None:
-    """Hours of training after so many tokens."""
-    return max((record["seconds"] / 3600 for record in records if record["tokens"] <= tokens), default=None)
 
 
 _MAX_COLUMNS = 4

@@ -37,7 +37,9 @@ def by_definition(checkpoint: Path, rows: int) -> tuple[float, float, float]:
     outputs = []
     for first in range(0, rows, config.batch.micro_size):
         group = range(first, min(first + config.batch.micro_size, rows))
-        batch = BatchReader(samples, held_out_collator(config)).read([row * len(samples) // rows for row in group])
+        batch = BatchReader(samples, held_out_collator(config)).read(
+            [row * samples.rows_per_epoch // rows for row in group]
+        )
         backbone = pretraining.backbone
         hidden = backbone.encode_at(
             backbone.embed(batch.input_ids_BT), documents_of(batch), target_positions_of(batch)
