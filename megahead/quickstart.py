@@ -444,13 +444,14 @@ def _export_results(config: Path, report: Report) -> Started:
     """Exports the run, lets it write, and makes its report."""
     from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
-    from megahead.report.page import save_page
+    from megahead.report.page import render_page
 
     run, model = load_config(config).folder(), config.parent / "model"
     export(run.path, model, "pmi", card=CardMetadata(str(model)))
     text = complete_card(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
-    page = save_page(read_runs([run.path]), config.parent / "report.html")
+    page = config.parent / "report.html"
+    write_atomically(page, render_page(read_runs([run.path])))
     perplexity = read_metrics(run.path).validation[-1]["perplexity"]
     report(f"{'it writes':<12}{' '.join(text.split())}")
     report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")

@@ -34,6 +34,7 @@ from megahead.evaluate.glue_tasks import (
     load_task,
     paper_settings,
 )
+from megahead.evaluate.results import Score
 from megahead.evaluate.search_data import PAIRS_PREFIX, ContrastiveSettings, load_pairs
 from megahead.hf.other_programs import POOLINGS
 from megahead.report.tables import terminal, to_rich
@@ -130,7 +131,8 @@ def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, Tra
                 floors[panel] = score.mean()
             else:
                 run, tokens, hours = by_model[model]
-                points.append(TaskPoint(run, tokens, *panel, score.mean(), score.standard_error(), hours))
+                stderr = Score.mean(score.metric, score.values).stderr
+                points.append(TaskPoint(run, tokens, *panel, score.mean(), stderr, hours))
     return save_figure(draw_task_curves(points, floors=floors), output)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megahead.files import write_atomically
 from megahead.run_folder import RunFolder
 
 
@@ -30,7 +31,8 @@ def main() -> None:
     from megahead.report.read import read_runs
 
     runs = read_runs(arguments.runs)  # reports errors before torch is imported
-    from megahead.report.page import save_page
+    from megahead.report.page import render_page
 
     output = arguments.output or RunFolder(arguments.runs[0]).report
-    print(f"wrote {save_page(runs, output)}")
+    write_atomically(output, render_page(runs))
+    print(f"wrote {output}")

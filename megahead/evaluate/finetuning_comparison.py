@@ -103,10 +103,6 @@ class TaskSummary:
         """Over seeds."""
         return fmean(self.values)
 
-    def standard_error(self) -> float | None:
-        """Of the mean over seeds; None for one seed."""
-        return stdev(self.values) / len(self.values) ** 0.5 if len(self.values) > 1 else None
-
     def full_name(self) -> str:
         """The task, and the evaluation set where its name says more: glue/mnli mismatched."""
         return self.task if self.evaluation_set == self.task.split("/")[-1] else f"{self.task} {self.evaluation_set}"

@@ -145,11 +145,8 @@ def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
         scores = judgements[query_ids[pair.first_text]]
         for index, text in enumerate(pair.second_texts):
             scores[ids[text or ""]] = max(scores.get(ids[text or ""], 0), int(index == 0))
-    return SearchData(_inverse(query_ids), _inverse(ids), judgements)
-
-
-def _inverse(ids: Mapping[str, str]) -> dict[str, str]:
-    return {id_: text for text, id_ in ids.items()}
+    queries, corpus = ({id_: text for text, id_ in by_text.items()} for by_text in (query_ids, ids))
+    return SearchData(queries, corpus, judgements)
 
 
 # Tuning on pairs as one of the tasks of `megahead finetune`.

@@ -18,16 +18,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megahead.config.auxiliary import CustomConfig
 from megahead.config.objective import auxiliary_curves
-from megahead.files import write_atomically
 from megahead.report.read import Record, Run, events_of
 from megahead.report.tables import format_value
 from megahead.wording import format_duration, format_si, pluralize
-
-
-def save_page(runs: Sequence[Run], output: Path) -> Path:
-    """Writes the page atomically."""
-    write_atomically(output, render_page(runs))
-    return output
 
 
 def render_page(runs: Sequence[Run]) -> str:
