@@ -121,7 +121,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(f"the text must suffice for a vocabulary of {vocab_size}, but does not ({error}).") from None
+        raise DataError(f"a vocabulary of {vocab_size} ids must fit the text, but does not ({error}).") from None
     return from_sentencepiece(model.getvalue())
 
 

@@ -81,7 +81,7 @@ def test_too_small_a_vocabulary_is_refused(train: Callable[..., vocabulary.Token
 
 
 def test_no_text_is_reported() -> None:
-    with pytest.raises(DataError, match="the text must suffice"):
+    with pytest.raises(DataError, match="must fit the text"):
         train_sentencepiece([], 300)
 
 
