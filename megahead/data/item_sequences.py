@@ -137,8 +137,9 @@ def preprocess_events(
         partitions = _Partitions(Path(folder), sum(sizes))
         report, boundaries = EventReport(), _TimeSample()
         progress.start(sum(sizes))
+        kinds: set[str] = set()
         for path, size in zip(paths, sizes, strict=True):
-            for events in read_events(path, columns, report.dropped):
+            for events in read_events(path, columns, report.dropped, kinds):
                 partitions.write(events)
                 boundaries.add(events["time"].to_numpy())
             progress.advance(size, size)
@@ -170,26 +171,27 @@ class EventColumns(NamedTuple):
     time: str
 
 
-def read_events(path: Path, columns: EventColumns, dropped: Counter[str]) -> Iterator[pa.Table]:
+def read_events(path: Path, columns: EventColumns, dropped: Counter[str], kinds: set[str]) -> Iterator[pa.Table]:
+    """Batches of events without those that lack something, counted in `dropped`; `kinds` collects the kinds of times
+    of all tables, which must be one: dates count microseconds, numbers whatever they count. FieldError, DataError."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    kinds: set[str] = set()
     try:
         for batch in _read_batches(path, columns, dropped):
             user, item = (_as_key(batch, name) for name in (columns.user, columns.item))
             time, batch_kinds = _as_time(batch.column(columns.time), path, columns.time)
             kinds |= batch_kinds
             if len(kinds) > 1:
-                got = "numbers and dates"
-                raise FieldError("--time", f"name a column of numbers or of dates in `{path}`", got=got)
+                rule = "name a column of numbers or of dates, the same in all tables"
+                raise FieldError("--time", rule, got=f"both, of which `{path}` has the second")
             events = pa.table({"user": user, "item": item, "time": time})
             for name in events.column_names:
                 missing = pc.is_null(events[name])
                 dropped[f"without {name}"] += pc.sum(missing).as_py() or 0
                 events = events.filter(pc.invert(missing))
             yield events
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"`{path}` must be a readable table, but is not ({reason}); repair or convert it.") from None
 
@@ -235,32 +237,49 @@ def _as_key(batch: pa.RecordBatch, name: str) -> pa.Array:
     """A column as strings; numbers that are whole have no decimal point."""
     import pyarrow as pa
 
-    column = batch.column(name)
+    column = _without_encoding(batch.column(name))
     if pa.types.is_floating(column.type):
-        column = column.cast(pa.int64())
+        column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True).cast(pa.int64())
     if pa.types.is_nested(column.type) or pa.types.is_binary(column.type):
         raise FieldError("--table", f"have text or whole numbers in the column {name}", got=column.type)
     return column.cast(pa.string())
 
 
+def _without_encoding(column: pa.Array) -> pa.Array:
+    """Categories as their values, and texts as strings of one type, whichever type a program writes."""
+    import pyarrow as pa
+
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    is_text = pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+    return column.cast(pa.string()) if is_text else column
+
+
 def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str]]:
-    """(float64, null where there is no time; the kinds of times: `number`, `date`)."""
+    """(float64, null where there is no finite time; the kinds of times: `number`, `date`)."""
     import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    column = _without_encoding(column)
     if pa.types.is_temporal(column.type):
         return column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), {"date"}
     if not pa.types.is_string(column.type):
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise FieldError("--time", f"name a column of numbers or dates in `{path}`", got=f"{name}: {column.type}")
-        return pa.array(column.cast(pa.float64()).to_numpy(zero_copy_only=False), from_pandas=True), {"number"}
+        return _finite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)), {"number"}
     texts = column.to_pandas()
     numbers = pd.to_numeric(texts, errors="coerce").astype("float64")
     dates = pd.to_datetime(texts.where(numbers.isna()), errors="coerce", format="ISO8601", utc=True)
     kinds = {kind for kind, values in (("number", numbers), ("date", dates)) if values.notna().any()}
     microseconds = pa.array(dates, pa.timestamp("us", "UTC"), from_pandas=True).cast(pa.int64()).cast(pa.float64())
-    return pc.coalesce(pa.array(numbers, from_pandas=True), microseconds), kinds
+    return pc.coalesce(_finite(numbers.to_numpy()), microseconds), kinds
+
+
+def _finite(values_N: Array) -> pa.Array:
+    """The values, null where there is none or an infinite one, which has no place among quantiles."""
+    import pyarrow as pa
+
+    return pa.array(values_N, mask=~np.isfinite(values_N))
 
 
 # Sorting: events are spread over files by user, each of which is sorted in memory.
@@ -394,7 +413,8 @@ def _require_documents(report: EventReport) -> None:
     """FieldError if a dataset has no document."""
     for name in ("train", "validation", "test"):
         if not report.documents[name]:
-            got = f"{report.events:,} events of {report.users:,} users, which leave none"
+            lost = "".join(f", {count:,} {reason}" for reason, count in report.dropped.items() if count)
+            got = f"{report.events:,} events of {report.users:,} users{lost}, which leave none"
             hint = "`last` needs users with four events, `time` users with two before and one after both cuts"
             raise FieldError("--split", f"leave a sequence for {name}", got=got, hint=hint)
 

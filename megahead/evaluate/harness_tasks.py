@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, TextIO
 
+import orjson
 import yaml
 
 from megahead.data.indexed import dataset_paths
@@ -44,12 +45,13 @@ def jsonl_reader(*fields: str, optional: Sequence[str] = (), convert: Converter 
     are dropped."""
 
     def read(file: Path) -> list[Row]:
-        rows = [_parse_object(line) for line in read_text(file).split("\n") if line]
-        for number, row in enumerate(rows, 1):
+        lines = enumerate(read_text(file).split("\n"), 1)
+        rows = {number: _parse_object(line) for number, line in lines if line.strip()}
+        for number, row in rows.items():
             missing = [field for field in fields if field not in row]
             if missing:
                 raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
-        selected = ({field: row[field] for field in (*fields, *optional) if field in row} for row in rows)
+        selected = ({field: row[field] for field in (*fields, *optional) if field in row} for row in rows.values())
         return convert_rows(file, selected, convert)
 
     return read
@@ -60,7 +62,7 @@ def read_passages(file: Path) -> list[Row]:
     rows = jsonl_reader("text")(file)
     for number, row in enumerate(rows, 1):
         if not str(row["text"]).strip():
-            raise DataError(f"`{file}` must hold a text in each line, but line {number} has none; leave it out.")
+            raise DataError(f"`{file}` must hold a text in each object, but object {number} has none; leave it out.")
     return rows
 
 
@@ -150,7 +152,7 @@ def _open_text(file: Path) -> Iterator[TextIO]:
 
 def _parse_object(line: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(line)
+        value = orjson.loads(line)  # refuses half a surrogate pair, which no tokenizer reads
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -81,7 +81,7 @@ def read_pairs(file: Path) -> list[Example]:
         texts = [row["query"], row["positive"], *(negatives if isinstance(negatives, list) else [None])]
         if not all(isinstance(text, str) and text.strip() for text in texts):
             rule = "have texts as query and positive, and a list of them as negatives"
-            raise DataError(f"`{file}` must {rule}, but line {number} has not; leave it out.")
+            raise DataError(f"`{file}` must {rule}, but pair {number} has not; leave it out.")
         examples.append(Example(texts[0], tuple(texts[1:]), 0))
     return examples
 
@@ -219,18 +219,26 @@ def _read_beir(folder: Path, splits: Sequence[str]) -> SearchData:
 def _texts_by_id(file: Path) -> dict[str, str]:
     """A title and the text are joined by a space, as in BEIR."""
     texts: dict[str, str] = {}
-    for number, row in enumerate(jsonl_reader("_id", "text", optional=("title",))(file), 1):
+    for row in jsonl_reader("_id", "text", optional=("title",))(file):
         id_ = str(row["_id"])
         if id_ in texts:
-            raise DataError(f"`{file}` must have each _id once, but line {number} repeats {id_}; rename or remove it.")
-        texts[id_] = f"{row.get('title') or ''} {row['text']}".strip()
+            raise DataError(f"`{file}` must have each _id once, but repeats {id_}; rename or remove one.")
+        title, text = (row.get(field) or "" for field in ("title", "text"))
+        if not (isinstance(title, str) and isinstance(text, str)):
+            raise DataError(f"`{file}` must have texts as title and text, but {id_} has not; leave it out.")
+        texts[id_] = f"{title} {text}".strip()
     return texts
 
 
 def _read_judgements(file: Path, queries: Mapping[str, str], corpus: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Reads lines of query, text and score, after a header."""
+    """Reads lines of query, text and score, after a header; DataError if none of the texts answers its query."""
     judgements: dict[str, dict[str, int]] = {}
-    for number, line in enumerate(read_text(file).splitlines()[1:], 2):
+    header, *lines = read_text(file).rstrip("\n").split("\n")
+    if header.split(_SEPARATOR)[-1].lstrip("-").isdecimal():
+        raise DataError(
+            f"`{file}` must begin with a header, but begins with a judgement; add query-id, corpus-id, score."
+        )
+    for number, line in enumerate(lines, 2):
         try:
             query, text, score = line.split("\t")
             value = int(score)
@@ -246,4 +254,6 @@ def _read_judgements(file: Path, queries: Mapping[str, str], corpus: Mapping[str
         judgements.setdefault(query, {})[text] = value
     if not judgements:
         raise DataError(f"`{file}` must hold judgements after its header, but holds none.")
+    if all(score <= 0 for scores in judgements.values() for score in scores.values()):
+        raise DataError(f"`{file}` must hold an answer, a score above 0, but holds none; check the column.")
     return judgements

@@ -133,6 +133,33 @@ def test_rows_that_lack_something_are_counted(tmp_path: Path) -> None:
     assert (report.events, report.users, report.items) == (11, 3, 5)
 
 
+def columns_of(kind: str) -> dict[str, Any]:
+    """Six events, and two without a user or a time, as programs write them: all tables are the same events."""
+    numbers, dates = [None, *range(1, 8)], [f"2024-01-0{day}" for day in range(1, 8)] + [None]
+    user, item = [number and 5 for number in numbers], [str(number) for number in range(8)]
+    if kind == "not finite":
+        floats = [float("nan") if number is None else float(number) for number in user]
+        return {"user": floats, "item": item, "time": [*map(float, range(7)), float("inf")]}
+    if kind == "categories":
+        return {"user": pa.array(user).dictionary_encode(), "item": item, "time": pa.array(dates).dictionary_encode()}
+    return {"user": user, "item": pa.array(item, kind), "time": pa.array(dates, kind)}
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "categories", "not finite"])
+def test_tables_of_any_program_are_read_alike(tmp_path: Path, kind: str) -> None:
+    pq.write_table(pa.table(columns_of(kind)), tmp_path / "t.parquet")
+    report = preprocess_events([tmp_path / "t.parquet"], COLUMNS, tmp_path / "out", split="time")
+    assert +report.dropped == {"without user": 1, "without time": 1}
+    assert IndexedDataset(tmp_path / "out-test").document(0).tolist() == [1, 2, 3, 4, 5, 6, END_ID]
+
+
+def test_numbers_and_dates_in_two_tables_are_refused(tmp_path: Path) -> None:
+    for name, time in (("a", "1704067200"), ("b", "2024-01-01")):
+        (tmp_path / f"{name}.csv").write_text(f"user,item,time\nu,i,{time}\n")
+    with pytest.raises(FieldError, match=r"the same in all tables, but is both, of which .*b.csv` has the second"):
+        preprocess_events([tmp_path / "a.csv", tmp_path / "b.csv"], COLUMNS, tmp_path / "out")
+
+
 def test_keys_are_text_and_none_is_special(tmp_path: Path) -> None:
     names = ["0", "null", "<|endoftext|>", "é", "NA"]
     dates = ["2024-01-01", "2024-01-01T10:00:00Z", "2024-01-02 03:00:00", "2024-01-03", "2024-02-01"]
@@ -158,6 +185,7 @@ def test_an_earlier_vocabulary_keeps_its_ids_and_new_items_are_dropped(tmp_path:
     [
         ("a,1,1\na,2,2\n", {}, r"`--split` must leave a sequence for validation"),
         (GOOD, {"min_count": 9}, r"`--split` must leave a sequence for train"),
+        ("a,1,1/2/2024\na,2,soon\n", {}, r"but is 0 events of 0 users, 2 without time, which leave none"),
         ("a,1,1\na,2,2024-01-01\n", {}, r"`--time` must name a column of numbers or of dates"),
     ],
 )
@@ -175,6 +203,7 @@ def test_tables_without_sequences_are_refused(tmp_path: Path, text: str, options
         (COLUMNS, "t.xls", "`--table` must name files that end in .csv"),
         (COLUMNS, "none.csv", "must be a table, but there is no such file"),
         (COLUMNS, "broken.parquet", "must be a readable table"),
+        (COLUMNS, "broken.csv.gz", "must be a readable table"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, columns: EventColumns, name: str, message: str) -> None:

@@ -168,7 +168,7 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "corpus.jsonl` must have each _id once, but line 4 repeats d1; rename": ("corpus.jsonl", [*CORPUS, CORPUS[0]]),
+    "corpus.jsonl` must have each _id once, but repeats d1; rename": ("corpus.jsonl", [*CORPUS, CORPUS[0]]),
     "queries.jsonl` must have a text for each query, but q0 has none": ("queries.jsonl", [{"_id": "q0", "text": " "}]),
     "qrels/test.tsv` must name ids of corpus.jsonl, but line 2 has d1, which is not there": (
         "corpus.jsonl",
@@ -178,6 +178,16 @@ MISTAKES = {
     "must hold JSON objects with a `_id`, but line 1 is not": ("queries.jsonl", [{"text": "the cat"}]),
     "corpus.jsonl` must be a readable text file, but is not": ("corpus.jsonl", None),
     "must hold judgements, qrels/test.tsv or qrels/dev.tsv or .* but has none": ("qrels/test.tsv", None),
+    "qrels/test.tsv` must begin with a header, but begins with a judgement; add": ("qrels/test.tsv", "q0\td1\t1\n"),
+    "qrels/test.tsv` must hold an answer, a score above 0, but holds none": (
+        "qrels/test.tsv",
+        "q\tc\ts\nq0\td1\t0\n\n",
+    ),
+    "corpus.jsonl` must have texts as title and text, but d1 has not": ("corpus.jsonl", [{"_id": "d1", "text": ["a"]}]),
+    "corpus.jsonl` must hold JSON objects with a `_id`, but line 2": (
+        "corpus.jsonl",
+        '\n{"_id": "d1", "text": "\\ud800"}',
+    ),
     "qrels/test.tsv` must hold judgements after its header, but holds none": ("qrels/test.tsv", []),
     "must hold a query's id, a text's and a whole number, between tabs, but line 2": ("qrels/test.tsv", [{}, {}]),
 }
@@ -187,7 +197,9 @@ MISTAKES = {
 def test_mistakes_in_a_folder_are_reported(tmp_path: Path, sentence: str) -> None:
     folder, (name, rows) = write_beir(tmp_path, test=QRELS[:1]), MISTAKES[sentence]
     (folder / name).unlink()
-    if rows is not None:
+    if isinstance(rows, str):
+        (folder / name).write_text(rows)
+    elif rows is not None:
         write_rows(folder / name, rows)
     with pytest.raises(DataError, match=sentence):
         task_files(["retrieval"], articles=folder)
@@ -205,5 +217,5 @@ def test_mistakes_in_a_folder_are_reported(tmp_path: Path, sentence: str) -> Non
 )
 def test_a_pair_without_text_is_reported(tmp_path: Path, row: Mapping[str, Any]) -> None:
     file = write_rows(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}, row])
-    with pytest.raises(DataError, match=r"must have texts as query and positive, .*, but line 2 has not; leave it out"):
+    with pytest.raises(DataError, match=r"must have texts as query and positive, .*, but pair 2 has not; leave it out"):
         task_files(["retrieval"], articles=file)
