@@ -102,8 +102,10 @@ def items_summary(arguments: argparse.Namespace) -> str:
     """Writes vectors of items and sequences; describes them."""
     from megahead.data.indexed import dataset_paths
     from megahead.data.item_sequences import ItemVocabulary, read_sequences
-    from megahead.evaluate.next_item import write_vectors
+    from megahead.evaluate.next_item import require_same_items, write_vectors
 
+    if arguments.sequences is not None and arguments.items is None:
+        require_same_items(arguments.model, arguments.sequences)
     vocabulary = None if arguments.items is None else ItemVocabulary.load(arguments.items)
     sequences = [] if arguments.sequences is None else read_sequences(dataset_paths(arguments.sequences)[1])
     report = write_vectors(arguments.model, arguments.output, sequences, vocabulary)

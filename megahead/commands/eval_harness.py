@@ -46,6 +46,10 @@ def main() -> None:
 
     for model in arguments.model:
         require_for_kind(files, encoder=holds_encoder(model))
+        if "next_item" in files:
+            from megahead.evaluate.next_item import require_same_items
+
+            require_same_items(model, files["next_item"])
     folders = {model: ensure_hf_folder(model) for model in arguments.model}
     progress = {}
     if arguments.curve:

@@ -230,9 +230,9 @@ def write_vectors(
     vocabulary: None takes `items.json` beside the run's training data. Raises CheckpointError if products differ from
     the model's scores. Memory: all vectors twice.
     """
-    vocabulary = vocabulary or _find_vocabulary(model)
+    vocabulary = vocabulary or _require_vocabulary(model)
     items = ItemModel(ensure_hf_folder(model))
-    items.require_ids(len(vocabulary))
+    items.require_ids(max(len(vocabulary), *(int(ids.max()) + 1 for ids in sequences), 0))
     vectors_ND = items.vectors_ND[: len(vocabulary)].cpu()
     contexts = [items.contexts(batch).cpu() for batch in _batches(sequences, items.batch_size(sequences))]
     contexts_UD = torch.cat([torch.empty(0, vectors_ND.shape[1]), *contexts])
@@ -246,14 +246,32 @@ def write_vectors(
     return VectorsReport(len(vocabulary) - 1, len(contexts_UD), vectors_ND.shape[1], error)
 
 
-def _find_vocabulary(model: Path) -> ItemVocabulary:
+def require_same_items(model: Path, sequences: Path) -> None:
+    """DataError if the items of a dataset (its prefix or `.idx`) are others than those of a run's training data, as far
+    as both have an items.json: equal ids would be other items, and all scores meaningless."""
+    prefix = str(sequences.with_suffix("") if sequences.suffix == ".idx" else sequences)
+    path = items_path(prefix.removesuffix("-test").removesuffix("-validation"))
+    trained = _find_vocabulary(model) if path.is_file() else None
+    if trained is not None and not ItemVocabulary.load(path).keys.equals(trained.keys):
+        raise DataError(
+            f"`{path}` must hold the items of the training data of `{model}` in their order, but does not; preprocess "
+            "the sequences with `--items` of the training data."
+        )
+
+
+def _require_vocabulary(model: Path) -> ItemVocabulary:
     """The vocabulary beside the training data of a run; FieldError without one."""
-    if find_checkpoint(model) is not None:
-        paths = [items_path(part.prefix) for part in TrainedModel.open(model).config.data.parts()]
-        if existing := [path for path in paths if path.is_file()]:
-            return ItemVocabulary.load(existing[0])
+    if (vocabulary := _find_vocabulary(model)) is not None:
+        return vocabulary
     hint = "it lies beside the training data"
     raise FieldError("--items", f"name the items.json of `{model}`", got="missing", hint=hint)
+
+
+def _find_vocabulary(model: Path) -> ItemVocabulary | None:
+    if find_checkpoint(model) is None:
+        return None
+    paths = [items_path(part.prefix) for part in TrainedModel.open(model).config.data.parts()]
+    return next((ItemVocabulary.load(path) for path in paths if path.is_file()), None)
 
 
 def _largest_error(items: ItemModel, sequences: Sequence[Array], contexts_UD: Tensor, vectors_ND: Tensor) -> float:

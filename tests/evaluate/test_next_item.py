@@ -16,7 +16,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.next_item import rank_next_items, summarize, write_vectors
+from megahead.evaluate.next_item import rank_next_items, require_same_items, summarize, write_vectors
 from megahead.hf.export import ensure_hf_folder
 from megahead.hf.loading import load_causal
 from support.small_checkpoint import save_small, small_config
@@ -125,6 +125,23 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         task_files(["next_item"])
     with pytest.raises(DataError, match="must exist"):
         task_files(["next_item"], items=tmp_path / "none")
+    vocabulary = ItemVocabulary.load(write_items(tmp_path / "items.json"))
+    with pytest.raises(DataError, match=r"must have the 71 ids of the sequences, but has 61 instead"):
+        write_vectors(tmp_path / "run", tmp_path / "vectors", [np.array([3, 70])], vocabulary)
     single = write_dataset(tmp_path / "single", [np.array([3])])
     with pytest.raises(DataError, match="sequences of two items at least, but document 0 has 1"):
         read_sequences(dataset_paths(single)[1])
+
+
+def test_sequences_of_other_items_are_refused(tmp_path: Path) -> None:
+    """As many items, in another order: only their names tell."""
+    save_small(tmp_path / "run", small_config(data={"train": str(tmp_path / "mine")}))
+    for name in ("mine", "copied", "other"):
+        write_items(tmp_path / f"{name}-items.json")
+    other = tmp_path / "other-items.json"
+    other.write_text(other.read_text().replace('"k7"', '"new"'))
+    for suffix in ("", "-validation", "-test", "-test.idx"):
+        require_same_items(tmp_path / "run", tmp_path / f"copied{suffix}")
+        require_same_items(tmp_path / "run", tmp_path / f"nowhere{suffix}")
+        with pytest.raises(DataError, match=r"other-items.json` must hold the items of the training data of .*run"):
+            require_same_items(tmp_path / "run", tmp_path / f"other{suffix}")
