@@ -114,7 +114,7 @@ def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         ("", "is empty"),
-        ('{"text": "a b"}\n{"text": " "}\n', "line 2 has none; leave it out"),
+        ('{"text": "a b"}\n{"text": " "}\n', "object 2 has none; leave it out"),
         ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is not"),
         ("[1]\n", "line 1 is not"),
     ],
