@@ -234,7 +234,7 @@ def _read_judgements(file: Path, queries: Mapping[str, str], corpus: Mapping[str
     """Reads lines of query, text and score, after a header; DataError if none of the texts answers its query."""
     judgements: dict[str, dict[str, int]] = {}
     header, *lines = read_text(file).rstrip("\n").split("\n")
-    if header.split(_SEPARATOR)[-1].lstrip("-").isdecimal():
+    if header.split("\t")[-1].lstrip("-").isdecimal():
         raise DataError(
             f"`{file}` must begin with a header, but begins with a judgement; add query-id, corpus-id, score."
         )
