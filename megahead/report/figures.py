@@ -21,7 +21,7 @@ from megahead.errors import UserError
 from megahead.evaluate.geometry import Similarities
 from megahead.files import atomic_path
 from megahead.hf.settings import ExportOrigin, read_origin
-from megahead.report.page import HELD_OUT, TRAINING, Panel, column
+from megahead.report.panels import HELD_OUT, TRAINING, Panel, column
 from megahead.report.read import Record, RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 

@@ -10,7 +10,7 @@ import pytest
 
 from megahead.errors import UserError
 from megahead.report.figures import draw_curves, save_figure
-from megahead.report.page import running_mean
+from megahead.report.panels import running_mean
 from megahead.report.read import last_logged_step, read_metrics
 from support.logged_run import evaluation, training, write_run
 

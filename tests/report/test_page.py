@@ -17,7 +17,8 @@ from megahead.commands import report
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.report.page import MAX_POINTS, render_page
+from megahead.report.page import render_page
+from megahead.report.panels import MAX_POINTS
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
 from support.logged_run import evaluation, training, write_run

@@ -26,7 +26,7 @@ from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
 from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.objectives.pretraining import weight_shapes
-from megahead.report.page import build_panels
+from megahead.report.panels import build_panels
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.preflight import check_available_files
 from megahead.train.run import pretrain

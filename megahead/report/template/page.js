@@ -1,4 +1,4 @@
-// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see build_panels in page.py.
+// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see build_panels in panels.py.
 // A series is {x: {tokens, step, seconds}, y, mean}; null in y is a missing or non-finite value: a gap in the line.
 "use strict";
 const { panels, runs } = JSON.parse(document.getElementById("data").textContent);
