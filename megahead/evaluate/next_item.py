@@ -21,7 +21,7 @@ from megahead.data.item_sequences import END_ID, ItemVocabulary, items_path, rea
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.results import Score, TaskResult
 from megahead.files import atomic_folder
-from megahead.hf.export import ensure_hf_folder
+from megahead.hf.export import ensure_decoder_folder
 from megahead.hf.loading import context_length, load_causal, outputs_selected
 from megahead.hf.trained import TrainedModel
 
@@ -231,7 +231,7 @@ def write_vectors(
     the model's scores. Memory: all vectors twice.
     """
     vocabulary = vocabulary or _require_vocabulary(model)
-    items = ItemModel(ensure_hf_folder(model))
+    items = ItemModel(ensure_decoder_folder(model))
     items.require_ids(max(len(vocabulary), *(int(ids.max()) + 1 for ids in sequences), 0))
     vectors_ND = items.vectors_ND[: len(vocabulary)].cpu()
     contexts = [items.contexts(batch).cpu() for batch in _batches(sequences, items.batch_size(sequences))]

@@ -294,6 +294,13 @@ def ensure_encoder_folder(path: Path) -> Path:
     return ensure_hf_folder(path)
 
 
+def ensure_decoder_folder(path: Path) -> Path:
+    """As `ensure_hf_folder`; CheckpointError for an encoder, before it is exported."""
+    if holds_encoder(path):
+        raise CheckpointError(f"`{path}` must hold a decoder, which predicts what comes next, but holds an encoder.")
+    return ensure_hf_folder(path)
+
+
 def holds_encoder(path: Path) -> bool:
     """Whether the Hugging Face folder, run or checkpoint `path` has a model that predicts masked tokens.
     CheckpointError if `path` is none of these."""

@@ -210,7 +210,7 @@ def _load_with_report(
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # some hundred names
     return CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}")
 
 

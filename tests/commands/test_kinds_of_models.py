@@ -23,6 +23,7 @@ MASKING = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
         ("gpt_neox", "finetune --task retrieval/pairs.jsonl", ENCODER),
         ("gpt_neox", "generate --prompt cat --passes 2", "`--passes` must be left out for a decoder"),
         ("gpt_neox", "eval-harness --tasks retrieval --articles pairs.jsonl", "piqa, openbookqa, .* for a decoder"),
+        ("bert", "convert items --output vectors --items items.json", "must hold a decoder, which predicts what comes"),
         ("bert", "eval-harness --tasks bits_per_byte --text text.txt", "must name tasks of blimp, .* for an encoder"),
     ],
 )
@@ -36,6 +37,7 @@ def test_a_model_of_the_other_kind_is_refused_before_it_is_exported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("the cat sat\n")
+    Path("items.json").write_text('[{"id":0,"key":null,"count":0},{"id":1,"key":"a","count":1}]')
     pairs = (f'{{"query": "cat {k}", "positive": "the cat {k}"}}\n' for k in range(20))
     Path("pairs.jsonl").write_text("".join(pairs))
     masking = {"masking": MASKING} if family == "bert" else {}
