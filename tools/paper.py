@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "vocabularies", "glue"), "encoders"),
-    **dict.fromkeys(("variants", "negatives", "precision", "shapes"), "grids"),
+    **dict.fromkeys(("variants", "negatives", "precision"), "grids"),
     **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
     **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval", "items")},
 }

@@ -1,4 +1,4 @@
-"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, precision, shapes."""
+"""Experiments that are a grid of `grids.yaml` and its table: variants, negatives, precision."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from experiments.measures import Row, aggregate_seeds, tokens_per_second
-from experiments.recipe import INITIAL_RECIPE
-from experiments.runner import GRIDS, ExperimentRunner, grid_charts, to_overrides
+from experiments.runner import GRIDS, ExperimentRunner, grid_charts
 
 
 def compare_variants(runner: ExperimentRunner, only: Sequence[str]) -> None:
@@ -55,15 +54,3 @@ def compare_precision(runner: ExperimentRunner, only: Sequence[str]) -> None:
             {"runs": runs, "differ in": " and ".join(differing), "mean apart": mean, "at the end": gaps[-1]}
         )
     runner.record("precision-apart", gap_rows)
-
-
-def compare_shapes(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains each shape at every learning rate with one seed, and at its best one with another."""
-    rows: list[Row] = []
-    columns, first = GRIDS["shapes"]["columns"], to_overrides(INITIAL_RECIPE)
-    for shape in (shape for shape in GRIDS["shapes"]["axes"]["shape"] if not only or shape in only):
-        sweep_rows = [cell.row(columns) for cell in runner.grid("shapes", (), *first, shape=[shape])]
-        best = min(sweep_rows, key=lambda row: float(row["perplexity"]))["rate"]
-        second_seed = runner.grid("shapes", (), *first, shape=[shape], rate=[best], seed=[1])
-        rows += sweep_rows + [cell.row(columns) for cell in second_seed]
-    runner.record("shapes", aggregate_seeds(rows, ("shape", "rate"), [*columns]))

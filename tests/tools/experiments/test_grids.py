@@ -1,4 +1,4 @@
-"""Groups, vocabularies, precisions and shapes, in tiny."""
+"""Groups, vocabularies and precisions, in tiny."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from experiments.figures import compare_latency
-from experiments.grids import compare_negatives, compare_precision, compare_shapes
+from experiments.grids import compare_negatives, compare_precision
 from experiments.runner import GRIDS, ExperimentRunner
-from megahead.report.read import read_metrics
 from support.long import long
 from support.runner import TINY, results
 
@@ -51,19 +50,3 @@ def test_precisions_are_held_against_seeds(runner: ExperimentRunner, monkeypatch
     assert apart.keys() == {"precision", "seed", "precision and seed"}
     assert 0 < apart["precision"]["mean apart"] < apart["seed"]["mean apart"]
     assert [row["seeds"] for row in results(runner, "precision-ends")] == [2, 2]
-
-
-@pytest.mark.slow
-def test_shapes_are_swept_and_the_best_rate_gets_the_other_seeds(
-    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(GRIDS["shapes"], "vocabulary", 320)
-    monkeypatch.setitem(GRIDS["shapes"]["axes"]["rate"], "values", [1e-3, 1e-2])
-    shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=1"]
-    compare_shapes(replace(runner, settings=[*TINY, *shape]), ["pythia", "llama"])
-    rows = {(row["shape"], row["rate"]): row for row in results(runner, "shapes")}
-    assert rows.keys() == {(shape, rate) for shape in ("pythia", "llama") for rate in (1e-3, 1e-2)}
-    for shape in ("pythia", "llama"):
-        first = {rate: read_metrics(runner.folder / f"{shape}-{rate:g}-0").validation[-1] for rate in (1e-3, 1e-2)}
-        best = min(first, key=lambda rate: first[rate]["perplexity"])
-        assert [rows[shape, rate]["seeds"] for rate in (1e-3, 1e-2)] == [1 + (rate == best) for rate in (1e-3, 1e-2)]
