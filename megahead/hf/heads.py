@@ -11,52 +11,10 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
-from megahead.errors import CheckpointError, FieldError, UserError
-from megahead.hf.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
+from megahead.errors import CheckpointError, UserError
 from megahead.hf.families import Family
-from megahead.hf.gpt import GPT2, GPT_NEOX
-from megahead.hf.llama import GEMMA3, LLAMA_WITH_HEAD_BIAS, LLAMAS, model_type_of
-from megahead.hf.modernbert import MODERNBERT, MODERNBERT_DECODER
+from megahead.hf.registry import export_family
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
-
-# The models of Hugging Face that are imported and exported.
-
-DECODERS = {"gpt_neox": GPT_NEOX, **LLAMAS, "gpt2": GPT2, "gemma3_text": GEMMA3}
-"""By `model_type`."""
-
-ENCODERS = {
-    "bert": BERT,
-    "distilbert": DISTILBERT,
-    "roberta": ROBERTA,
-    "xlm-roberta": XLM_ROBERTA,
-    "modernbert": MODERNBERT,
-    "modernbert-decoder": MODERNBERT_DECODER,
-}
-"""By `model_type`; one of them is causal."""
-
-FAMILIES = DECODERS | ENCODERS
-
-WITH_POSITION_OFFSET = ("roberta", "xlm-roberta")
-"""Types whose max_position_embeddings count rows before that of the first token."""
-
-WITH_POOLER = ("bert", *WITH_POSITION_OFFSET)
-"""Types whose backbone has a pooler unless it is built without."""
-
-
-def export_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """Returns the family that `model` is exported as: for a Llama that of its settings, with a head bias ERNIE; a BERT
-    without token types is a DistilBERT, a causal ModernBERT a ModernBERT decoder. FieldError for a causal BERT or
-    RoBERTa, which transformers lacks."""
-    if model.family == "llama":
-        return LLAMA_WITH_HEAD_BIAS if head_bias else LLAMAS[model_type_of(model)]
-    if model.family == "modernbert":
-        return MODERNBERT_DECODER if model.is_causal else MODERNBERT
-    if model.is_encoder() and model.is_causal:
-        rule, hint = f"be false in a {model.family} that is exported", "a modernbert is exported either way"
-        raise FieldError("model.is_causal", rule, got="true", hint=hint)
-    families = {"gpt_neox": GPT_NEOX, "gpt2": GPT2, "gemma3": GEMMA3, "roberta": ROBERTA, "xlm_roberta": XLM_ROBERTA}
-    return (families | {"bert": BERT if model.token_types else DISTILBERT})[model.family]
-
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,9 +23,9 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
-from megahead.hf.heads import DECODERS, ENCODERS, WITH_POOLER
 from megahead.hf.llama import LLAMA
 from megahead.hf.published import max_positions, read_hf_config
+from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER
 from megahead.hf.settings import HFSettings
 
 

@@ -26,7 +26,7 @@ from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf.bert import position_offset
 from megahead.hf.families import Family
-from megahead.hf.heads import FAMILIES, WITH_POSITION_OFFSET
+from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
 from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes

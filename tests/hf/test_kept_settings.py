@@ -31,8 +31,8 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.language_models import Encoder
 from megahead.hf.export import export
-from megahead.hf.heads import FAMILIES
 from megahead.hf.published import from_hf
+from megahead.hf.registry import FAMILIES
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
