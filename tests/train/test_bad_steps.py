@@ -234,6 +234,8 @@ def test_a_spike_is_seen_and_answered(tmp_path: Path, policy: str, settings: str
     assert (fault["kind"], fault["action"]) == ("spike", "apply" if policy == "note" else policy)
     last = read_metrics(tmp_path / "run").training[-1]
     assert (last["step"], last["skipped_steps"]) == (12, 0 if policy == "note" else 1)
+    state = open_checkpoint(tmp_path / "run").state
+    assert (state["spikes"], state["rollbacks"]) == (1, policy == "rollback")
     assert finite_blocks(tmp_path / "run")
 
 
