@@ -31,12 +31,10 @@ def candidate_rows(config: RunConfig) -> int:
 
 def _own_targets(config: RunConfig) -> tuple[int, int]:
     """The auxiliary objective's own targets of a row, and their candidates in a micro-batch."""
-    auxiliary = config.objective.auxiliary()
-    targets = 0 if auxiliary is None else auxiliary.targets_per_row(config.data.sequence_length)
-    if auxiliary is not None and auxiliary.shares_candidates:
+    auxiliary = config.objective.traits()
+    targets = auxiliary.targets_per_row(config.data.sequence_length)
+    if auxiliary.shares_candidates or config.objective.name == "vanilla":
         return targets, candidate_rows(config)
-    if config.objective.name == "vanilla":
-        return targets, config.model.padded_vocab_size()
     return targets, expected_candidates(config.batch.micro_size * targets, config.model.vocab_size)
 
 
@@ -135,9 +133,7 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
 
 
 def _auxiliary_head(config: RunConfig) -> int:
-    auxiliary = config.objective.auxiliary()
-    if auxiliary is None:
-        return 0
+    auxiliary = config.objective.traits()
     blocks = auxiliary.head_blocks(config.model)
     in_blocks = 0 if blocks is None else count_parameters(blocks).body - position_parameters(blocks)
     return in_blocks + auxiliary.head_parameters(config.model)
@@ -204,8 +200,7 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     layers = sum(model.num_layers for model in _model_configs(config)) - sum(
         subset.layers_saved() for subset in subset_layers(config)
     )
-    auxiliary = config.objective.auxiliary()
-    own_layers = 0 if auxiliary is None else auxiliary.num_layers * tensor  # each rank has them whole
+    own_layers = config.objective.traits().num_layers * tensor  # each rank has them whole
     return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
 
 
@@ -279,14 +274,13 @@ def training_flops(
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
     auxiliary objective are not counted if their number depends on the text."""
-    length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.auxiliary()
-    model, generator, head = config.model_in_training(), config.generator_config(), _head_flops(config, candidate_rows)
-    if auxiliary is not None:
-        head += auxiliary.head_flops(model, length)
-        if (blocks := auxiliary.head_blocks(model)) is not None:
-            head += training_flops(blocks, length, 0).total
+    length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.traits()
+    model, generator = config.model_in_training(), config.generator_config()
+    head = _head_flops(config, candidate_rows) + auxiliary.head_flops(model, length)
+    if (blocks := auxiliary.head_blocks(model)) is not None:
+        head += training_flops(blocks, length, 0).total
     if generator is None:
-        outputs = None if auxiliary is not None and auxiliary.needs_all_outputs else targets
+        outputs = None if auxiliary.needs_all_outputs else targets
         flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
         return replace(flops, head=head)
     generator_flops = training_flops(generator, length, 0, targets=targets)
@@ -297,15 +291,14 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
 def _head_flops(config: RunConfig, candidate_rows: int) -> float:
     """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    auxiliary, products, sampled = config.objective.auxiliary(), 3 + (masking is not None and masking.is_adaptive()), 0
-    if auxiliary is not None and auxiliary.samples_tokens:
+    auxiliary, products, sampled = config.objective.traits(), 3 + (masking is not None and masking.is_adaptive()), 0
+    if auxiliary.samples_tokens:
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
-    if auxiliary is not None:
-        targets, candidates = _own_targets(config)
-        products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
-        products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
+    targets, candidates = _own_targets(config)
+    products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
+    products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
     return 2 * config.model.hidden_size * products_per_token
 
 
@@ -487,13 +480,8 @@ def _loss_bytes(config: RunConfig, precision: str, device: str) -> float:
         chunk = sizes.outputs_per_chunk(targets, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + rows) + (4 * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
-    return total + _bag_bytes(config)
-
-
-def _bag_bytes(config: RunConfig) -> float:
-    """Bytes of the largest scores of texts, in float32, and of what follows from them: nine such matrices (measured on
-    a CPU: 64 texts and 30,522 ids)."""
-    auxiliary, (_, candidates) = config.objective.auxiliary(), _own_targets(config)
-    if auxiliary is None or not auxiliary.pools_rows():
-        return 0.0
-    return 9 * 4 * config.batch.micro_size * candidates / config.parallel.tensor
+    if (
+        config.objective.traits().pools_rows()
+    ):  # of texts: nine such matrices in float32 (measured: 64 texts, 30,522 ids)
+        total += 9 * 4 * config.batch.micro_size * _own_targets(config)[1] / config.parallel.tensor
+    return total

@@ -57,14 +57,16 @@ class AuxiliarySettings(Settings):
     dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
     """Why the embedding cannot be sharded by rows: the banner's text, and the rule of the error."""
 
+    rest_label: ClassVar[str] = ""
+    """The run's loss without its own, weighted, is logged as LABEL_loss; empty: not at all."""
+
     predictor_label: ClassVar[str] = ""
     """What predicts held-out targets, if not the model itself: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 
-    def implementation(self) -> str:
-        """`module:Class` of the `objectives.auxiliary.Auxiliary` that computes it."""
-        raise NotImplementedError
+    implementation: ClassVar[str]
+    """`module:Class` of the `objectives.auxiliary.Auxiliary` that computes it."""
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError if other settings rule it out."""
@@ -73,12 +75,9 @@ class AuxiliarySettings(Settings):
         """The shape of a second encoder that learns the targets instead of the model; None by default."""
         return None
 
-    def token_counts_needed_by(self) -> str | None:
-        """The setting, below `objective`, that needs token counts of the dataset; None by default."""
-        return None
-
     def samples_vocabulary(self) -> bool:
-        """Whether it samples from all ids by the training-free head, not from the candidates."""
+        """Whether it has `draws: vocabulary`: samples from all ids by the training-free head, which needs token counts
+        of the dataset, not from the candidates."""
         return False
 
     def targets_per_row(self, sequence_length: int) -> int:
@@ -112,13 +111,15 @@ class AuxiliarySettings(Settings):
 
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further metrics by full name, computed from the means of all metrics over several steps."""
-        return {}
+        own = f"{self.metric_prefix}_loss"
+        return {f"{self.rest_label}_loss": means["loss"] - self.weight * means[own]} if self.rest_label else {}
 
     def progress_text(self, means: Mapping[str, float]) -> str:
-        """Its part of a progress line, from the means of all metrics by full name."""
+        """Its part of a progress line, from the means of all metrics by full name: next 4.1000  ahead 4.8000"""
         prefix = f"{self.metric_prefix}_"
         named = {name.removeprefix(prefix): mean for name, mean in means.items() if name.startswith(prefix)}
-        return self.evaluation_text(named)
+        rest = f"{self.rest_label} {means[f'{self.rest_label}_loss']:.4f}  " if self.rest_label else ""
+        return rest + self.evaluation_text(named)
 
     def evaluation_text(self, means: Mapping[str, float]) -> str:
         """Its part of the line on an evaluation, from its means by NAME."""
@@ -148,7 +149,9 @@ class CustomConfig(AuxiliarySettings):
     def _check_class_path(cls, value: str) -> str:
         return require_class_path("objective", value)
 
-    def implementation(self) -> str:
+    @property
+    def implementation(self) -> str:  # type: ignore[override]  # a class variable in the base class
+        """The class that `objective` names."""
         return self.objective
 
     def evaluation_text(self, means: Mapping[str, float]) -> str:
@@ -159,10 +162,11 @@ class CustomConfig(AuxiliarySettings):
     @property
     def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
         """The class's own `needs_all_outputs`. Imports the class, and with it torch."""
-        auxiliary_class = load_class("objective.custom.objective", self.objective)
-        return bool(getattr(auxiliary_class, "needs_all_outputs", False))
+        return bool(getattr(self._load_class(), "needs_all_outputs", False))
 
     def head_parameters(self, model: ModelConfig) -> int:
         """The class's own `head_parameters(model)`. Imports the class, and with it torch."""
-        auxiliary_class = load_class("objective.custom.objective", self.objective)
-        return int(getattr(auxiliary_class, "head_parameters", lambda _: 0)(model))  # 0 if it is no Auxiliary at all
+        return int(getattr(self._load_class(), "head_parameters", lambda _: 0)(model))  # 0 if it is no Auxiliary at all
+
+    def _load_class(self) -> Any:
+        return load_class("objective.custom.objective", self.objective)

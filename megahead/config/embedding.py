@@ -40,24 +40,22 @@ def shards_embedding(config: RunConfig) -> bool:
 def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
     """Why a run's embedding cannot be sharded; None if it can."""
     (b1, b2), table = config.optimizer.betas, config.optimizer.table
+    why_dense = config.objective.traits().dense_embedding_reason
     if config.objective.has_vocabulary_softmax():
         rule = "be `dense` with a softmax over the vocabulary, which updates each row at each step"
-        return ShardingConflict("the softmax covers all ids", ConfigError("engine.embedding", rule, got="`rows`"))
-    if config.objective.candidates == "own":
+        why_dense = "the softmax covers all ids", rule
+    elif config.objective.candidates == "own":
         rule = "be `dense` with objective.candidates: own, whose table is dense"
-        return ShardingConflict("candidates have their own table", ConfigError("engine.embedding", rule, got="`rows`"))
-    auxiliary = config.objective.auxiliary()
-    if auxiliary is not None and auxiliary.dense_embedding_reason is not None:
-        reason, rule = auxiliary.dense_embedding_reason
+        why_dense = "candidates have their own table", rule
+    if why_dense is not None:
+        reason, rule = why_dense
         return ShardingConflict(reason, ConfigError("engine.embedding", rule, got="`rows`"))
     if (decay := _decay_error(config.optimizer)) is not None:
         return ShardingConflict("weight decay exceeds the weights", decay)
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
         rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
-        hint = "or set optimizer.table.rule=adagrad"
-        return ShardingConflict(
-            "optimizer.betas are too near", ConfigError("optimizer.betas", rule, got=[b1, b2], hint=hint)
-        )
+        error = ConfigError("optimizer.betas", rule, got=[b1, b2], hint="or set optimizer.table.rule=adagrad")
+        return ShardingConflict("optimizer.betas are too near", error)
     return None
 
 

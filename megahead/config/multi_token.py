@@ -29,7 +29,9 @@ class MultiTokenConfig(AuxiliarySettings):
     """Weight of the heads' loss, a mean over all their tokens; that of next tokens has 1. 0.3 is DeepSeek-V3's (arXiv
     2412.19437)."""
 
+    implementation: ClassVar = "megahead.objectives.multi_token:MultiToken"
     metric_prefix: ClassVar = "ahead"
+    rest_label: ClassVar = "next"
     needs_all_outputs: ClassVar = True
     shares_candidates: ClassVar = True
     curves: ClassVar = (
@@ -41,10 +43,6 @@ class MultiTokenConfig(AuxiliarySettings):
     def num_layers(self) -> int:  # type: ignore[override]  # a class variable in the base class
         """A block for each head."""
         return self.heads
-
-    def implementation(self) -> str:
-        """The class that computes it."""
-        return "megahead.objectives.multi_token:MultiToken"
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError unless the run is a decoder's, with room for the tokens ahead."""
@@ -74,11 +72,3 @@ class MultiTokenConfig(AuxiliarySettings):
             for k in range(1, self.heads + 1):
                 means[f"loss_{k + 1}"] = sums[f"loss_{k + 1}"] / max(sums[f"count_{k + 1}"], 1.0)
         return means
-
-    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The loss of next tokens: the run's loss without the weighted loss of the heads."""
-        return {"next_loss": means["loss"] - self.weight * means["ahead_loss"]}
-
-    def progress_text(self, means: Mapping[str, float]) -> str:
-        """For example: next 4.1000  ahead 4.8000"""
-        return f"next {means['next_loss']:.4f}  {super().progress_text(means)}"

@@ -14,8 +14,7 @@ from megahead.config.data import BatchConfig
 from megahead.config.multi_token import MultiTokenConfig
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
-from megahead.config.retromae import RetroMAEConfig
-from megahead.config.tsdae import TSDAEConfig
+from megahead.config.retromae import RetroMAEConfig, TSDAEConfig
 from megahead.errors import ConfigError
 
 
@@ -231,6 +230,10 @@ class ObjectiveConfig(Settings):
         """Settings of the auxiliary objective, or None."""
         return getattr(self, self.auxiliary_name(), None)
 
+    def traits(self) -> AuxiliarySettings:
+        """Settings of the auxiliary objective; without one, settings that add nothing."""
+        return self.auxiliary() or AuxiliarySettings(weight=0.0)
+
     def auxiliary_name(self) -> str:
         """The section of the auxiliary objective; empty without one."""
         return next((field for field in _AUXILIARY_CLASSES if getattr(self, field) is not None), "")
@@ -280,9 +283,8 @@ class ObjectiveConfig(Settings):
         """The setting that needs token counts of the dataset, or None."""
         if self.bias == "corrected":
             return "bias"
-        auxiliary = self.auxiliary()
-        if auxiliary is not None and (setting := auxiliary.token_counts_needed_by()):
-            return setting
+        if self.traits().samples_vocabulary():
+            return f"{self.auxiliary_name()}.draws"
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 
 

@@ -44,6 +44,7 @@ class PhrasesConfig(AuxiliarySettings):
         require(self.longest >= self.shortest, "longest", rule, got=self.longest)
         return self
 
+    implementation: ClassVar = "megahead.objectives.phrases:Phrases"
     metric_prefix: ClassVar = "phrase"
     needs_all_outputs: ClassVar = True
     skews_targets: ClassVar = True
@@ -51,10 +52,6 @@ class PhrasesConfig(AuxiliarySettings):
         Curve("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
         Curve("phrase_found", "Masked phrases found", "share of their ends", percent=True, from_zero=True),
     )
-
-    def implementation(self) -> str:
-        """The class that computes it."""
-        return "megahead.objectives.phrases:Phrases"
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError unless the run masks tokens and each micro-batch has whole groups."""

@@ -35,7 +35,9 @@ class ReplacedTokensConfig(AuxiliarySettings):
     weight: float = Field(default=50.0, gt=0)
     """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
 
+    implementation: ClassVar = "megahead.objectives.replaced_tokens:ReplacedTokens"
     metric_prefix: ClassVar = "detection"
+    rest_label: ClassVar = "generator"
     samples_tokens: ClassVar = True
     predictor_label: ClassVar = "generator's "
     no_head_reason: ClassVar = "detects replaced tokens and predicts no tokens"
@@ -48,10 +50,6 @@ class ReplacedTokensConfig(AuxiliarySettings):
         Curve("detection_loss", "Detection loss", "of whether a token was replaced", from_zero=True),
         Curve("detection_found", "Replaced tokens found", "share of them", percent=True, from_zero=True),
     )
-
-    def implementation(self) -> str:
-        """The class that computes it."""
-        return "megahead.objectives.replaced_tokens:ReplacedTokens"
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError without masked tokens for the generator, or with a setting that excludes it."""
@@ -82,9 +80,6 @@ class ReplacedTokensConfig(AuxiliarySettings):
         """The model with `generator_layers` layers."""
         return model.model_copy(update={"num_layers": self.generator_layers})
 
-    def token_counts_needed_by(self) -> str | None:
-        return "replaced_tokens.draws" if self.samples_vocabulary() else None
-
     def samples_vocabulary(self) -> bool:
         return self.draws == "vocabulary"
 
@@ -112,14 +107,6 @@ class ReplacedTokensConfig(AuxiliarySettings):
             "found": sums["found"] / max(replaced, 1),
             "kept": sums["kept"] / max(classified - replaced, 1),
         }
-
-    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The generator's loss: the run's loss without the weighted detection loss."""
-        return {"generator_loss": means["loss"] - self.weight * means["detection_loss"]}
-
-    def progress_text(self, means: Mapping[str, float]) -> str:
-        """For example: generator 6.1000  detection 0.2431, found 48.2% and kept 98.1%"""
-        return f"generator {means['generator_loss']:.4f}  {super().progress_text(means)}"
 
     def evaluation_text(self, means: Mapping[str, float]) -> str:
         """For example: detection 0.2431, found 48.2% and kept 98.1%"""

@@ -1,5 +1,5 @@
-"""RetroMAE: an encoder's [CLS] learns to represent a whole text, which a decoder reconstructs from it. The base of its
-settings is that of TSDAE's, too."""
+"""Objectives by which an encoder's [CLS] learns to represent a text: a decoder reconstructs it, of which the encoder
+reads all (RetroMAE) or a part (TSDAE)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class TextDecoderConfig(AuxiliarySettings):
     """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
 
     metric_prefix: ClassVar = "decoder"
+    rest_label: ClassVar = "encoder"
     num_layers: ClassVar = 1
     curves: ClassVar[tuple[Curve, ...]] = (
         Curve("encoder_loss", "Encoder's loss", "of masked tokens, where a decoder reads [CLS]"),
@@ -56,14 +57,6 @@ class TextDecoderConfig(AuxiliarySettings):
         hidden, mlp = model.hidden_size, model.mlp_size()
         return 3 * 2 * hidden * (4 * hidden + 2 * mlp) + 3 * 4 * sequence_length * hidden
 
-    def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The loss of masked tokens: the run's loss without the weighted loss of the decoder."""
-        return {"encoder_loss": means["loss"] - self.weight * means["decoder_loss"]}
-
-    def progress_text(self, means: Mapping[str, float]) -> str:
-        """For example: encoder 6.1000  decoder 7.2431"""
-        return f"encoder {means['encoder_loss']:.4f}  {super().progress_text(means)}"
-
 
 class RetroMAEConfig(TextDecoderConfig):
     """RetroMAE (arXiv 2205.12035): a decoder of one layer predicts each token of a row's first document from the hidden
@@ -78,6 +71,7 @@ class RetroMAEConfig(TextDecoderConfig):
     predict its set of tokens, by the run's objective. Its loss is a sum over the set, divided by the number of
     tokens."""
 
+    implementation: ClassVar = "megahead.objectives.retromae:RetroMAE"
     curves: ClassVar = (
         *TextDecoderConfig.curves,
         Curve("decoder_bag", "Bag of words", "loss of a text's set of tokens, per token"),
@@ -91,10 +85,6 @@ class RetroMAEConfig(TextDecoderConfig):
     def pools_rows(self) -> bool:
         """Whether there is a bag of words."""
         return self.bag_weight > 0
-
-    def implementation(self) -> str:
-        """The class that computes it."""
-        return "megahead.objectives.retromae:RetroMAE"
 
     def describe(self) -> str:
         """What the decoder does not see, and the weight of its loss."""
@@ -117,3 +107,20 @@ class RetroMAEConfig(TextDecoderConfig):
         """For example: encoder 6.1000  decoder 7.2431  bag 5.9000"""
         bag = f"  bag {means['decoder_bag']:.4f}" if "decoder_bag" in means else ""
         return f"{super().progress_text(means)}{bag}"
+
+
+class TSDAEConfig(TextDecoderConfig):
+    """TSDAE (arXiv 2104.06979): the encoder reads a part of a row's first document, and a decoder of one layer predicts
+    each of its tokens from the hidden state of [CLS] and the tokens before it, by the run's objective. For vectors of
+    sentences."""
+
+    deletion_rate: float = Field(default=0.6, gt=0, lt=1)
+    """Probability that a token of a row's first document is deleted. Special tokens and masked ones stay, so a low
+    masking.rate is nearest to the paper."""
+
+    implementation: ClassVar = "megahead.objectives.retromae:TSDAE"
+
+    def describe(self) -> str:
+        """What the encoder does not read, and the weight of the decoder's loss."""
+        deleted = f"{self.deletion_rate:.0%} of the tokens deleted before"
+        return f"texts read back from [CLS] by a decoder from left to right, {deleted} (weight {self.weight:g})"

@@ -281,8 +281,7 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     with the same probability); None if training masks like this or not at all, or `token_counts_V` are all 0."""
     if config.masking is None or config.model.is_causal:
         return None
-    auxiliary = config.objective.auxiliary()
-    skews_targets = config.masking.skews_targets() or (auxiliary is not None and auxiliary.skews_targets)
+    skews_targets = config.masking.skews_targets() or config.objective.traits().skews_targets
     if not skews_targets or token_counts_V is None or not token_counts_V.any():
         return None
     special_ids = config.masking.unmaskable_ids(config.data.end_token)

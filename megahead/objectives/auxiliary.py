@@ -5,7 +5,7 @@ B rows, T inputs per row, M = B T, D features, N targets, P targets of an object
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -43,20 +43,13 @@ class Targets(NamedTuple):
     """int64: their targets."""
 
 
-class TargetsLoss(Protocol):
-    """Predicts an objective's own targets by the run's softmax, whose candidates are those of its candidate groups."""
+TargetsLoss = Callable[[Tensor], Tensor]
+"""The loss of outputs [P, D] for an objective's own targets by the run's softmax, summed over these targets,
+differentiable. Candidates are those of its candidate groups."""
 
-    def __call__(self, outputs_PD: Tensor) -> Tensor:
-        """The loss summed over these targets, differentiable."""
-        ...
-
-
-class CandidatesLoss(Protocol):
-    """Predicts the batch's targets from other outputs, among the same candidates, which are not looked up again."""
-
-    def __call__(self, outputs_ND: Tensor, weight_N: Tensor) -> Tensor:
-        """The loss summed over the targets with the float32 weights `weight_N`, differentiable."""
-        ...
+CandidatesLoss = Callable[[Tensor, Tensor], Tensor]
+"""The loss of other outputs [N, D] for the batch's targets with the float32 weights [N], summed, differentiable; among
+the same candidates, which are not looked up again."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +193,10 @@ class _AuxiliaryCollator(RowCollator):
 
 def auxiliary_class(settings: AuxiliarySettings) -> type[Auxiliary]:
     """The class of the objective; ConfigError if a custom one cannot be imported or is no `Auxiliary`."""
-    loaded = load_class("objective.custom.objective", settings.implementation())
+    loaded = load_class("objective.custom.objective", settings.implementation)
     if not (isinstance(loaded, type) and issubclass(loaded, Auxiliary)):
         rule = "name a subclass of megahead.objectives.auxiliary.Auxiliary"
-        raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation()))
+        raise ConfigError("objective.custom.objective", rule, got=repr(settings.implementation))
     _refuse_earlier_names(loaded, settings, counted="num_loss_terms", evaluated="is_evaluated")
     return loaded
 
@@ -212,7 +205,7 @@ def _refuse_earlier_names(custom: object, settings: AuxiliarySettings, **current
     """ConfigError if `custom` has an attribute under an earlier name, which would be ignored."""
     for earlier, current in current_names.items():
         if hasattr(custom, earlier):
-            got = f"{settings.implementation()!r} with its earlier name `{earlier}`"
+            got = f"{settings.implementation!r} with its earlier name `{earlier}`"
             raise ConfigError("objective.custom.objective", f"define `{current}`", got=got)
 
 
@@ -225,11 +218,11 @@ def build_auxiliary(config: RunConfig) -> Auxiliary | None:
     scalars = [name for name, parameter in auxiliary.named_parameters() if not parameter.ndim]
     if unsupported := [*scalars, *(name for name, _ in auxiliary.named_buffers())]:
         rule = "have parameters of one dimension or more, and no buffers"
-        got = f"{settings.implementation()!r} with `{unsupported[0]}`"
+        got = f"{settings.implementation!r} with `{unsupported[0]}`"
         raise ConfigError("objective.custom.objective", rule, got=got)
     if isinstance(settings, CustomConfig) and auxiliary.key != Auxiliary.key:
         rule = f"leave `key` as it is ({Auxiliary.key}), since other names are those of the model's own parts"
-        got = f"{settings.implementation()!r} with {auxiliary.key!r}"
+        got = f"{settings.implementation!r} with {auxiliary.key!r}"
         raise ConfigError("objective.custom.objective", rule, got=got)
     return auxiliary
 

@@ -18,7 +18,7 @@ from megahead.models.documents import Documents
 from megahead.objectives.auxiliary import training_row_collator
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining
-from megahead.objectives.tsdae import TSDAE, earlier_tokens
+from megahead.objectives.retromae import TSDAE, earlier_tokens
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 from support.text_decoders import assert_equal_with_gradients, decoded, in_groups, loss_among
