@@ -232,7 +232,7 @@ class ObjectiveConfig(Settings):
 
     def traits(self) -> AuxiliarySettings:
         """Settings of the auxiliary objective; without one, settings that add nothing."""
-        return self.auxiliary() or AuxiliarySettings(weight=0.0)
+        return self.auxiliary() or AuxiliarySettings.model_construct(weight=0.0)
 
     def auxiliary_name(self) -> str:
         """The section of the auxiliary objective; empty without one."""

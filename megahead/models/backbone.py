@@ -12,21 +12,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from megahead.config.model import ModelConfig, RotaryScalingConfig
+from megahead.config.model import ModelConfig
 from megahead.distributed.group import Group, gather_from_group, scatter_to_group
-from megahead.models.blocks import Block, CompiledBlocks, HeadLayout, Recompute, SelfAttention, checkpoint_block
+from megahead.models.blocks import Block, CompiledBlocks, Recompute, checkpoint_block
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.layers import (
-    MLP,
-    Embedding,
-    FrequencyScaling,
-    GatedMLP,
-    RMSNorm,
-    Rotation,
-    rotary_tables,
-    scale_linearly,
-    scale_llama3,
-)
+from megahead.models.layers import Embedding, Rotation, build_norm, rotary_tables
 
 
 class Backbone(nn.Module, ABC):
@@ -151,77 +141,46 @@ class Backbone(nn.Module, ABC):
         return x_BtD
 
 
-class Decoder(Backbone):
-    """Embedding, blocks, final norm. Has no buffers."""
+class PreNormBackbone(Backbone):
+    """Embedding, pre-norm blocks with rotary positions, a final norm: the decoders, and ModernBERT. Layers are global
+    or local: then a token attends to a window, and rotary positions have a base of their own. Has no buffers."""
 
-    has_target_only_last_block = False  # nearly all tokens have a target
+    has_embedding_norm: ClassVar[bool] = False
+    """Whether token embeddings are normed, so that the first block has no attention norm."""
 
-    def __init__(self, config: ModelConfig, block: Callable[[], nn.Module], norm: Callable[[], nn.Module]) -> None:
-        """`block` builds each block, `norm` the final norm."""
+    has_target_only_last_block = False  # in decoders nearly all tokens have a target
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.rotary_dims = config.rotary_dims()
-        self.rotary_base = config.rotary_base
-        self.rotary_scaling = _rotary_scaling(config.rotary_scaling)
+        self.dropout = config.hidden_dropout
+        self.rotary_dims, self.rotary_scaling = config.rotary_dims(), config.rotary_scaling
+        self.rotary_base, self.local_rotary_base = config.rotary_base, config.local_rotary_base
+        self.is_local = [config.is_local(layer) for layer in range(config.num_layers)]
+        self.window = config.window_radius()
         self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
-        self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
-        self.final_norm = norm()
+        if self.has_embedding_norm:
+            self.embedding_norm = build_norm(config)
+        self.blocks = nn.ModuleList(self.build_block(config, layer) for layer in range(config.num_layers))
+        self.final_norm = build_norm(config)
+
+    def build_block(self, config: ModelConfig, layer: int) -> nn.Module:
+        """The block of a layer."""
+        return Block(config, has_normed_input=self.has_embedding_norm and layer == 0)
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the token embeddings."""
         return scatter_to_group(inputs_BTD, self.sequence_group, dim=1)
 
     def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation | None, Documents]]:
-        """The same arguments for each block."""
-        rotation = rotary_tables(documents.positions_BT, self.rotary_dims, self.rotary_base, self.rotary_scaling)
-        return [(rotation, documents)] * len(self.blocks)
+        """Each block's rotation, and the documents, for local blocks with the window."""
+        positions, dims = documents.positions_BT, self.rotary_dims
+        global_arguments = rotary_tables(positions, dims, self.rotary_base, self.rotary_scaling), documents
+        if not any(self.is_local):
+            return [global_arguments] * len(self.blocks)
+        local_arguments = rotary_tables(positions, dims, self.local_rotary_base), documents.with_window(self.window)
+        return [local_arguments if is_local else global_arguments for is_local in self.is_local]
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
         """[..., D]: `x` after the final norm."""
         output: Tensor = self.final_norm(x)
         return output
-
-
-def _rotary_scaling(settings: RotaryScalingConfig | None) -> FrequencyScaling | None:
-    if settings is None:
-        return None
-    if settings.kind == "linear":
-        return partial(scale_linearly, factor=settings.factor)
-    low, high = settings.low_frequency_factor, settings.high_frequency_factor
-    return partial(scale_llama3, factor=settings.factor, low=low, high=high, positions=settings.original_positions)
-
-
-# The parts of blocks. A family fixes the settings of other families (`FAMILY_FIXED` in megahead/config/model.py).
-
-
-def build_attention(config: ModelConfig) -> SelfAttention:
-    """The attention of a block."""
-    norm = partial(RMSNorm, eps=config.norm_eps, zero_centered=config.has_zero_centered_norms())
-    heads = HeadLayout(
-        num_query_heads=config.num_heads,
-        num_key_heads=config.key_heads(),
-        head_size=config.head_size(),
-        bias=config.attention_bias != "none",
-        output_bias=config.attention_bias == "all",
-        norm=norm if config.qk_norm else None,
-        query_factor=(config.head_size() / config.query_scalar()) ** 0.5,
-        fused_qkv=config.family == "gpt_neox",
-    )
-    return SelfAttention(config.hidden_size, heads, causal=config.is_causal, dropout=config.attention_dropout)
-
-
-def build_mlp(config: ModelConfig) -> MLP | GatedMLP:
-    """The MLP of a block."""
-    sizes = config.hidden_size, config.mlp_size(), config.activation
-    return GatedMLP(*sizes, bias=config.mlp_bias) if config.has_gated_mlp() else MLP(*sizes)
-
-
-def build_block(config: ModelConfig, norm: Callable[[], nn.Module], *, has_normed_input: bool = False) -> Block:
-    """A pre-norm block. `has_normed_input`: its input is normed already, so that it has no attention norm."""
-    return Block(
-        nn.Identity() if has_normed_input else norm(),
-        build_attention(config),
-        norm(),
-        build_mlp(config),
-        parallel=config.parallel_residual,
-        dropout=config.hidden_dropout,
-    )

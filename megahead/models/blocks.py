@@ -10,49 +10,20 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megahead.config.model import ModelConfig
 from megahead.distributed.group import Group, per_rank_rng
-from megahead.models.attention_backends import (
-    AttentionFunction,
-    attend,
-    attend_rows,
-    attend_with_mask,
-)
+from megahead.models.attention_backends import AttentionFunction, attend, attend_rows, attend_with_mask
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.layers import MLP, GatedMLP, LayerNorm, Rotation, apply_rotary, dropout
+from megahead.models.layers import MLP, Rotation, apply_rotary, build_norm, dropout
 
 # Self-attention: with a fused QKV projection (GPT-NeoX), or separate query, key and value projections (BERT, Llama).
-
-
-class HeadLayout(NamedTuple):
-    """The numbers of heads, and the structure of their projections."""
-
-    num_query_heads: int
-    num_key_heads: int
-    """Heads of keys and values (grouped-query attention: Ainslie et al. 2023, arXiv 2305.13245)."""
-
-    head_size: int
-
-    bias: bool = True
-    """Whether the query, key and value projections have biases."""
-
-    output_bias: bool = True
-
-    norm: Callable[[int], nn.Module] | None = None
-    """Builds the norms of each head's queries and keys; None: no norms."""
-
-    query_factor: float = 1.0
-    """Multiplies queries, where scores are not divided by sqrt(head_size)."""
-
-    fused_qkv: bool = False
-    """Whether one projection computes queries, keys and values. Its rows are ordered by head, within a head q, k, v, so
-    that contiguous heads are contiguous rows."""
 
 
 class HeadsLinear(nn.Linear):
@@ -70,22 +41,26 @@ class SelfAttention(nn.Module):
     projections' width, so that a rank may have a part of them.
     """
 
-    def __init__(self, hidden_size: int, heads: HeadLayout, *, causal: bool, dropout: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_size, self.fused_qkv, self.causal, self.dropout = heads.head_size, heads.fused_qkv, causal, dropout
-        self.query_factor = heads.query_factor
+        hidden_size, head_size, has_bias = config.hidden_size, config.head_size(), config.attention_bias != "none"
+        width, key_heads = config.num_heads * head_size, config.key_heads()
+        self.head_size, self.causal, self.dropout = head_size, config.is_causal, config.attention_dropout
+        self.query_factor = (
+            head_size / config.query_scalar()
+        ) ** 0.5  # where scores are not divided by sqrt(head_size)
         self.group = Group()  # ranks with the other heads: each has its own dropout masks
         self.attend: AttentionFunction = attend
-        width = heads.num_query_heads * heads.head_size
-        if heads.fused_qkv:
-            self.qkv = nn.Linear(hidden_size, 3 * width, heads.bias)
-        else:
-            self.query = nn.Linear(hidden_size, width, heads.bias)
-            self.key = HeadsLinear(hidden_size, heads.num_key_heads, heads.head_size, heads.bias)
-            self.value = HeadsLinear(hidden_size, heads.num_key_heads, heads.head_size, heads.bias)
-            self.query_norm = _head_norm(heads)
-            self.key_norm = _head_norm(heads)
-        self.output = nn.Linear(width, hidden_size, heads.output_bias)
+        self.fused_qkv = config.family == "gpt_neox"
+        if self.fused_qkv:  # rows by head, within a head q, k, v: contiguous heads are contiguous rows
+            self.qkv = nn.Linear(hidden_size, 3 * width, has_bias)
+        else:  # maybe grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)
+            self.query = nn.Linear(hidden_size, width, has_bias)
+            self.key = HeadsLinear(hidden_size, key_heads, head_size, has_bias)
+            self.value = HeadsLinear(hidden_size, key_heads, head_size, has_bias)
+            self.query_norm = build_norm(config, head_size) if config.qk_norm else nn.Identity()
+            self.key_norm = build_norm(config, head_size) if config.qk_norm else nn.Identity()
+        self.output = nn.Linear(width, hidden_size, config.attention_bias == "all")
 
     def forward(
         self, x_BTD: Tensor, rotation: Rotation | None, documents: Documents, targets: TargetPositions | None = None
@@ -105,9 +80,11 @@ class SelfAttention(nn.Module):
         with per_rank_rng(self.group, x_BTD.device) if dropout else nullcontext():
             if targets is None:
                 heads = self.attend(q, k, v, documents, dropout, self.causal)
+            elif not documents.needs_mask and not self.causal:
+                heads = targets.unpad(attend_rows(targets.pad(q), k, v, dropout, causal=False))
             else:
-                heads_BMHd = attend_at_targets(targets.pad(q), k, v, documents, targets, dropout, self.causal)
-                heads = targets.unpad(heads_BMHd)
+                mask_BMT = targets.mask(documents.causal_mask_BTT if self.causal else documents.mask_BTT)
+                heads = targets.unpad(attend_with_mask(targets.pad(q), k, v, mask_BMT, dropout))
         output: Tensor = self.output(heads.flatten(-2))
         return output
 
@@ -139,52 +116,29 @@ def set_attention(module: nn.Module, attend: AttentionFunction) -> None:
             layer.attend = attend
 
 
-def _head_norm(heads: HeadLayout) -> nn.Module:
-    return nn.Identity() if heads.norm is None else heads.norm(heads.head_size)
-
-
-def attend_at_targets(
-    q_BMHd: Tensor,
-    k_BTKd: Tensor,
-    v_BTKd: Tensor,
-    documents: Documents,
-    targets: TargetPositions,
-    dropout: float,
-    causal: bool = False,
-) -> Tensor:
-    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries per row over each one's document and window; `causal`: over
-    the tokens up to its position."""
-    if not documents.needs_mask and not causal:
-        return attend_rows(q_BMHd, k_BTKd, v_BTKd, dropout, causal)
-    mask_BMT = targets.mask(documents.causal_mask_BTT if causal else documents.mask_BTT)
-    return attend_with_mask(q_BMHd, k_BTKd, v_BTKd, mask_BMT, dropout)
-
-
 # Blocks, their recomputation in the backward pass, and their compilation.
+
+
+def build_mlp(config: ModelConfig) -> MLP:
+    """The MLP of a block."""
+    sizes = config.hidden_size, config.mlp_size(), config.activation
+    return MLP(*sizes, gated=config.has_gated_mlp(), bias=config.mlp_bias)
 
 
 class Block(nn.Module):
     """A pre-norm block. Parallel: `x + attention(norm x) + mlp(norm' x)`; sequential: `y = x + attention(norm x)`, then
     `y + mlp(norm' y)`."""
 
-    def __init__(
-        self,
-        attention_norm: nn.Module,
-        attention: SelfAttention,
-        mlp_norm: nn.Module,
-        mlp: MLP | GatedMLP,
-        *,
-        parallel: bool,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, has_normed_input: bool = False) -> None:
+        """`has_normed_input`: the input is normed already, so that there is no attention norm."""
         super().__init__()
-        self.parallel = parallel
+        self.parallel = config.parallel_residual
         self.sequence_group = Group()  # ranks with the rows' other tokens: each has its own dropout masks
-        self.dropout = dropout
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+        self.dropout = config.hidden_dropout
+        self.attention_norm = nn.Identity() if has_normed_input else build_norm(config)
+        self.attention = SelfAttention(config)
+        self.mlp_norm = build_norm(config)
+        self.mlp = build_mlp(config)
 
     def forward(
         self, x_BTD: Tensor, rotation: Rotation | None, documents: Documents, targets: TargetPositions | None = None
@@ -207,15 +161,13 @@ class Block(nn.Module):
 class PostNormBlock(nn.Module):
     """A post-norm block: `y = norm(x + attention(x))`, then `norm(y + mlp(y))`."""
 
-    def __init__(
-        self, hidden_size: int, attention: SelfAttention, mlp: MLP, *, norm_eps: float, dropout: float
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dropout = dropout
-        self.attention = attention
-        self.attention_norm = LayerNorm(hidden_size, eps=norm_eps)
-        self.mlp = mlp
-        self.mlp_norm = LayerNorm(hidden_size, eps=norm_eps)
+        self.dropout = config.hidden_dropout
+        self.attention = SelfAttention(config)
+        self.attention_norm = build_norm(config)
+        self.mlp = build_mlp(config)
+        self.mlp_norm = build_norm(config)
 
     def forward(self, x_BTD: Tensor, documents: Documents, targets: TargetPositions | None = None) -> Tensor:
         """[B, T, D]; [N, D] with `targets` (masked tokens): computes keys and values of all tokens, everything else

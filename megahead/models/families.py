@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +16,31 @@ from torch.nn import functional as F
 from megahead.config.model import ROBERTAS, ModelConfig
 from megahead.distributed.group import scatter_to_group
 from megahead.distributed.tensors import block_ranges
-from megahead.models.backbone import Backbone, Decoder, build_attention, build_block, build_mlp
+from megahead.models.backbone import Backbone, PreNormBackbone
 from megahead.models.blocks import Block, PostNormBlock
 from megahead.models.documents import Documents, TargetPositions
-from megahead.models.layers import MLP, Embedding, LayerNorm, RMSNorm, Rotation, dropout, rotary_tables
+from megahead.models.layers import Embedding, Rotation, build_norm, dropout
 from megahead.models.parallel import HEAD_SHARDING, TOKEN_SHARDING, WEIGHT_SHARDING
 
 # Decoders.
 
 
-class GPTNeoX(Decoder):
+class GPTNeoX(PreNormBackbone):
     """GPT-NeoX (Black et al. 2022, arXiv 2204.06745), the decoder of the Pythia suite, without its head: layer norms,
     rotary positions on a part of each head, attention and MLP in parallel."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
-        super().__init__(config, partial(build_block, config, norm), norm)
 
-
-class Llama(Decoder):
+class Llama(PreNormBackbone):
     """Llama (Touvron et al. 2023, arXiv 2302.13971) without head; with other settings Qwen 2 and 3 and Mistral:
     RMS norms, rotary positions, grouped-query attention, then a gated MLP."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps)
-        super().__init__(config, partial(build_block, config, norm), norm)
 
-
-class GPT2(Decoder):
+class GPT2(PreNormBackbone):
     """GPT-2 (Radford et al. 2019) without its head: the sum of token and position embeddings, pre-norm blocks with
     layer norms and biases, a final norm. Positions begin at 0 with each document."""
 
     def __init__(self, config: ModelConfig) -> None:
-        norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
-        super().__init__(config, partial(build_block, config, norm), norm)
-        self.dropout = config.hidden_dropout
+        super().__init__(config)
         self.positions = Embedding(config.max_positions, config.hidden_size)
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
@@ -69,11 +58,10 @@ class SandwichBlock(Block):
     """A block with norms before and after each sublayer: `y = x + norm'(attention(norm x))`, then the same with the MLP
     and norms of its own."""
 
-    def __init__(self, config: ModelConfig, norm: Callable[[], nn.Module]) -> None:
-        attention, mlp = build_attention(config), build_mlp(config)
-        super().__init__(norm(), attention, norm(), mlp, parallel=False, dropout=config.hidden_dropout)
-        self.attention_output_norm = norm()
-        self.mlp_output_norm = norm()
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.attention_output_norm = build_norm(config)
+        self.mlp_output_norm = build_norm(config)
 
     def forward(
         self, x_BTD: Tensor, rotation: Rotation | None, documents: Documents, targets: TargetPositions | None = None
@@ -85,7 +73,7 @@ class SandwichBlock(Block):
         return x + self._dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x))))
 
 
-class Gemma3(Decoder):
+class Gemma3(PreNormBackbone):
     """The text model of Gemma 3 (Gemma Team 2025, arXiv 2503.19786) without its head.
 
     Token embeddings times sqrt(D), sandwich blocks with RMS norms (whose weights are around 0), norms of queries and
@@ -93,25 +81,14 @@ class Gemma3(Decoder):
     ends with it, with rotary positions of a smaller base. Outputs are scored against embeddings that are not scaled.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps, zero_centered=True)
-        super().__init__(config, partial(SandwichBlock, config, norm), norm)
-        self.embedding_scale = math.sqrt(config.hidden_size)
-        self.local_rotary_base = config.local_rotary_base
-        self.is_local = [config.is_local(layer) for layer in range(config.num_layers)]
-        self.window = config.window_radius()
+    def build_block(self, config: ModelConfig, layer: int) -> nn.Module:
+        """A sandwich block."""
+        return SandwichBlock(config)
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the scaled token embeddings. The scale is rounded to their dtype, as in the published model."""
-        scale = torch.tensor(self.embedding_scale, dtype=inputs_BTD.dtype)
+        scale = torch.tensor(math.sqrt(inputs_BTD.shape[-1]), dtype=inputs_BTD.dtype)
         return super().initial_hidden(inputs_BTD * scale, documents)
-
-    def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation | None, Documents]]:
-        """Each block's rotation, and the documents, for local blocks with the window."""
-        global_arguments = super().block_arguments(documents)[0]
-        local_rotation = rotary_tables(documents.positions_BT, self.rotary_dims, self.local_rotary_base)
-        local_arguments = local_rotation, documents.with_window(self.window)
-        return [local_arguments if is_local else global_arguments for is_local in self.is_local]
 
 
 # Encoders. Rows are packed, so that there is little padding; the padding of a row is a document of its own.
@@ -132,8 +109,8 @@ class Bert(Backbone):
         self.position_offset = config.position_offset
         self.positions = Embedding(config.position_rows(), hidden_size)
         self.token_types = Embedding(config.token_types, hidden_size) if config.token_types else None
-        self.embedding_norm = LayerNorm(hidden_size, eps=config.norm_eps)
-        self.blocks = nn.ModuleList(_post_norm_block(config) for _ in range(config.num_layers))
+        self.embedding_norm = build_norm(config)
+        self.blocks = nn.ModuleList(PostNormBlock(config) for _ in range(config.num_layers))
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: the normed sum of embeddings."""
@@ -147,13 +124,7 @@ class Bert(Backbone):
         return [(documents,)] * len(self.blocks)
 
 
-def _post_norm_block(config: ModelConfig) -> PostNormBlock:
-    sizes = config.hidden_size, config.mlp_size(), config.activation
-    settings = {"norm_eps": config.norm_eps, "dropout": config.hidden_dropout}
-    return PostNormBlock(config.hidden_size, build_attention(config), MLP(*sizes), **settings)
-
-
-class ModernBert(Backbone):
+class ModernBert(PreNormBackbone):
     """ModernBERT (Warner et al. 2024, arXiv 2412.13663), for long documents, without its head.
 
     Normed embeddings, pre-norm blocks, a final norm; rotary positions, GeGLU, no biases. Every third layer is global:
@@ -161,38 +132,13 @@ class ModernBert(Backbone):
     base. The first block has no attention norm, since its input is normed.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps, bias=False)
-        self.dropout = config.hidden_dropout
-        self.head_size = config.head_size()
-        self.rotary_base, self.local_rotary_base = config.rotary_base, config.local_rotary_base
-        self.is_local = [config.is_local(layer) for layer in range(config.num_layers)]
-        self.window = config.window_radius()
-        self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
-        self.embedding_norm = norm()
-        layers = range(config.num_layers)
-        self.blocks = nn.ModuleList(build_block(config, norm, has_normed_input=layer == 0) for layer in layers)
-        self.final_norm = norm()
+    has_embedding_norm = True
+    has_target_only_last_block = True
 
     def initial_hidden(self, inputs_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, t, D]: the normed token embeddings, without positions."""
         x_BtD = self.embedding_norm(scatter_to_group(inputs_BTD, self.sequence_group, dim=1))
         return dropout(x_BtD, self.dropout, self.sequence_group, self.training)
-
-    def block_arguments(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
-        """Each block's rotation, and the documents, for local blocks with the window."""
-        global_arguments = self._rotation(documents, self.rotary_base), documents
-        local_arguments = self._rotation(documents, self.local_rotary_base), documents.with_window(self.window)
-        return [local_arguments if is_local else global_arguments for is_local in self.is_local]
-
-    def apply_final_norm(self, x: Tensor) -> Tensor:
-        """[..., D]: `x` after the final norm."""
-        output: Tensor = self.final_norm(x)
-        return output
-
-    def _rotation(self, documents: Documents, base: float) -> Rotation:
-        return rotary_tables(documents.positions_BT, self.head_size, base)
 
 
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megahead.config.model import ModelConfig, RotaryScalingConfig
 from megahead.distributed.group import Group, per_rank_rng
 from megahead.models.documents import TargetPositions
 
@@ -24,33 +25,25 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """`down(gelu(up(x)))`; `gelu` by the error function, `gelu_tanh` by its tanh approximation."""
+    """`down(activation(up(x)))`, or `gated` (Shazeer 2020, arXiv 2002.05202) `down(activation(gate(x)) * up(x))`: with
+    `silu` SwiGLU, with `gelu` GeGLU. `gelu` is by the error function, `gelu_tanh` by its tanh approximation."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation) -> None:
+    def __init__(
+        self, hidden_size: int, mlp_size: int, activation: Activation, *, gated: bool = False, bias: bool = True
+    ) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[activation]
-        self.up = nn.Linear(hidden_size, intermediate_size)
-        self.down = nn.Linear(intermediate_size, hidden_size)
+        self.gate = nn.Linear(hidden_size, mlp_size, bias) if gated else None
+        self.up = nn.Linear(hidden_size, mlp_size, bias)
+        self.down = nn.Linear(mlp_size, hidden_size, bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        y_BTD: Tensor = self.down(self.activation(self.up(x_BTD)))
-        return y_BTD
-
-
-class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202): with `silu` SwiGLU, with `gelu` GeGLU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, *, bias: bool) -> None:
-        super().__init__()
-        self.activation = _ACTIVATIONS[activation]
-        self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
-        y_BTD: Tensor = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
+        if self.gate is None:
+            hidden_BTF = self.activation(self.up(x_BTD))
+        else:
+            hidden_BTF = self.activation(self.gate(x_BTD)) * self.up(x_BTD)
+        y_BTD: Tensor = self.down(hidden_BTF)
         return y_BTD
 
 
@@ -109,6 +102,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Te
     return F.rms_norm(x.to(wide), weight_D.shape, 1 + weight_D.to(wide), eps).to(x.dtype)
 
 
+def build_norm(config: ModelConfig, size: int | None = None) -> LayerNorm | RMSNorm:
+    """The family's norm over `size` features, by default those of hidden states."""
+    size = size or config.hidden_size
+    if config.has_rms_norm():
+        return RMSNorm(size, config.norm_eps, zero_centered=config.has_zero_centered_norms())
+    return LayerNorm(size, eps=config.norm_eps, bias=config.has_norm_bias())
+
+
 class Embedding(nn.Embedding):
     """`nn.Embedding` with the lookup of `look_up`."""
 
@@ -149,15 +150,11 @@ class Rotation(NamedTuple):
         return Rotation(targets.select(self.cos), targets.select(self.sin))
 
 
-FrequencyScaling = Callable[[Tensor], Tensor]
-"""Maps the frequencies [r/2] of a base to the scaled ones."""
-
-
-def rotary_tables(positions: Tensor, dims: int, base: float, scaling: FrequencyScaling | None = None) -> Rotation:
+def rotary_tables(positions: Tensor, dims: int, base: float, scaling: RotaryScalingConfig | None = None) -> Rotation:
     """Tables for `positions` ([B, T], or [1, T] if the same in all rows) and the first `dims` dimensions of a head."""
     frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
     if scaling is not None:
-        frequencies = scaling(frequencies)
+        frequencies = scale_frequencies(frequencies, scaling)
     angles = (positions[..., None].float() * frequencies).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     return Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
@@ -179,16 +176,13 @@ def _rotate(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
     return (wide_BTHr * rotation.cos + swapped_BTHr * rotation.sin).to(x_BTHr.dtype)
 
 
-def scale_linearly(frequencies: Tensor, factor: float) -> Tensor:
-    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): divides all frequencies by `factor`."""
-    return frequencies / factor
-
-
-def scale_llama3(frequencies: Tensor, factor: float, low: float, high: float, positions: int) -> Tensor:
-    """Llama 3.1's scaling: divides the frequencies of less than `low` rotations in `positions` tokens by `factor`.
-
-    Frequencies of more than `high` rotations are unchanged; between them it interpolates.
-    """
-    rotations = positions * frequencies / (2 * math.pi)
+def scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+    """The scaled frequencies [r/2]. `linear` is position interpolation (Chen et al. 2023, arXiv 2306.15595): divides
+    all by `factor`. `llama3` is Llama 3.1's: divides those of less than `low_frequency_factor` rotations in
+    `original_positions` tokens, keeps those of more than `high_frequency_factor`, and interpolates between them."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    rotations = scaling.original_positions * frequencies / (2 * math.pi)
     unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
-    return frequencies * (unscaled + (1 - unscaled) / factor)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)

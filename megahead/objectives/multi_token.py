@@ -16,7 +16,7 @@ from torch import Tensor
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.samples import CounterRng
-from megahead.models.backbone import Backbone, Decoder
+from megahead.models.backbone import Backbone, PreNormBackbone
 from megahead.models.documents import Documents
 from megahead.models.families import build_backbone
 from megahead.objectives.auxiliary import Auxiliary, ForwardContext
@@ -42,7 +42,7 @@ class MultiToken(Auxiliary):
         settings = config.objective.multi_token
         assert settings is not None
         without_table = settings.head_blocks(config.model).model_copy(update={"vocab_size": 1, "vocab_multiple": 1})
-        model = cast(Decoder, build_backbone(without_table))
+        model = cast(PreNormBackbone, build_backbone(without_table))
         self.blocks, self.norm = model.blocks, model.final_norm
 
     @classmethod

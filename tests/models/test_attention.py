@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.models.blocks import HeadLayout, SelfAttention
+from megahead.config.model import ModelConfig
+from megahead.models.blocks import SelfAttention
 from megahead.models.documents import Documents
 from megahead.models.layers import rotary_tables
 from support.exact_attention import POSITIONS
 
-HEADS = HeadLayout(3, 3, 8, fused_qkv=True)
+CONFIG = ModelConfig(num_layers=1, hidden_size=24, num_heads=3, vocab_size=8, attention_dropout=0.5)
 
 
 @pytest.mark.parametrize("documents", [Documents.whole_rows(2, 7), Documents(POSITIONS)])
 def test_dropout_acts_in_training_only(documents):
-    layer = SelfAttention(24, HEADS, causal=True, dropout=0.5)
+    layer = SelfAttention(CONFIG)
     x_BTD, rotation = torch.randn(2, 7, 24), rotary_tables(documents.positions_BT, 4, 10000.0)
     assert not torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
     layer.eval()
@@ -25,12 +26,12 @@ def test_dropout_acts_in_training_only(documents):
 def test_a_run_of_heads_alone_computes_its_part():
     """What sharding relies on: rows of qkv head by head, columns of output likewise."""
     torch.manual_seed(0)
-    whole = SelfAttention(24, HEADS, causal=True)
-    part = SelfAttention(24, HEADS, causal=True)
+    whole = SelfAttention(CONFIG).eval()
+    part = SelfAttention(CONFIG).eval()
     part.qkv.weight = torch.nn.Parameter(whole.qkv.weight[24:72])
     part.qkv.bias = torch.nn.Parameter(whole.qkv.bias[24:72])
     part.output.weight = torch.nn.Parameter(whole.output.weight[:, 8:24])
-    silenced = SelfAttention(24, HEADS, causal=True)
+    silenced = SelfAttention(CONFIG).eval()
     silenced.load_state_dict(whole.state_dict())
     with torch.no_grad():
         silenced.output.weight[:, :8] = 0

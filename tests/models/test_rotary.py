@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
-from megahead.models.layers import apply_rotary, rotary_tables, scale_linearly, scale_llama3
+from megahead.config.model import RotaryScalingConfig
+from megahead.models.layers import apply_rotary, rotary_tables, scale_frequencies
 
 
 def test_pairs_turn_by_position_times_frequency():
@@ -56,12 +56,13 @@ def test_each_row_has_its_own_positions():
 
 def test_linear_scaling_counts_positions_less() -> None:
     plain = rotary_tables(torch.arange(5) / 4, 8, 10000.0)
-    scaled = rotary_tables(torch.arange(5), 8, 10000.0, partial(scale_linearly, factor=4.0))
+    scaled = rotary_tables(torch.arange(5), 8, 10000.0, RotaryScalingConfig(kind="linear", factor=4.0))
     torch.testing.assert_close(scaled, plain)
 
 
 def test_llama3_scaling_slows_down_what_hardly_turns() -> None:
     """Turns in 64 positions: 128, 5, 2.5, 0.5; from 4 on they stay, up to 1 they are 8 times fewer."""
     frequencies = torch.tensor([128.0, 5.0, 2.5, 0.5]) * 2 * math.pi / 64
-    scaled = scale_llama3(frequencies, 8.0, low=1.0, high=4.0, positions=64)
+    scaling = RotaryScalingConfig(kind="llama3", factor=8.0, original_positions=64)
+    scaled = scale_frequencies(frequencies, scaling)
     torch.testing.assert_close(scaled / frequencies, torch.tensor([1.0, 1.0, 0.5 + 0.5 / 8, 1 / 8]))
