@@ -2,7 +2,6 @@
 
 OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, and a plain torch loop
 OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks, and two single ranks at once
-OMP_NUM_THREADS=1 tools/bench_engine.py --host          what the host does for a micro-batch, beside a plain N x N loop
 tools/bench_engine.py --launches --device cuda          what a launch costs the host: an operator, a graph, the loss
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
@@ -34,15 +33,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    parser.add_argument("--host", action="store_true", help="time the host alone, at ZeRO 1 on a tiny model")
     parser.add_argument("--launches", action="store_true", help="time launches alone")
     arguments = parser.parse_args()
-    if arguments.launches or arguments.host:
-        from benchmarks.host import time_host, time_launches
+    if arguments.launches:
+        import torch
 
-        rounds = arguments.rounds
-        rows = time_launches(arguments.device, 2 * rounds) if arguments.launches else time_host(10 * rounds)
-        report(rows, output=arguments.output)
+        from benchmarks.engines import time_launches
+
+        report(time_launches(torch.device(arguments.device), 2 * arguments.rounds), output=arguments.output)
         return
     if arguments.device == "cuda" and arguments.ranks > 1:
         raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)

@@ -1,4 +1,4 @@
-"""Steps of a plain torch loop or of the engine, each in its own processes, which run a step on request.
+"""Steps of a plain torch loop or of the engine, each in its own processes, which run a step on request; and launches.
 
 DeepSpeed patches the process that imports it, and a process that has computed cannot be forked. They run on the device
 of `engine.device`, which must be cpu or cuda here; for CUDA they are spawned.
@@ -28,6 +28,8 @@ from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
+from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.softmax import candidate_loss
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
@@ -269,3 +271,48 @@ def _config_with_vocabulary(config: RunConfig, vocab_size: int, embedding: str, 
     rows = config.batch.micro_size * ranks
     settings = (f"model.vocab_size={vocab_size}", f"engine.embedding={embedding}", f"batch.global_size={rows}")
     return with_overrides(config, *settings)
+
+
+# What a launch costs the host: an operator, the replay of a CUDA graph, the loss, on a GPU by the Triton kernel.
+
+CALLS = 1000  # of an operator a round; few enough for a device's queue of launches
+SIZE = 16  # small: the device is done before the next launch
+
+
+def time_launches(device: torch.device, rounds: int) -> list[dict[str, object]]:
+    """A row for each kind of launch: the host's microseconds a launch, and with the wait for the device."""
+    x = torch.zeros(SIZE, device=device)
+
+    def add() -> None:
+        for _ in range(CALLS):
+            x.add_(1)
+
+    kinds: dict[str, Callable[[], object]] = {f"operator, {CALLS:,} a call": add}
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            add()
+        kinds[f"graph of {CALLS:,} operators"] = graph.replay
+    kinds[f"loss of {SIZE} outputs, forward and backward"] = _loss_step(device)
+    taken = run_interleaved([lambda _, call=call: _time_launch(call, device) for call in kinds.values()], rounds, 3)  # type: ignore[misc]
+    rows: list[dict[str, object]] = []
+    for name, seconds in zip(kinds, zip(*taken, strict=True), strict=True):
+        host_us, both_us = (round(1e6 * median(values), 1) for values in zip(*seconds, strict=True))
+        rows.append({"": name, "host, us a call": host_us, "with the device": both_us})
+    return rows
+
+
+def _time_launch(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds until the call returns, and until the device is done."""
+    start = time.perf_counter()
+    call()
+    returned = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return returned - start, time.perf_counter() - start
+
+
+def _loss_step(device: torch.device) -> StepFunction:
+    outputs_ND, rows_UD = (torch.randn(SIZE, SIZE, device=device, requires_grad=True) for _ in range(2))
+    candidates = vocabulary_candidates(torch.arange(SIZE, device=device))
+    return lambda: candidate_loss(outputs_ND, rows_UD, candidates).backward()
