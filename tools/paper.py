@@ -19,11 +19,11 @@ from megahead.report.tables import terminal
 ROOT = Path(__file__).resolve().parents[1]
 # Each maps to the module of `experiments` with its `compare_NAME`
 EXPERIMENTS = {
-    **dict.fromkeys(("latency", "decoders"), "figures"),
+    **dict.fromkeys(("latency", "decoders", "variants", "negatives", "precision"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "vocabularies", "glue"), "encoders"),
-    **dict.fromkeys(("variants", "negatives", "precision"), "grids"),
-    **dict.fromkeys(("large_vocabularies", "revocabulary"), "vocabularies"),
-    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "continuing", "retrieval", "items")},
+    **dict.fromkeys(("continuing", "revocabulary"), "continuing"),
+    **{name: name for name in ("neighbours", "recipe", "verdict", "bottleneck", "retrieval", "items")},
+    "large_vocabularies": "vocabularies",
 }
 
 

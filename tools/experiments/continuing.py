@@ -1,4 +1,5 @@
-"""Vanilla models of large-vocabulary families, continued in a larger vocabulary, headless and with a softmax."""
+"""Models that continue in another vocabulary: a headless decoder and, for CPU minutes, vanilla models of families with
+large vocabularies."""
 
 from __future__ import annotations
 
@@ -8,17 +9,66 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from experiments.measures import Row, time_spent
-from experiments.runner import GRIDS, ExperimentRunner, to_overrides, training_overrides
+from experiments.measures import Chart, Row, group_points, time_spent, tokens_per_second
+from experiments.runner import GRIDS, ExperimentRunner, run_name, training_overrides
 from megahead.data.indexed import IndexedDataset
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import UserError
 from megahead.report.read import RunMetrics
 
-SMALLER, LARGER = 8_192, 119_547  # as many ids as multilingual BERT's tokenizer
+ALL_SAMPLES = 1_000_000  # an evaluation reads all of the held-out text, the same bytes in every vocabulary
+
+LARGER = 32_768  # ids that the decoder changes to, from 8,192
+FIRST_STEPS, STEPS_AFTER, EVERY = 320, 160, 10
+FEW_HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
+
+SMALLER, LARGEST = 8_192, 119_547  # of the families; as many ids as multilingual BERT's tokenizer
 BASE_STEPS = 200
 MINUTES = 4.0  # of CPU, of each continuation, unless --minutes says otherwise
 HELD_OUT = 200  # one in so many documents
-ALL_SAMPLES = 1_000_000  # an evaluation reads all of the held-out text, the same bytes in every vocabulary
+
+
+def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
+    """Tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, by way (or those of `only`).
+
+    A headless decoder is trained with 8,192 ids. Then its vocabulary becomes a larger one of the same text, and that of
+    --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read all
+    of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
+    """
+    runs = replace(runner, folder=runner.folder / "runs", held_out=FEW_HELD_OUT)
+    base = runs.train(
+        "small-headless", "base", *runs.data(), *training_overrides(FIRST_STEPS, evaluate_samples=ALL_SAMPLES)
+    )
+    goal = base.validation[-1]["bits_per_byte"]
+    texts = {f"{LARGER:,} ids": runs.data(LARGER)}
+    if runs.tokenizer is not None:
+        texts[runs.tokenizer.stem] = runs.data_with_tokenizer(runs.tokenizer)
+    rows: list[Row] = []
+    charts: list[Chart] = []
+    for name, text in texts.items():
+        ids = load_tokenizer(Path(_value(text, "data.tokenizer"))).vocab_size
+        overrides = [*text, f"model.vocab_size={ids}", _convert(runs, "base", f"moved-{name}", text)]
+        overrides += training_overrides(STEPS_AFTER, evaluate_every=EVERY, evaluate_samples=ALL_SAMPLES)
+        cells = runs.grid("revocabulary", only, *overrides, vocabulary=[name])
+        rows += [
+            {**cell.values, **_recovery_row(cell.run, goal), "tokens/s": tokens_per_second(cell.run)} for cell in cells
+        ]
+        records = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
+        before = {"before": [(record["tokens"], goal) for record in records]}
+        charts.append(Chart(name, "tokens", group_points(records, "way", "tokens", "bits_per_byte") | before))
+    runner.record("revocabulary", rows, *charts)
+
+
+def _recovery_row(run: RunMetrics, goal: float) -> Row:
+    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; scores of the first and last."""
+    first = next(record for record in run.validation if record["step"])
+    recovered_tokens = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
+    return {
+        "tokens until back": recovered_tokens,
+        "minutes until back": None if recovered_tokens is None else recovered_tokens / tokens_per_second(run) / 60,
+        f"bits per byte after {first['step']} steps": first["bits_per_byte"],
+        "at the end": run.validation[-1]["bits_per_byte"],
+    }
 
 
 def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
@@ -29,26 +79,19 @@ def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
     for shape, options in grid["shapes"].items():
         if only and shape not in only:
             continue
-        old, new = (runs.data(size, encoder=options["is_encoder"]) for size in (SMALLER, LARGER))
+        old, new = (runs.data(size, encoder=options["is_encoder"]) for size in (SMALLER, LARGEST))
         config, settings = options["config"], options["settings"]
         last = training_overrides(BASE_STEPS, evaluate_samples=ALL_SAMPLES)
         base = runs.train(config, f"{shape}-base", *old, *settings, *grid["ways"]["softmax"], *last)
         rows.append({"model": shape, "trained": "before"} | _scores(base, old))
-        start = [*new, *settings, *_convert(runs, f"{shape}-base", new)]
+        converted = _convert(runs, f"{shape}-base", f"{shape}-base-converted", new)
+        start = [*new, *settings, converted, "init.mode=continue"]
         for way, overrides in grid["ways"].items():
             settings, name = [*start, *overrides], f"{shape}-{way}"
             steps = runs.steps_within(runs.minutes or MINUTES, config, name, *settings)
             run = runs.train(config, name, *settings, *training_overrides(steps, evaluate_samples=ALL_SAMPLES))
             rows.append({"model": shape, "trained": way} | _scores(run, new))
     runner.record("continuing", rows)
-
-
-def _convert(runner: ExperimentRunner, base: str, data: Sequence[str]) -> list[str]:
-    """Overrides that start from the run `base`, converted to the vocabulary of `data`."""
-    tokenizer = Path(_value(data, "data.tokenizer"))
-    converted = runner.folder / f"{base}-converted"
-    runner.make(converted, "convert.py", "revocabulary", "--model", runner.folder / base, "--tokenizer", tokenizer)
-    return to_overrides({"init.from_checkpoint": converted, "init.mode": "continue"})
 
 
 def _scores(run: RunMetrics, data: Sequence[str]) -> Row:
@@ -62,6 +105,13 @@ def _scores(run: RunMetrics, data: Sequence[str]) -> Row:
     bits = last["bits_per_byte"] or last["loss"] / log(2) * tokens_per_byte
     row: dict[str, Any] = {"steps": training["step"], "tokens": training["tokens"]}
     return row | {"minutes": time_spent(run) / 60, "bits per byte": bits, "accuracy": last["accuracy"]}
+
+
+def _convert(runner: ExperimentRunner, base: str, name: str, data: Sequence[str]) -> str:
+    """The override that starts from the run `base` in the vocabulary of `data`, converted once."""
+    tokenizer, converted = Path(_value(data, "data.tokenizer")), runner.folder / run_name(name)
+    runner.make(converted, "convert.py", "revocabulary", "--model", runner.folder / base, "--tokenizer", tokenizer)
+    return f"init.from_checkpoint={converted}"
 
 
 def _value(overrides: Sequence[str], key: str) -> str:

@@ -1,15 +1,15 @@
-"""Vocabularies of 32 k to 420 k ids on the same text in many languages, and a decoder that changes its vocabulary."""
+"""Vocabularies of 32 k to 420 k ids on the same text in many languages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from experiments.measures import Chart, Row, group_points, tokens_per_second
-from experiments.runner import ExperimentRunner, run_name, to_overrides, training_overrides
+from experiments.runner import ExperimentRunner, training_overrides
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
@@ -32,10 +32,6 @@ SETTINGS = (  # constant learning rate, so that runs compare at any step; rare r
     *("data.sequence_length=128", "batch.micro_size=16", "schedule.name=constant"),
     *("optimizer.table.learning_rate_ratio=8", "training.evaluate_samples=512"),
 )
-
-LARGER = 32_768
-FIRST_STEPS, STEPS_AFTER, EVERY = 320, 160, 10
-HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
 
 
 @dataclass(frozen=True)
@@ -188,55 +184,3 @@ def _language_row(language: str, scored_rows: Sequence[Row], texts: dict[int, Te
         row |= {f"{size:,}: tokens a word": float(lengths.mean())}
         row |= {f"{size:,}: words split": float((lengths > 1).mean())}
     return row
-
-
-def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, by way (or those of `only`).
-
-    A headless decoder is trained with 8,192 ids. Then its vocabulary becomes a larger one of the same text, and that of
-    --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read all
-    of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
-    """
-    runs = replace(runner, folder=runner.folder / "runs", held_out=HELD_OUT)
-    base = runs.train(
-        "small-headless", "base", *runs.data(), *training_overrides(FIRST_STEPS, evaluate_samples=1_000_000)
-    )
-    goal = base.validation[-1]["bits_per_byte"]
-    texts = {f"{LARGER:,} ids": runs.data(LARGER)}
-    if runs.tokenizer is not None:
-        texts[runs.tokenizer.stem] = runs.data_with_tokenizer(runs.tokenizer)
-    rows: list[Row] = []
-    charts: list[Chart] = []
-    for name, text in texts.items():
-        overrides = [*text, *_convert_base(runs, name, text)]
-        overrides += training_overrides(STEPS_AFTER, evaluate_every=EVERY, evaluate_samples=1_000_000)
-        cells = runs.grid("revocabulary", only, *overrides, vocabulary=[name])
-        rows += [
-            {**cell.values, **_recovery_row(cell.run, goal), "tokens/s": tokens_per_second(cell.run)} for cell in cells
-        ]
-        records = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
-        before = {"before": [(record["tokens"], goal) for record in records]}
-        charts.append(Chart(name, "tokens", group_points(records, "way", "tokens", "bits_per_byte") | before))
-    runner.record("revocabulary", rows, *charts)
-
-
-def _convert_base(runner: ExperimentRunner, name: str, text: Sequence[str]) -> list[str]:
-    """Overrides that start from the base converted to the vocabulary of `text`; converts it once."""
-    tokenizer = next(one.partition("=")[2] for one in text if one.startswith("data.tokenizer="))
-    converted = runner.folder / run_name(f"moved-{name}")
-    base = runner.folder / "base"
-    runner.make(converted, "convert.py", "revocabulary", "--model", base, "--tokenizer", tokenizer)
-    ids = load_tokenizer(Path(tokenizer)).vocab_size
-    return to_overrides({"model.vocab_size": ids, "init.from_checkpoint": converted})
-
-
-def _recovery_row(run: RunMetrics, goal: float) -> Row:
-    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; scores of the first and last."""
-    first = next(record for record in run.validation if record["step"])
-    recovered_tokens = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
-    return {
-        "tokens until back": recovered_tokens,
-        "minutes until back": None if recovered_tokens is None else recovered_tokens / tokens_per_second(run) / 60,
-        f"bits per byte after {first['step']} steps": first["bits_per_byte"],
-        "at the end": run.validation[-1]["bits_per_byte"],
-    }

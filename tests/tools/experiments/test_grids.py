@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.figures import compare_latency
-from experiments.grids import compare_negatives, compare_precision
+from experiments.figures import compare_latency, compare_negatives, compare_precision
 from experiments.runner import GRIDS, ExperimentRunner
 from support.long import long
 from support.runner import TINY, results

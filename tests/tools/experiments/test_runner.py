@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from experiments.grids import compare_negatives, compare_variants
+from experiments.figures import compare_negatives, compare_variants
 from experiments.measures import (
     Chart,
     aggregate_seeds,

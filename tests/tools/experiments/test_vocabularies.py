@@ -11,12 +11,10 @@ import pytest
 
 from experiments.bottleneck import compare_bottleneck, write_language
 from experiments.runner import GRIDS, ExperimentRunner, run_name
-from experiments.vocabularies import compare_large_vocabularies, compare_revocabulary
+from experiments.vocabularies import compare_large_vocabularies
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
-from megahead.report.read import read_metrics
 from support.runner import TINY, results
-from support.vocabularies import vocabulary
 
 
 def test_large_vocabularies_are_scored_by_language(
@@ -51,31 +49,6 @@ def test_large_vocabularies_are_scored_by_language(
     trained, held = ({*(split / f"{name}.jsonl").read_text().splitlines()} for name in ("train", "de"))
     assert held
     assert not trained & held
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
-    runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, value in {"LARGER": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVERY": 1, "HELD_OUT": 20}.items():
-        monkeypatch.setattr(f"experiments.vocabularies.{name}", value)
-    other = vocabulary(tmp_path, "sentencepiece", 420).tokenizer.path
-    settings = [part for part in TINY if "training.steps" not in part]
-    compare_revocabulary(replace(runner, tokenizer=other, settings=settings), [])
-    rows = results(runner, "revocabulary")
-    assert [(row["vocabulary"], row["way"]) for row in rows] == [
-        (name, way) for name in ("400 ids", "sentencepiece-420") for way in GRIDS["revocabulary"]["axes"]["way"]
-    ]
-    assert all(0 < row["at the end"] < 20 for row in rows)
-    goal = read_metrics(runner.folder / "runs/base").validation[-1]["bits_per_byte"]
-    for row in rows:
-        run = read_metrics(runner.folder / "runs" / run_name(f"{row['vocabulary']}-{row['way']}"))
-        back = [record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal]
-        assert row["tokens until back"] == (back[0] if back else None)
-    assert (runner.folder / "revocabulary.png").stat().st_size > 5_000
-    compare_revocabulary(replace(runner, tokenizer=other, settings=settings), ["headless-table"])
-    assert [row["way"] for row in results(runner, "revocabulary")] == ["headless-table"] * 2
 
 
 def test_large_sizes_name_runs_too() -> None:
