@@ -5,7 +5,6 @@ tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
 tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
 tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
-tools/bench_step.py --preset pythia-410m --sequence-length 2048 --precision bf16 --largest 512
 
 A step is forward and backward of a global batch (with --preset one micro-batch) on one rank, clipping and the
 optimizer's update, without an engine. Tokens come from the config's dataset (or --data PREFIX), else they are
@@ -22,8 +21,6 @@ parts. In bf16 the weights are bf16, with float32 master weights in the optimize
 --vocabulary times headless steps of the engine instead, with increasing vocabulary sizes on the same ids, with the
 embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first vocabulary) exclude
 waiting for other programs; a step's MiB: memory it allocates beside that between steps, the most of any rank.
-
---largest finds the largest micro-batch of each objective that a GPU's memory holds.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ def main() -> None:
     import torch
 
     from benchmarks.engines import time_vocabularies
-    from benchmarks.steps import find_largest_batches, time_steps
+    from benchmarks.steps import time_steps
     from megahead.distributed.group import Group
     from megahead.train.run import resolve_precision
 
@@ -71,9 +68,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     config = resolve_precision(config, device, Group())
-    if arguments.largest:
-        rows = find_largest_batches(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
-    elif sizes:
+    if sizes:
         embeddings = arguments.embedding.split(",")
         rows = time_vocabularies(config, sizes, arguments.ranks, arguments.data, arguments.steps, device, embeddings)
     else:
@@ -139,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", metavar="V,...", help="time headless steps under these vocabularies instead")
     parser.add_argument("--ranks", type=int, default=1, help="of each of --vocabulary, on CPUs (default: 1)")
     parser.add_argument("--embedding", default="rows,dense", help="kinds of --vocabulary (default: rows,dense)")
-    parser.add_argument("--largest", type=int, metavar="ROWS", help="find the largest micro-batch up to so many rows")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
     parser.add_argument("--muon", action="store_true", help="time each with Muon for the blocks, too")

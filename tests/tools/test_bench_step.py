@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.rows import token_rows
-from benchmarks.steps import Mode, Variant, describe_ratio, find_largest, find_largest_batches, variant_config
+from benchmarks.steps import Mode, Variant, describe_ratio, variant_config
 from benchmarks.timing import HostClock, measure_matmul_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
@@ -216,35 +216,6 @@ def test_muon_moves_the_blocks_of_a_variant_that_is_to_have_it(tmp_path: Path) -
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_matrix_rate_is_positive(precision: str) -> None:
     assert measure_matmul_rate(torch.device("cpu"), precision, size=64) > 0
-
-
-@pytest.mark.parametrize(("room", "found"), [(0, 0), (1, 1), (5, 5), (37, 36), (99, 91), (100, 100), (1000, 100)])
-def test_the_largest_that_fits_is_found_to_an_eighth_with_few_tries(room: int, found: int) -> None:
-    tried: list[int] = []
-
-    def fits(rows: int) -> bool:
-        tried.append(rows)
-        return rows <= room
-
-    assert find_largest(fits, 1, 100) == found
-    assert len(tried) == len(set(tried)) <= 12
-
-
-def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monkeypatch) -> None:
-    write_text(tmp_path)
-    config = small_config(tmp_path, {"batch.micro_size": 1})
-    step = Variant.step
-
-    def on_a_small_device(variant: Variant, index: int) -> None:
-        if variant.config.batch.micro_size > (3 if variant.objective_name == "headless" else 1):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        step(variant, index)
-
-    monkeypatch.setattr(Variant, "step", on_a_small_device)
-    headless, vanilla = find_largest_batches(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
-    assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
-    assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
-    assert headless["tokens/s"] > 0
 
 
 class Counting(HostClock):

@@ -45,7 +45,6 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     lines = {part["name"]: part["lines"] for part in report["parts"]}
     assert {line["form"] for line in lines["loss"]} >= {"ours", "paper"}
     assert [line["objective"] for line in lines["step-encoder"]] == ["headless", "vanilla"]
-    assert [line["rows of the micro-batch"] for line in lines["largest-decoder"]] == [2, 2]
     assert len(lines["launches"]) == 2  # without a device there is no graph
     assert [line[""] for line in lines["engine"]] == ["bare torch", "ZeRO 1"]
     page = (tmp_path / "out/report.md").read_text()

@@ -1,4 +1,4 @@
-"""Wheels for a machine without a network: what pip is asked for, and what it must have brought."""
+"""Wheels for a machine without a network: what pip is asked for, and how much it may have brought."""
 
 from __future__ import annotations
 
@@ -30,27 +30,9 @@ def wheels(folder: Path, *names: str, size: int = 10) -> Path:
     return folder
 
 
-BINARY = "orjson-3.13.0-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64"
-STABLE = "fastokens-0.3.5-cp39-abi3-manylinux_2_17_x86_64"
-
-
-def test_wheels_that_fit_are_told_with_their_size(tmp_path: Path) -> None:
-    wheels(tmp_path, BINARY, STABLE, "hjson-3.1.0-py3-none-any", size=2**20)
-    assert check_wheels(tmp_path, "3.12", 3) == f"{tmp_path}: 3 wheels, 3.0 MiB"
-
-
-@pytest.mark.parametrize(
-    ("names", "count", "size", "sentence"),
-    [
-        ([STABLE], 2, 10, "must hold 2 wheels, but holds 1."),
-        ([BINARY.replace("312", "311")], 1, 10, "must fit Python 3.12 on Linux (x86-64), but does not."),
-        ([BINARY.replace("x86_64", "aarch64")], 1, 10, "must fit Python 3.12 on Linux (x86-64), but does not."),
-        ([BINARY], 1, (MAX_MIB + 1) * 2**20, "must hold at most 32 MiB, but holds 33; leave some out by --bare."),
-    ],
-)
-def test_wheels_that_are_of_no_use_there_are_refused(
-    tmp_path: Path, names: list[str], count: int, size: int, sentence: str
-) -> None:
+def test_wheels_are_told_with_their_size_and_refused_if_they_are_too_large(tmp_path: Path) -> None:
+    wheels(tmp_path, "orjson", "fastokens", "hjson", size=2**20)
+    assert check_wheels(tmp_path) == f"{tmp_path}: 3 wheels, 3.0 MiB"
     with pytest.raises(UserError) as refused:
-        check_wheels(wheels(tmp_path, *names, size=size), "3.12", count)
-    assert str(refused.value).endswith(sentence)
+        check_wheels(wheels(tmp_path, "torch", size=(MAX_MIB - 2) * 2**20))
+    assert str(refused.value).endswith("must hold at most 32 MiB, but holds 33; leave some out by --bare.")

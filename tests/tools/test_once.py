@@ -138,14 +138,3 @@ def test_one_process_waits_while_another_runs_the_same_step(tmp_path: Path) -> N
         second = pool.submit(StepRunner(tmp_path, Console(quiet=True)).run, "step", lambda: "fast")
         done.set()
         assert (first.result(60).result, second.result(60).result) == ("slow", "slow")
-
-
-def test_results_are_read_by_name_and_forgotten(tmp_path: Path) -> None:
-    once = StepRunner(tmp_path, Console(quiet=True))
-    for name in ("one", "two"):
-        once.run(name, lambda: {"lines": [1]})
-    (tmp_path / "two.json").write_text('{"key"')
-    assert once.results() == {"one": {"lines": [1]}}
-    once.clear()
-    assert once.results() == {}
-    assert not once.run("one", lambda: None).reused

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.rows import build_run_objective, step_batches, token_rows, with_overrides
+from benchmarks.rows import build_run_objective, step_batches, token_rows
 from benchmarks.timing import (
     build_clock,
     describe_device,
@@ -42,7 +40,6 @@ Mode = Literal["default", "compiled", "whole last block", "muon"]
 Muon for the matrices of the blocks."""
 
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
-STEPS = 3  # for each size of micro-batch tried; the first is a warm-up
 # Settings that headless and vanilla objectives share
 SHARED_SETTINGS = (
     "score",
@@ -296,50 +293,3 @@ def time_steps(
     terminal().print("\n".join([*lines, *(describe_ratio(first, other) for other in others)]))
     peaks = zip(memory, variants, strict=True)
     return [variant.row(rate, peak or variant.peak_megabytes()) for peak, variant in peaks]
-
-
-def find_largest_batches(
-    config: RunConfig, objectives: Sequence[str], max_rows: int, prefix: str | None, device: torch.device
-) -> list[dict[str, object]]:
-    """Finds the largest micro-batch of up to `max_rows` rows that fits, for each objective; returns a row for each."""
-    result_rows: list[dict[str, object]] = []
-    for name in objectives:
-        try_rows = cache(lambda rows, name=name: _try_batch_size(config, rows, name, prefix, device))
-        largest = find_largest(lambda rows: try_rows(rows) is not None, config.batch.micro_size, max_rows)  # noqa: B023
-        figures = try_rows(largest) if largest else {}
-        result_rows.append({"objective": name, "rows of the micro-batch": largest, **(figures or {})})
-    return result_rows
-
-
-def find_largest(fits: Callable[[int], bool], first: int, limit: int) -> int:
-    """The largest number up to `limit` that fits, within an eighth; 0 if `first` does not fit."""
-    largest_fitting, rows = 0, min(first, limit)
-    while rows > largest_fitting and fits(rows):
-        largest_fitting, rows = rows, min(2 * rows, limit)
-    if largest_fitting in (0, rows):
-        return largest_fitting
-    smallest_failing = rows
-    while smallest_failing - largest_fitting > max(1, largest_fitting // 8):
-        middle = (largest_fitting + smallest_failing) // 2
-        largest_fitting, smallest_failing = (middle, smallest_failing) if fits(middle) else (largest_fitting, middle)
-    return largest_fitting
-
-
-def _try_batch_size(
-    config: RunConfig, num_rows: int, name: str, prefix: str | None, device: torch.device
-) -> dict[str, object] | None:
-    """Speed and memory of steps with micro-batches of so many rows; None if memory is too small."""
-    config = with_overrides(config, f"batch.micro_size={num_rows}", f"batch.global_size={num_rows}")
-    try:
-        variant = Variant(config, name, device, token_rows(config, prefix, count=STEPS))
-        for index in range(STEPS):
-            variant.step(index)
-        tokens, peak = num_rows * config.data.sequence_length, variant.peak_megabytes()
-        speed = round(tokens / statistics.median(variant.seconds()))
-        return {"tokens": tokens, "tokens/s": speed, "peak MB": None if peak is None else round(peak)}
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()

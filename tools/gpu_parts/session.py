@@ -27,7 +27,6 @@ from gpu_parts.plan import STARTUP_SECONDS, Outcome, Part, State
 from megahead import __version__
 from megahead.files import write_atomically
 from megahead.wording import format_duration
-from steps.once import StepRunner
 
 PACKAGES = (
     *("torch", "triton", "deepspeed", "transformers"),
@@ -118,14 +117,6 @@ ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here say
 MIN_SECONDS = 20.0  # the least for which a part is started
 
 
-class NotMeasured(Exception):
-    """Carries the outcome of a part that runs again in the next call."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.why)
-        self.outcome = outcome
-
-
 class Session:
     """Runs parts in `folder`; reuses what the same command measured there before, unless `again`."""
 
@@ -134,11 +125,9 @@ class Session:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.console, self._title, self._launch = folder, console, title, launch
-        self._steps = StepRunner(folder / "measured", console)
-        if again:
-            self._steps.clear()
-        self.outcomes = {name: Outcome(**outcome) for name, outcome in self._steps.results().items()}
-        self._machine = describe_machine()
+        self._report, self._machine = folder / "report.json", describe_machine()
+        earlier = [] if again or not self._report.exists() else json.loads(self._report.read_bytes())["parts"]
+        self.outcomes = {part["name"]: Outcome(**part) for part in earlier if part["state"] == "measured"}
 
     def run_parts(self, parts: Sequence[Part], seconds: float) -> None:
         """Runs `parts` within so many seconds, and writes `report.json` and `report.md` after each."""
@@ -151,48 +140,35 @@ class Session:
             seconds_left = deadline - time.monotonic()
             takes = "takes the time left" if part.uses_spare_time else f"about {format_duration(part.seconds)}"
             left = format_duration(max(seconds_left, 0))
-            about = f"[{index}/{len(todo)}] {part.question} ({takes}; {left} left)"
-            outcome = self.outcomes[part.name] = self._run_part(part, seconds_left, todo[index - 1 :], about)
+            self._print(f"▸ {part.name} [{index}/{len(todo)}] {part.question} ({takes}; {left} left)")
+            outcome = self.outcomes[part.name] = self._run_part(part, seconds_left, todo[index - 1 :])
+            mark, why = ("✓", "") if outcome.state == "measured" else ("✗", f": {outcome.why}")
+            self._print(f"{mark} {part.name} {outcome.state} ({format_duration(outcome.seconds)}){why}")
             self._save()
-            if outcome.state != "measured":
-                self._print(f"✗ {part.name} {outcome.state} ({format_duration(outcome.seconds)}): {outcome.why}")
         self._save()
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def _run_part(self, part: Part, seconds_left: float, upcoming: Sequence[Part], about: str) -> Outcome:
-        """Runs or reuses `part`, or leaves it out; `upcoming`: parts from this one on."""
+    def _run_part(self, part: Part, seconds_left: float, upcoming: Sequence[Part]) -> Outcome:
+        """Runs `part`, or leaves it out; `upcoming`: parts from this one on."""
         if reason := part.missing_requirement():
             return part.outcome("left out", why=reason)
         if part.explains and not misses_targets(part.explains, list(self.outcomes.values())):
             return part.outcome("left out", why=f"{part.explains} has nothing to explain: its targets were met.")
-        reserved = 2 * part.seconds
+        reserved, least = 2 * part.seconds, MIN_SECONDS
         if part.uses_spare_time:  # spare time is split among such parts
             spare = seconds_left - sum(other.seconds for other in upcoming)
             reserved = part.seconds + max(spare, 0) / sum(other.uses_spare_time for other in upcoming)
+            least += STARTUP_SECONDS
         limit = min(seconds_left, reserved)
-        if limit < (MIN_SECONDS + STARTUP_SECONDS if part.uses_spare_time else MIN_SECONDS):
+        if limit < least:
             left = format_duration(max(seconds_left, 0))
             return part.outcome("left out", why=f"no time was left for it; {left} were.")
-
-        def work() -> dict[str, Any]:
-            outcome = run_part(part, self.folder, limit, self._launch)
-            if outcome.state != "measured":
-                raise NotMeasured(outcome)
-            return asdict(outcome)
-
-        settings = {"command": list(part.command)}
-        try:
-            finished = self._steps.run(
-                part.name, work, settings=settings, about=about, describe_result=lambda _: "measured"
-            )
-        except NotMeasured as error:
-            return error.outcome
-        return Outcome(**finished.result)
+        return run_part(part, self.folder, limit, self._launch)
 
     def _save(self) -> None:
         outcomes = list(self.outcomes.values())
         content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
-        write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
+        write_atomically(self._report, json.dumps(content, indent=1) + "\n")
         write_atomically(self.folder / "report.md", render_page(self._title, self._machine, outcomes, self.folder))

@@ -96,16 +96,6 @@ class StepRunner:
         record = self.folder / f"{name}.json"
         return record.exists() or _lock_path(record).exists()
 
-    def results(self) -> dict[str, Any]:
-        """The result of every step that has a record, by name."""
-        names = sorted(record.stem for record in self.folder.glob("*.json"))
-        return {name: record["result"] for name in names if (record := self._read_record(name)) is not None}
-
-    def clear(self) -> None:
-        """Removes all records, so that every step runs again."""
-        for record in self.folder.glob("*.json"):
-            record.unlink()
-
     def _print(self, symbol: tuple[str, str], name: str, note: str) -> None:
         self.console.print(Text.assemble(symbol, " ", (name, "bold"), f" {note}".rstrip()), soft_wrap=True)
 
@@ -114,17 +104,11 @@ class StepRunner:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _find_reusable(self, name: str, key: str, outputs: Sequence[Path]) -> FinishedStep | None:
-        record = self._read_record(name)
-        if record is None or (record["key"], record["outputs"]) != (key, self._files_hash(outputs)):
-            return None
-        return FinishedStep(name, record["seconds"], record["result"], reused=True)
-
-    def _read_record(self, name: str) -> dict[str, Any] | None:
-        """Reads a step's record; None if it is missing, damaged or of another format."""
-        with suppress(OSError, ValueError):
+        """The earlier result; None if its record is missing, damaged or of another key, or if outputs have changed."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-            if isinstance(record, dict) and record.keys() >= {"key", "outputs", "seconds", "result"}:
-                return record
+            if (record["key"], record["outputs"]) == (key, self._files_hash(outputs)):
+                return FinishedStep(name, record["seconds"], record["result"], reused=True)
         return None
 
     def _files_hash(self, paths: Sequence[Path]) -> str:
