@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -100,10 +101,17 @@ class Plan:
     is_measured: bool = True
     """Or `step_seconds` is assumed."""
 
+    @cached_property
+    def config(self) -> RunConfig:
+        """Of a run of one step."""
+        return config_from_dict(_settings(self.shape, self.vocab_size))
+
+    def step_flops(self) -> float:
+        return run_flops(self.config, candidate_rows(self.config)).total * self.config.tokens_per_step()
+
     def steps(self, seconds: float) -> int:
         """As many as there is text for, and time between the run's start, its evaluations and the export."""
-        config = _config_of_shape(self.shape, self.vocab_size)
-        max_steps = MAX_EPOCHS * self.tokens / config.tokens_per_step()
+        max_steps = MAX_EPOCHS * self.tokens / self.config.tokens_per_step()
         training_seconds = max(MIN_TRAINING_SECONDS, seconds - self.other_seconds(seconds))
         return max(1, math.ceil(min(training_seconds / self.step_seconds, max_steps)))
 
@@ -113,9 +121,8 @@ class Plan:
         return min(MAX_EVALUATIONS, max(1, int(EVALUATION_SHARE * run_seconds / self._evaluation_seconds())))
 
     def _evaluation_seconds(self) -> float:
-        config = _config_of_shape(self.shape, self.vocab_size)
-        flops = run_flops(config, self.vocab_size).total / 3 * EVALUATION_ROWS * config.data.sequence_length
-        return EVALUATION_SLOWNESS * self.step_seconds * flops / _step_flops(self.shape, self.vocab_size)
+        flops = run_flops(self.config, self.vocab_size).total / 3 * EVALUATION_ROWS * self.config.data.sequence_length
+        return EVALUATION_SLOWNESS * self.step_seconds * flops / self.step_flops()
 
     def other_seconds(self, seconds: float) -> float:
         """Of what follows the plan, all but the training steps."""
@@ -130,14 +137,18 @@ class Plan:
         """What all that follows the plan takes; more than `seconds` where those are too few."""
         return self.other_seconds(seconds) + self.steps(seconds) * self.step_seconds
 
+    def is_enough(self, seconds: float) -> bool:
+        """Whether there are time and text for MIN_TOKENS_PER_PARAMETER."""
+        tokens = self.steps(seconds) * self.config.tokens_per_step()
+        return tokens >= MIN_TOKENS_PER_PARAMETER * run_parameters(self.config).body
+
     def line(self, seconds: float) -> str:
-        config, steps = _config_of_shape(self.shape, self.vocab_size), self.steps(seconds)
-        tokens, layers = steps * config.tokens_per_step(), pluralize(self.shape[0], "layer")
-        size = format_si(run_parameters(config).total)
+        steps, layers = self.steps(seconds), pluralize(self.shape[0], "layer")
+        size = format_si(run_parameters(self.config).total)
         return (
             f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {pluralize(steps, 'step')} of "
             f"{1000 * self.step_seconds:.0f} ms ({'measured' if self.is_measured else 'assumed'}), "
-            f"{format_si(tokens)} tokens in {format_duration(steps * self.step_seconds)}"
+            f"{format_si(steps * self.config.tokens_per_step())} tokens in {format_duration(steps * self.step_seconds)}"
         )
 
 
@@ -308,29 +319,23 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
     plan = time_shape(SHAPES[0])
     if plan is None:
         report(f"{'speed':<12}not measured: no step within {format_duration(TIMING_SHARE * seconds)}")
-        assumed = _step_flops(SHAPES[0], vocab_size) / ASSUMED_FLOPS
-        plan = Plan(SHAPES[0], vocab_size, tokens, assumed, TIMING_SHARE * seconds, is_measured=False)
+        plan = Plan(SHAPES[0], vocab_size, tokens, 1.0, TIMING_SHARE * seconds, is_measured=False)
+        plan = replace(plan, step_seconds=plan.step_flops() / ASSUMED_FLOPS)
     for shape in SHAPES[1:]:
-        step_seconds = plan.step_seconds * _step_flops(shape, vocab_size) / _step_flops(plan.shape, vocab_size)
-        larger = Plan(shape, vocab_size, tokens, step_seconds, plan.startup_seconds)
-        timing_seconds = larger.startup_seconds + BENCHMARK_STEPS * step_seconds
+        larger = replace(plan, shape=shape)
+        larger = replace(larger, step_seconds=plan.step_seconds * larger.step_flops() / plan.step_flops())
+        timing_seconds = larger.startup_seconds + BENCHMARK_STEPS * larger.step_seconds
         if remaining_seconds() - timing_seconds < (1 - TIMING_SHARE) * seconds:
             report(f"{'speed':<12}no time to measure more than {pluralize(plan.shape[0], 'layer')} of {plan.shape[1]}")
             break
-        if not _is_enough(larger, remaining_seconds() - timing_seconds):
+        if not larger.is_enough(remaining_seconds() - timing_seconds):
             break
         timed = time_shape(shape)
-        if timed is None or not _is_enough(timed, remaining_seconds()):
+        if timed is None or not timed.is_enough(remaining_seconds()):
             break
         plan = timed
     report(f"{'run':<12}{plan.line(remaining_seconds())}")
     return plan
-
-
-def _is_enough(plan: Plan, seconds: float) -> bool:
-    """Whether there are time and text for MIN_TOKENS_PER_PARAMETER."""
-    config = _config_of_shape(plan.shape, plan.vocab_size)
-    return plan.steps(seconds) * config.tokens_per_step() >= MIN_TOKENS_PER_PARAMETER * run_parameters(config).body
 
 
 def _vocab_size(tokens: float) -> int:
@@ -348,15 +353,6 @@ def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
     settings["data"] = {"train": "text", "sequence_length": settings["data"]["sequence_length"]}
     settings["schedule"]["warmup_steps"] = 0
     return settings | {"name": "run", "output_dir": "run", "training": {"steps": 1}}
-
-
-def _config_of_shape(shape: Shape, vocab_size: int) -> RunConfig:
-    return config_from_dict(_settings(shape, vocab_size))
-
-
-def _step_flops(shape: Shape, vocab_size: int) -> float:
-    config = _config_of_shape(shape, vocab_size)
-    return run_flops(config, candidate_rows(config)).total * config.tokens_per_step()
 
 
 def _step_seconds(shape: Shape, vocab_size: int, max_seconds: float) -> float:
@@ -408,12 +404,8 @@ def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
     """Whether the dataset is there, was cut by this tokenizer and knows it."""
     with suppress(DataError):
         dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
-        saved_identity = dataset.tokenizer_identity()
-        return (
-            saved_identity is not None
-            and saved_identity.sha256 == identity.sha256
-            and dataset.tokenizer_path() is not None
-        )
+        saved = dataset.tokenizer_identity()
+        return saved is not None and saved.sha256 == identity.sha256 and dataset.tokenizer_path() is not None
     return False
 
 

@@ -55,31 +55,28 @@ def read_metrics(run: Path) -> RunMetrics:
     step the last counts. UserError if there is no log, or if another line is malformed.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
-    training: dict[int, Record] = {}
-    validation: dict[int, Record] = {}
-    tasks: dict[int, Record] = {}
+    by_step: dict[str, dict[int, Record]] = {"training": {}, "validation": {}, "tasks": {}}
     events: list[Record] = []
     for record in _records(path):
         step = record["step"]
         if _RESTART_KEYS & record.keys():
             last_valid = record.get("session", {}).get("continues", step)
-            training, validation, tasks = (
-                {step: line for step, line in by_step.items() if step <= last_valid}
-                for by_step in (training, validation, tasks)
-            )
+            for kind, lines in by_step.items():
+                by_step[kind] = {step: line for step, line in lines.items() if step <= last_valid}
         if "validation" in record:
             progress = {key: record[key] for key in ("step", "tokens", "seconds")}
-            validation[step] = progress | record["validation"]
+            by_step["validation"][step] = progress | record["validation"]
         elif "tasks" in record:
-            tasks[step] = record
+            by_step["tasks"][step] = record
         elif "loss" in record:
-            training[step] = record
+            by_step["training"][step] = record
         elif _EVENT_KEYS & record.keys():
             events.append(record)
-    if not training and not validation:
+    if not by_step["training"] and not by_step["validation"]:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name
-    return RunMetrics(name, _sorted_values(training), _sorted_values(validation), _sorted_values(tasks), events)
+    ordered = {kind: [lines[step] for step in sorted(lines)] for kind, lines in by_step.items()}
+    return RunMetrics(name, **ordered, events=events)
 
 
 def last_logged_step(run: Path) -> int:
@@ -128,10 +125,6 @@ def _records(path: Path) -> list[dict[str, Any]]:
             ) from None
         records.append(record)
     return records
-
-
-def _sorted_values(by_step: Mapping[int, Record]) -> list[Record]:
-    return [by_step[step] for step in sorted(by_step)]
 
 
 # A run's folder: metrics, configuration, generated samples, and how the run ended.
@@ -222,7 +215,8 @@ def _read_ending(path: Path) -> str | None:
 
 # Events of a run: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
 
-_ACTION_TEXTS = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
+_ACTION_TEXTS = {"note": "noted", "apply": "applied all the same", "skip": "skipped"}
+_ACTION_TEXTS |= {"rollback": "rolled back", "stop": "ended the run"}
 
 
 @dataclass(frozen=True)
@@ -260,8 +254,7 @@ def _messages(record: Record) -> Iterator[tuple[str, bool]]:
             times = slow["seconds"] / slow["usual"]
             yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
         case {"replica": replica}:
-            action = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
-            ranks = format_numbers("rank", replica["ranks"])
+            ranks, action = format_numbers("rank", replica["ranks"]), _ACTION_TEXTS[replica["action"]]
             yield f"weights of {ranks} differed from the other replicas': {action}", True
         case {"copy": {"off": reason}}:
             yield f"kept no more copies in memory: {reason}", True
