@@ -67,8 +67,9 @@ def check_wheels(output: Path) -> str:
     wheels = list(output.glob("*.whl"))
     mebibytes = sum(wheel.stat().st_size for wheel in wheels) / 2**20
     if mebibytes > MAX_MIB:
-        rule = f"must hold at most {MAX_MIB} MiB, but holds {mebibytes:.0f}; leave some out by --bare."
-        raise UserError(f"{output} {rule}")
+        raise UserError(
+            f"{output} must hold at most {MAX_MIB} MiB, but holds {mebibytes:.0f}; leave some out by --bare."
+        )
     return f"{output}: {len(wheels)} wheels, {mebibytes:.1f} MiB"
 
 
