@@ -9,19 +9,18 @@ from typing import Any
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf.families import COMMON_SETTINGS, Family, ParameterNames, SettingNames
+from megahead.hf.families import COMMON_SETTINGS, Family, ParameterNames, SettingNames, require_key
 
 _TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
 _DISTILBERT_EPS = 1e-12  # config.json of a DistilBERT has no key for it
 
+_NORM_AND_DROPOUT = {
+    "norm_eps": "layer_norm_eps",
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}
 _BERT = SettingNames(
-    COMMON_SETTINGS
-    | {
-        "token_types": "type_vocab_size",
-        "norm_eps": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout_prob",
-        "attention_dropout": "attention_probs_dropout_prob",
-    },
+    COMMON_SETTINGS | {"token_types": "type_vocab_size"} | _NORM_AND_DROPOUT,
     required=("num_layers", "hidden_size", "num_heads", "vocab_size"),
     defaults={"family": "bert"},
     fixed={"position_embedding_type": "absolute"},
@@ -53,8 +52,8 @@ def distilbert_config(model: ModelConfig) -> dict[str, Any]:
 
 def bert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our BERT does not support."""
-    if hf_config.get("is_decoder"):
-        raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
+    rule = "be false, as our BERT reads in both directions"
+    require_key(not hf_config.get("is_decoder"), "is_decoder", rule, got=True)
     return _BERT.model_settings(hf_config)
 
 
@@ -135,12 +134,7 @@ DISTILBERT = Family(
 _PADDING_TOKEN = 1  # where config.json names none
 
 _ROBERTA = SettingNames(
-    COMMON_SETTINGS
-    | {
-        "norm_eps": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout_prob",
-        "attention_dropout": "attention_probs_dropout_prob",
-    },
+    COMMON_SETTINGS | _NORM_AND_DROPOUT,
     activations={"gelu": "gelu"},  # also the head's, whatever config.json says
     required=("num_layers", "hidden_size", "num_heads", "vocab_size", "max_positions"),
     fixed={"position_embedding_type": "absolute", "type_vocab_size": 1, "is_decoder": False},
@@ -164,15 +158,15 @@ def roberta_settings(hf_config: Mapping[str, Any], *, family: str) -> dict[str, 
 def position_offset(hf_config: Mapping[str, Any]) -> int:
     """Returns the row of the position embedding that a first token has: the padding id + 1."""
     padding = hf_config.get("pad_token_id", _PADDING_TOKEN)
-    if not isinstance(padding, int) or padding < 0:
-        raise FieldError("config.json: pad_token_id", "be an id, after which positions begin", got=padding)
-    return padding + 1
+    is_id = isinstance(padding, int) and padding >= 0
+    require_key(is_id, "pad_token_id", "be an id, after which positions begin", got=padding)
+    return int(padding) + 1
 
 
-ROBERTA = Family(
+ROBERTA = replace(
+    BERT,
     title="RoBERTa",
     class_prefix="Roberta",
-    head_type="MaskedLM",
     base_model_prefix="roberta.",
     names=ParameterNames(
         bert_names("roberta")
@@ -187,7 +181,6 @@ ROBERTA = Family(
     head_prefixes=("lm_head.",),
     model_settings=partial(roberta_settings, family="roberta"),
     hf_config=partial(roberta_config, model_type="roberta"),
-    legacy_keys=BERT.legacy_keys,
     untied_bias_name="lm_head.decoder.bias",
 )
 

@@ -134,7 +134,7 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
     """Yields every tensor of the export, the head's last."""
     model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
     backbone = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
-    for hf_name in dict.fromkeys(_hf_name(family, name) for name in (EMBEDDING, *backbone)):
+    for hf_name in dict.fromkeys(map(family.names.to_hf, (EMBEDDING, *backbone))):
         names = family.parameter_names(hf_name)
         num_rows, *columns = model.shapes[names[0]]
         shape = (vocab_size if names == (EMBEDDING,) else num_rows * len(names), *columns)
@@ -147,12 +147,13 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
         yield _streamed(name, torch.zeros(size))
     for name, tensor in (head.transform or {}).items():
         exported = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
-        yield _streamed(_hf_name(family, name), exported)
+        yield _streamed(family.names.to_hf(name), exported)
         if name == _VOCABULARY_BIAS and family.untied_bias_name and not head.is_tied():
             yield _streamed(family.untied_bias_name, exported)
     if head.matrix is not None and not head.is_tied():
         shape = (vocab_size, model.config.model.hidden_size)
-        yield StreamedTensor(_hf_name(family, HEAD), shape, partial(_head_chunks, model, head, head.matrix, vocab_size))
+        chunks = partial(_head_chunks, model, head, head.matrix, vocab_size)
+        yield StreamedTensor(family.names.to_hf(HEAD), shape, chunks)
     if head.bias_V is not None and family.head_bias_name is not None:
         yield _streamed(family.head_bias_name, head.bias_V[:vocab_size])
 
@@ -183,13 +184,6 @@ def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) ->
         for stored_vD in block.split(_CHUNK_ROWS):
             yield head.exported_rows(stored_vD, first)
             first += len(stored_vD)
-
-
-def _hf_name(family: Family, name: str) -> str:
-    hf_name = family.names.to_hf(name)
-    if hf_name is None:
-        raise ValueError(f"{name} has no Hugging Face name")
-    return hf_name
 
 
 # Writes a safetensors file chunk by chunk, so that memory holds one chunk and not the model.

@@ -25,9 +25,10 @@ class ParameterNames:
             raise ValueError("two names of megahead have the same Hugging Face name")
         self._hf_names = {name: (hf_name,) for hf_name, names in self._names.items() for name in names}
 
-    def to_hf(self, name: str) -> str | None:
-        """Returns the Hugging Face name of a parameter, or None where the table lacks it."""
-        return next(iter(_translate(name, self._hf_names)), None)
+    def to_hf(self, name: str) -> str:
+        """Returns the Hugging Face name of a parameter; ValueError where the table lacks it."""
+        (hf_name,) = _translate(name, self._hf_names)
+        return hf_name
 
     def from_hf(self, hf_name: str) -> tuple[str, ...]:
         """Returns the parameters that a stored tensor consists of, from its first row on; empty where the table lacks
@@ -36,17 +37,15 @@ class ParameterNames:
 
 
 def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    parts = name.split(".")
-    pattern = ["*" if part.isdigit() else part for part in parts]
-    length = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
-    if length is None:
-        return ()
-    names = []
-    for target in table[".".join(pattern[:length])]:
-        layers = iter(part for part in parts if part.isdigit())
-        names.append(".".join([next(layers) if part == "*" else part for part in target.split(".")] + parts[length:]))
-    return tuple(names)
+    layer = next(filter(str.isdigit, name.split(".")), "")
+    pattern = name.replace(f".{layer}.", ".*.", 1)
+    module, _, part = pattern.rpartition(".")
+    targets = table.get(pattern) or [f"{target}.{part}" for target in table.get(module, ())]
+    return tuple(target.replace("*", layer) for target in targets)
 
+
+QUERY_KEY_VALUE = tuple(f"backbone.blocks.*.attention.{part}" for part in ("query", "key", "value"))
+"""Modules that one tensor of Hugging Face may stack."""
 
 COMMON_SETTINGS = {
     "num_layers": "num_hidden_layers",
@@ -64,12 +63,18 @@ SILU_NAMES = {"silu": "silu", "swish": "silu"}
 """From activations of Hugging Face to ours."""
 
 _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-_COMPUTED_SETTINGS = {
-    "num_key_heads": ModelConfig.key_heads,
-    "head_dim": ModelConfig.head_size,
-    "intermediate_size": ModelConfig.mlp_size,
-}
-"""Settings with a default that depends on others: the method that computes it."""
+
+
+def filled_settings(model: ModelConfig) -> dict[str, Any]:
+    """Returns all settings, those with a default that depends on others filled in."""
+    sizes = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
+    return {**model.model_dump(mode="json"), **sizes}
+
+
+def require_key(condition: object, name: str, rule: str, *, got: Any) -> None:
+    """FieldError for a key of config.json unless `condition`."""
+    if not condition:
+        raise FieldError(f"config.json: {name}", rule, got=got)
 
 
 @dataclass(frozen=True)
@@ -96,27 +101,21 @@ class SettingNames:
 
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         """Returns the entries of config.json that these settings make."""
-        values = {
-            name: _COMPUTED_SETTINGS[name](model) if name in _COMPUTED_SETTINGS else getattr(model, name)
-            for name in self.hf_names
-        }
+        values = filled_settings(model)
         renamed = {hf_name: values[name] for name, hf_name in self.hf_names.items()}
         return {**renamed, self.activation: _HF_ACTIVATIONS[model.activation], **self.fixed}
 
     def model_settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings of a ModelConfig; FieldError for one that config.json lacks, or that is unsupported."""
         for hf_name in (self.hf_names[name] for name in self.required):
-            if hf_name not in hf_config:
-                raise FieldError(f"config.json: {hf_name}", "be given", got="missing")
-        activation = hf_config.get(self.activation, next(iter(self.activations)))
-        if activation not in self.activations:
-            rule = f"be one of {', '.join(self.activations)}"
-            raise FieldError(f"config.json: {self.activation}", rule, got=activation)
+            require_key(hf_name in hf_config, hf_name, "be given", got="missing")
+        activation, rule = hf_config.get(self.activation, next(iter(self.activations))), ", ".join(self.activations)
+        require_key(activation in self.activations, self.activation, f"be one of {rule}", got=activation)
         for hf_name, value in self.fixed.items():
-            if (stored := hf_config.get(hf_name, value)) != value:
-                raise FieldError(f"config.json: {hf_name}", f"be {value}".lower(), got=str(stored).lower())
-        if hf_config.get("quantization_config") is not None:
-            raise FieldError("config.json: quantization_config", "be missing (weights as they are)", got="given")
+            stored = hf_config.get(hf_name, value)
+            require_key(stored == value, hf_name, f"be {value}".lower(), got=str(stored).lower())
+        is_quantized = hf_config.get("quantization_config") is not None
+        require_key(not is_quantized, "quantization_config", "be missing (weights as they are)", got="given")
         items = self.hf_names.items()
         settings = {name: hf_config[hf_name] for name, hf_name in items if hf_config.get(hf_name) is not None}
         return {**self.defaults, **settings, "activation": self.activations[activation]}
@@ -142,9 +141,8 @@ def global_interval(hf_config: Mapping[str, Any], legacy_key: str, default: int,
         return interval
     distances = (layer + offset for layer, layer_type in enumerate(stored) if layer_type == GLOBAL)
     interval = next(filter(None, distances), max(interval, num_layers + offset))
-    if list(stored) != layer_types(num_layers, interval, offset):
-        rule = f"be {GLOBAL} at equal distances{'' if offset else ', from the first layer on'}"
-        raise FieldError("config.json: layer_types", rule, got="another list")
+    rule = f"be {GLOBAL} at equal distances{'' if offset else ', from the first layer on'}"
+    require_key(list(stored) == layer_types(num_layers, interval, offset), "layer_types", rule, got="another list")
     return interval
 
 

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megahead.config.model import ModelConfig
-from megahead.errors import FieldError
-from megahead.hf.families import COMMON_SETTINGS, GELU_NAMES, Family, ParameterNames, SettingNames
+from megahead.hf.families import (
+    COMMON_SETTINGS,
+    GELU_NAMES,
+    QUERY_KEY_VALUE,
+    Family,
+    ParameterNames,
+    SettingNames,
+    require_key,
+)
 
 _GPT_NEOX = SettingNames(
     COMMON_SETTINGS
@@ -17,15 +24,7 @@ _GPT_NEOX = SettingNames(
         "hidden_dropout": "hidden_dropout",
         "attention_dropout": "attention_dropout",
     },
-    defaults={
-        "family": "gpt_neox",
-        "max_positions": 2048,
-        "parallel_residual": True,
-        "norm_eps": 1e-5,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_std": 0.02,
-    },
+    defaults={"family": "gpt_neox"},
     fixed={"model_type": "gpt_neox", "attention_bias": True},
 )
 
@@ -46,8 +45,7 @@ def gpt_neox_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     rope = hf_config.get("rope_parameters") or {}
     scaling = hf_config.get("rope_scaling") or rope
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type != "default":
-        raise FieldError("config.json: rope_parameters.rope_type", "be default (no scaling)", got=rope_type)
+    require_key(rope_type == "default", "rope_parameters.rope_type", "be default (no scaling)", got=rope_type)
     return settings | {
         "rotary_pct": rope.get("partial_rotary_factor", hf_config.get("rotary_pct", 0.25)),
         "rotary_base": rope.get("rope_theta", hf_config.get("rotary_emb_base", 10000.0)),
@@ -117,8 +115,7 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
 def gpt2_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our GPT-2 does not support."""
     dropout, embedding_dropout = hf_config.get("resid_pdrop", 0.1), hf_config.get("embd_pdrop", 0.1)
-    if dropout != embedding_dropout:
-        raise FieldError("config.json: embd_pdrop", f"be {dropout:g}, as resid_pdrop", got=embedding_dropout)
+    require_key(dropout == embedding_dropout, "embd_pdrop", f"be {dropout:g}, as resid_pdrop", got=embedding_dropout)
     return _GPT2.model_settings(hf_config)
 
 
@@ -134,11 +131,7 @@ GPT2 = Family(
             "backbone.embedding": "transformer.wte",
             "backbone.positions": "transformer.wpe",
             "backbone.blocks.*.attention_norm": "transformer.h.*.ln_1",
-            (
-                "backbone.blocks.*.attention.query",
-                "backbone.blocks.*.attention.key",
-                "backbone.blocks.*.attention.value",
-            ): "transformer.h.*.attn.c_attn",
+            QUERY_KEY_VALUE: "transformer.h.*.attn.c_attn",
             "backbone.blocks.*.attention.output": "transformer.h.*.attn.c_proj",
             "backbone.blocks.*.mlp_norm": "transformer.h.*.ln_2",
             "backbone.blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",

@@ -5,14 +5,14 @@ Qwen 2, Qwen 3 and Mistral are Llamas with other settings. A Mistral is exported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
-from megahead.errors import FieldError
 from megahead.hf.families import (
     COMMON_SETTINGS,
     GELU_NAMES,
@@ -24,6 +24,7 @@ from megahead.hf.families import (
     SettingNames,
     global_interval,
     layer_types,
+    require_key,
 )
 
 _LLAMA = SettingNames(
@@ -80,55 +81,49 @@ def rotary_parameters(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rotary_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": model.rotary_base}
-    names = ("factor",) if scaling.kind == "linear" else tuple(_SCALING_NAMES)
-    factors = {_SCALING_NAMES[name]: getattr(scaling, name) for name in names}
+    factors = {hf_name: getattr(scaling, name) for name, hf_name in _scaling_names(scaling.kind).items()}
     return {"rope_type": scaling.kind, **factors, "rope_theta": model.rotary_base}
 
 
-def llama_settings(model_type: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Returns a function from the `config.json` of a `model_type` to the settings of a ModelConfig; FieldError for what
-    our Llama does not support."""
+def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our Llama does not support."""
+    settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
+    window = hf_config.get("sliding_window", 4096 if model_type == "mistral" else None)
+    is_whole = window is None or not (model_type == "mistral" or hf_config.get("use_sliding_window", False))
+    require_key(is_whole, "sliding_window", "be null (each token sees all before it)", got=window)
+    is_global = set(hf_config.get("layer_types") or ()) <= {GLOBAL}
+    require_key(is_global, "layer_types", f"be {GLOBAL} for all", got="others")
+    has_all_biases = hf_config.get("attention_bias", False)
+    return {
+        **({"head_dim": 128} if model_type == "qwen3" else {}),
+        **settings,
+        "qk_norm": model_type == "qwen3",
+        "attention_bias": "qkv" if model_type == "qwen2" else "all" if has_all_biases else "none",
+        "mlp_bias": model_type == "llama" and hf_config.get("mlp_bias", False),
+        **rotary_settings(hf_config),
+    }
 
-    def model_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
-        window = hf_config.get("sliding_window", 4096 if model_type == "mistral" else None)
-        if window is not None and (model_type == "mistral" or hf_config.get("use_sliding_window", False)):
-            raise FieldError("config.json: sliding_window", "be null (each token sees all before it)", got=window)
-        if any(layer != "full_attention" for layer in hf_config.get("layer_types") or ()):
-            raise FieldError("config.json: layer_types", "be full_attention for all", got="others")
-        has_all_biases = hf_config.get("attention_bias", False)
-        return {
-            **({"head_dim": 128} if model_type == "qwen3" else {}),
-            **settings,
-            "qk_norm": model_type == "qwen3",
-            "attention_bias": "qkv" if model_type == "qwen2" else "all" if has_all_biases else "none",
-            "mlp_bias": model_type == "llama" and hf_config.get("mlp_bias", False),
-            **rotary_settings(hf_config),
-        }
 
-    return model_settings
+def _scaling_names(kind: str) -> dict[str, str]:
+    return {"factor": "factor"} if kind == "linear" else _SCALING_NAMES
 
 
 def rotary_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rotary_base, and rotary_scaling if the frequencies are scaled."""
     rope = {**(hf_config.get("rope_parameters") or {}), **(hf_config.get("rope_scaling") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "linear", "llama3"):
-        rule = "be default, linear or llama3"
-        raise FieldError("config.json: rope_parameters.rope_type", rule, got=rope_type)
+    is_known = rope_type in ("default", "linear", "llama3")
+    require_key(is_known, "rope_parameters.rope_type", "be default, linear or llama3", got=rope_type)
     rotary_pct = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    if rotary_pct != 1.0:
-        raise FieldError("config.json: partial_rotary_factor", "be 1", got=rotary_pct)
+    require_key(rotary_pct == 1.0, "partial_rotary_factor", "be 1", got=rotary_pct)
     base = {"rotary_base": rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))}
     if rope_type == "default":
         return base
-    names = ("factor",) if rope_type == "linear" else tuple(_SCALING_NAMES)
     rope.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings", 2048))
-    for name in names:
-        hf_name = _SCALING_NAMES[name]
-        if hf_name not in rope:
-            raise FieldError(f"config.json: rope_parameters.{hf_name}", f"be given for {rope_type}", got="missing")
-    return {**base, "rotary_scaling": {"kind": rope_type, **{name: rope[_SCALING_NAMES[name]] for name in names}}}
+    names = _scaling_names(rope_type)
+    for hf_name in names.values():
+        require_key(hf_name in rope, f"rope_parameters.{hf_name}", f"be given for {rope_type}", got="missing")
+    return {**base, "rotary_scaling": {"kind": rope_type, **{name: rope[hf_name] for name, hf_name in names.items()}}}
 
 
 LLAMA_NAMES: dict[str | tuple[str, ...], str] = {
@@ -155,7 +150,7 @@ LLAMA = Family(
     base_model_prefix="model.",
     head_prefixes=("lm_head.",),
     names=ParameterNames(LLAMA_NAMES),
-    model_settings=llama_settings("llama"),
+    model_settings=partial(llama_settings, model_type="llama"),
     hf_config=llama_config,
     modules_on_disk=("embed_tokens", "layers"),
     modules_on_cpu=("norm", "rotary_emb"),
@@ -213,7 +208,7 @@ def ernie_zero_biases(model: ModelConfig) -> dict[str, int]:
 
 _TITLES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 LLAMAS = {"llama": LLAMA} | {
-    name: replace(LLAMA, title=title, class_prefix=title, model_settings=llama_settings(name))
+    name: replace(LLAMA, title=title, class_prefix=title, model_settings=partial(llama_settings, model_type=name))
     for name, title in _TITLES.items()
 }
 """By `model_type`."""
@@ -275,17 +270,16 @@ def gemma3_config(model: ModelConfig) -> dict[str, Any]:
 def gemma3_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our Gemma 3 does not support."""
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if hf_config.get(name) is not None:
-            raise FieldError(f"config.json: {name}", "be null", got=hf_config[name])
-    if hf_config.get("use_bidirectional_attention"):
-        raise FieldError("config.json: use_bidirectional_attention", "be false", got="true")
+        require_key(hf_config.get(name) is None, name, "be null", got=hf_config.get(name))
+    is_causal = not hf_config.get("use_bidirectional_attention")
+    require_key(is_causal, "use_bidirectional_attention", "be false", got="true")
     window = hf_config.get("sliding_window", 4096)
-    if not isinstance(window, int) or window % 2:
-        raise FieldError("config.json: sliding_window", "be an even number of tokens", got=window)
+    is_even = isinstance(window, int) and not window % 2
+    require_key(is_even, "sliding_window", "be an even number of tokens", got=window)
     settings, ropes = _GEMMA3.model_settings(hf_config), hf_config.get("rope_parameters") or {}
     local_rope, global_rope = ropes.get(LOCAL) or {}, ropes.get(GLOBAL) or {}
-    if (rope_type := local_rope.get("rope_type", "default")) != "default":
-        raise FieldError(f"config.json: rope_parameters.{LOCAL}.rope_type", "be default", got=rope_type)
+    rope_type = local_rope.get("rope_type", "default")
+    require_key(rope_type == "default", f"rope_parameters.{LOCAL}.rope_type", "be default", got=rope_type)
     global_base = {"rope_theta": hf_config.get("rope_theta", _GLOBAL_BASE)}
     scalar = hf_config.get("query_pre_attn_scalar", 256)
     return {
@@ -297,13 +291,11 @@ def gemma3_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-GEMMA3 = Family(
+GEMMA3 = replace(
+    LLAMA,
     title="Gemma 3",
     class_prefix="Gemma3Text",
     class_with_head="Gemma3ForCausalLM",
-    head_type="CausalLM",
-    base_model_prefix="model.",
-    head_prefixes=("lm_head.",),
     names=ParameterNames(
         LLAMA_NAMES
         | {
@@ -315,6 +307,4 @@ GEMMA3 = Family(
     model_settings=gemma3_settings,
     hf_config=gemma3_config,
     is_tied_by_default=True,
-    modules_on_disk=("embed_tokens", "layers"),
-    modules_on_cpu=("norm", "rotary_emb"),
 )

@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from megahead.config.model import ModelConfig
-from megahead.errors import FieldError
 from megahead.hf.families import (
     COMMON_SETTINGS,
     GELU_NAMES,
     GLOBAL,
     LOCAL,
+    QUERY_KEY_VALUE,
     Family,
     ParameterNames,
     SettingNames,
     global_interval,
     layer_types,
+    require_key,
 )
 
 _MODERNBERT_NAMES: dict[str | tuple[str, ...], str] = {
@@ -76,12 +77,10 @@ def modernbert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support."""
     settings = _MODERNBERT.model_settings(hf_config)
     transform = hf_config.get("classifier_activation", "gelu")
-    if GELU_NAMES.get(transform) != settings["activation"]:
-        rule = f"be {hf_config.get('hidden_activation', 'gelu')}, as hidden_activation"
-        raise FieldError("config.json: classifier_activation", rule, got=transform)
+    rule = f"be {hf_config.get('hidden_activation', 'gelu')}, as hidden_activation"
+    require_key(GELU_NAMES.get(transform) == settings["activation"], "classifier_activation", rule, got=transform)
     dropout, mlp_dropout = hf_config.get("embedding_dropout", 0.0), hf_config.get("mlp_dropout", 0.0)
-    if dropout != mlp_dropout:
-        raise FieldError("config.json: mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=mlp_dropout)
+    require_key(dropout == mlp_dropout, "mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=mlp_dropout)
     return {
         **settings,
         "global_every": global_interval(hf_config, "global_attn_every_n_layers", default=3, offset=0),
@@ -94,8 +93,7 @@ def _rope_base(hf_config: Mapping[str, Any], layer_type: str) -> float:
     _, legacy_key, default = _ROPE_BASES[layer_type]
     rope = {**((hf_config.get("rope_parameters") or {}).get(layer_type) or {}), **(hf_config.get("rope_scaling") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise FieldError(f"config.json: rope_parameters.{layer_type}.rope_type", "be default", got=rope_type)
+    require_key(rope_type == "default", f"rope_parameters.{layer_type}.rope_type", "be default", got=rope_type)
     return float(rope.get("rope_theta", hf_config.get(legacy_key, default)))
 
 
@@ -107,11 +105,7 @@ MODERNBERT = Family(
     names=ParameterNames(
         _MODERNBERT_NAMES
         | {
-            (
-                "backbone.blocks.*.attention.query",
-                "backbone.blocks.*.attention.key",
-                "backbone.blocks.*.attention.value",
-            ): "model.layers.*.attn.Wqkv",
+            QUERY_KEY_VALUE: "model.layers.*.attn.Wqkv",
             "mask_head.dense": "head.dense",
             "mask_head.norm": "head.norm",
         }
@@ -138,8 +132,8 @@ def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:
 def modernbert_decoder_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support."""
     window = hf_config.get("local_attention", 128)
-    if not isinstance(window, int) or window < 4 or window % 2:
-        raise FieldError("config.json: local_attention", "be an even number of at least 4", got=window)
+    is_window = isinstance(window, int) and window >= 4 and not window % 2
+    require_key(is_window, "local_attention", "be an even number of at least 4", got=window)
     settings = modernbert_settings({**hf_config, "local_attention": window - _WINDOW_OFFSET})
     return {**settings, "is_causal": True}
 

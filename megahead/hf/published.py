@@ -25,7 +25,7 @@ from megahead.distributed.tensors import block_ranges, finite_blocks, join_block
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf.bert import position_offset
-from megahead.hf.families import Family
+from megahead.hf.families import Family, filled_settings
 from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
 from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
@@ -132,9 +132,7 @@ class HFModel:
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     """Returns the settings that decide what a model computes, with defaults filled in."""
-    settings = {name: value for name, value in model.model_dump(mode="json").items() if name not in _IGNORED_SETTINGS}
-    settings |= {"num_key_heads": model.key_heads(), "head_dim": model.head_size()}
-    settings["intermediate_size"] = model.mlp_size()
+    settings = {name: value for name, value in filled_settings(model).items() if name not in _IGNORED_SETTINGS}
     if model.has_learned_positions():  # a weight has as many rows
         settings["max_positions"] = model.max_positions
     return settings
