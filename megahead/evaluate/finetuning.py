@@ -104,12 +104,16 @@ class ExampleEncoder:
         return encoded
 
     def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
-        """Returns token ids and token types of a sequence; of two texts that are too long, the longer is truncated."""
+        """Returns token ids and token types of a sequence. Of two texts that are too long, the longer is truncated
+        until both are equal, then both are."""
         available = self._max_length - len(self._prefix) - len(self._suffix)
         if second is None:
             ids = [*self._prefix, *first[:available], *self._suffix]
             return ids, [0] * len(ids)
-        first_length, second_length = truncated_lengths(len(first), len(second), available - len(self._separator))
+        available -= len(self._separator)
+        half = available // 2 if len(first) <= len(second) else available - available // 2
+        first_length = min(len(first), max(half, available - len(second)))
+        second_length = min(len(second), available - first_length)
         first_part = [*self._prefix, *first[:first_length], *self._separator]
         second_part = [*second[:second_length], *self._suffix]
         return first_part + second_part, [0] * len(first_part) + [1] * len(second_part)
@@ -120,15 +124,6 @@ class ExampleEncoder:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
-
-
-def truncated_lengths(first: int, second: int, available: int) -> tuple[int, int]:
-    """Returns the lengths of two texts after truncation: of the longer one until both are equal, then of both."""
-    shorter, longer = min(first, second), max(first, second)
-    if shorter + longer > available:
-        shorter = min(shorter, available // 2)
-        longer = available - shorter
-    return (longer, shorter) if first > second else (shorter, longer)
 
 
 def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:

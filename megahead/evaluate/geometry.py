@@ -81,7 +81,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
             outputs_ND = _outputs(pretraining, batch)
             spread.add(outputs_ND)
             shares.add(outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
-    table = _Spread.of(model.blocks(EMBEDDING, config.model.vocab_size))
+    table = _Spread(model.blocks(EMBEDDING, config.model.vocab_size))
     return Geometry(shares.share(), spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
 
 
@@ -157,23 +157,17 @@ def _whitening(rows_UD: Tensor) -> Tensor:
 class _Spread:
     """Second moments and directions of vectors, accumulated block by block in float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Iterable[Tensor] = ()) -> None:
         self._gram_DD = self._direction_D = torch.zeros(())
         self._vectors = 0
-
-    @staticmethod
-    def of(blocks: Iterable[Tensor]) -> _Spread:
-        """Returns the statistics of all vectors of the blocks [b, D]."""
-        spread = _Spread()
         for block_bD in blocks:
-            spread.add(block_bD)
-        return spread
+            self.add(block_bD)
 
     @torch.no_grad()
     def add(self, vectors_bD: Tensor) -> None:
         vectors_bD = vectors_bD.double()
         self._gram_DD = self._gram_DD + vectors_bD.T @ vectors_bD
-        self._direction_D = self._direction_D + torch.nn.functional.normalize(vectors_bD).sum(0)
+        self._direction_D = self._direction_D + F.normalize(vectors_bD).sum(0)
         self._vectors += len(vectors_bD)
 
     def rank(self) -> float:

@@ -347,15 +347,11 @@ class DataSource:
     folder: Path | None
     """Folder of published files; None for the Hugging Face hub."""
 
-    hub_prefix: str = ""
-    """Prefix of every repository's name: a folder with copies of them."""
-
     def read_splits(self, name: str) -> tuple[PublishedRows | None, PublishedRows]:
         """Returns rows to train on (None without a training split) and to evaluate on. DataError without either."""
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, dev = task.hub
-            repository = self.hub_prefix + repository
             return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, dev)
         available = [files for files in task.files if self._has_files(files.dev)]
         if not available:

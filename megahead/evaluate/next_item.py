@@ -115,15 +115,29 @@ class ItemModel:
         return torch.nn.functional.pad(contexts_1UD[0].float(), (0, num_ones), value=1.0)
 
 
-@dataclass(frozen=True)
 class Ranking:
-    """Where the next items of some sequences are among all items."""
+    """Where the next items of some sequences are among all items, whose scores are added block by block."""
 
-    ranks_U: Tensor
-    """float64: 1 for the best; half a place for each other item of the same score."""
+    def __init__(self, targets_U: Tensor) -> None:
+        self.ranks_U = torch.full((len(targets_U),), 0.5, dtype=torch.float64, device=targets_U.device)
+        """1 for the best; half a place for each other item of the same score."""
 
-    first_items: Tensor
-    """[U, k] int64: ids of the items with the highest scores; the end id where there are fewer."""
+        self._best_scores = torch.empty(len(targets_U), 0, device=targets_U.device)
+        self._best_items = torch.empty(len(targets_U), 0, dtype=torch.int64, device=targets_U.device)
+
+    def add(self, scores_Un: Tensor, target_scores_U: Tensor, first: int) -> None:
+        """Adds a block whose first id is `first`; the target is one of the items."""
+        is_better_Un, is_equal_Un = scores_Un > target_scores_U[:, None], scores_Un == target_scores_U[:, None]
+        self.ranks_U += is_better_Un.sum(1) + is_equal_Un.sum(1) / 2
+        best = scores_Un.topk(min(CUTOFF, scores_Un.shape[1]))
+        scores = torch.cat([self._best_scores, best.values], 1)
+        self._best_scores, order = scores.topk(min(CUTOFF, scores.shape[1]))
+        self._best_items = torch.cat([self._best_items, best.indices + first], 1).gather(1, order)
+
+    @property
+    def first_items(self) -> Tensor:
+        """[U, k] int64: ids of the items with the highest scores; the end id where there are fewer."""
+        return self._best_items.where(self._best_scores.isfinite(), END_ID)
 
 
 def rank_next_items(
@@ -140,7 +154,7 @@ def rank_next_items(
     rows = np.repeat(np.arange(len(sequences)), [len(ids) - 1 for ids in sequences])
     histories = np.concatenate([ids[:-1] for ids in sequences]).astype(np.int64)
     seen_row, seen_id = (torch.from_numpy(part).to(device) for part in (rows, histories))
-    every, unseen = (_RankingSums(targets_U) for _ in range(2))
+    every, unseen = Ranking(targets_U), Ranking(targets_U)
     target_scores_U = (contexts_UD * vectors_ND[targets_U]).sum(-1)
     for first in range(END_ID + 1, num_ids, block_items):
         end = min(first + block_items, num_ids)
@@ -151,34 +165,8 @@ def rank_next_items(
         in_block = (seen_id >= first) & (seen_id < end)
         scores_Un[seen_row[in_block], seen_id[in_block] - first] = -torch.inf
         unseen.add(scores_Un, target_scores_U, first)
-    is_repeated_U = torch.zeros(len(sequences), dtype=torch.bool, device=device)
-    is_repeated_U[seen_row[seen_id == targets_U[seen_row]]] = True
-    return every.ranking(), unseen.ranking(is_repeated_U)
-
-
-class _RankingSums:
-    """Counts of better and equal items, and the best items, over blocks."""
-
-    def __init__(self, targets_U: Tensor) -> None:
-        self._better_U = torch.zeros(len(targets_U), dtype=torch.float64, device=targets_U.device)
-        self._best_scores = torch.empty(len(targets_U), 0, device=targets_U.device)
-        self._best_items = torch.empty(len(targets_U), 0, dtype=torch.int64, device=targets_U.device)
-
-    def add(self, scores_Un: Tensor, target_scores_U: Tensor, first: int) -> None:
-        """Adds a block whose first id is `first`; the target is one of the items."""
-        is_better_Un, is_equal_Un = scores_Un > target_scores_U[:, None], scores_Un == target_scores_U[:, None]
-        self._better_U += is_better_Un.sum(1) + is_equal_Un.sum(1) / 2
-        best = scores_Un.topk(min(CUTOFF, scores_Un.shape[1]))
-        scores = torch.cat([self._best_scores, best.values], 1)
-        self._best_scores, order = scores.topk(min(CUTOFF, scores.shape[1]))
-        self._best_items = torch.cat([self._best_items, best.indices + first], 1).gather(1, order)
-
-    def ranking(self, is_lost_U: Tensor | None = None) -> Ranking:
-        """The ranking so far; targets of `is_lost_U` have the rank infinity."""
-        ranks_U = self._better_U + 0.5  # the target itself counted half
-        if is_lost_U is not None:
-            ranks_U = ranks_U.masked_fill(is_lost_U, torch.inf)
-        return Ranking(ranks_U, self._best_items.where(self._best_scores.isfinite(), END_ID))
+    unseen.ranks_U[seen_row[seen_id == targets_U[seen_row]]] = torch.inf
+    return every, unseen
 
 
 def summarize(rankings: Sequence[tuple[Ranking, Ranking]], num_items: int) -> list[Score]:

@@ -28,25 +28,19 @@ class ResultCache:
 
     def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
         self._path = path if is_writer else None
-        self._entries: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            self._entries = _read_entries(path)
-
-    @property
-    def entries(self) -> Sequence[dict[str, Any]]:
+        self.entries = _read_entries(path) if path is not None and path.exists() else []
         """All results, in the order in which they were added."""
-        return self._entries
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns the entry that has all values of `key`, or None."""
-        return next((entry for entry in self._entries if _matches(entry, key, key)), None)
+        return next((entry for entry in self.entries if _matches(entry, key, key)), None)
 
     def add(self, key: Mapping[str, Any], values: Mapping[str, Any], *, replaces: Sequence[str]) -> None:
         """Stores `values` under `key`, and removes entries with the same values of the keys in `replaces`."""
-        self._entries = [entry for entry in self._entries if not _matches(entry, key, replaces)]
-        self._entries.append({**key, **values})
+        self.entries = [entry for entry in self.entries if not _matches(entry, key, replaces)]
+        self.entries.append({**key, **values})
         if self._path is not None:
-            write_atomically(self._path, json.dumps({"results": self._entries}, indent=2) + "\n")
+            write_atomically(self._path, json.dumps({"results": self.entries}, indent=2) + "\n")
 
 
 def fingerprint_model(folder: Path) -> str:

@@ -28,13 +28,7 @@ from megahead.evaluate.results import Score, TaskResult
 from megahead.evaluate.search_data import SearchData, has_queries, read_search_data
 from megahead.files import AtomicFile
 from megahead.hf.export import ensure_encoder_folder
-from megahead.hf.loading import (
-    context_length,
-    is_encoder,
-    load_encoder,
-    load_tokenizer_folder,
-    read_context_length,
-)
+from megahead.hf.loading import context_length, is_encoder, load_encoder, load_tokenizer_folder, read_context_length
 from megahead.hf.other_programs import POOLINGS, PoolingName, max_text_tokens, read_pooling
 
 CUTOFF = 10
@@ -94,12 +88,7 @@ class TextEncoder:
     """The vectors of texts by a Hugging Face encoder: its body, in fp32, on a GPU if there is one."""
 
     def __init__(
-        self,
-        folder: Path,
-        batch_size: int | None = None,
-        max_tokens: int = MAX_TOKENS,
-        *,
-        random_weights: bool = False,
+        self, folder: Path, batch_size: int | None = None, max_tokens: int = MAX_TOKENS, *, random_weights: bool = False
     ) -> None:
         """`batch_size`: texts at once; None: 16,384 tokens. `max_tokens`: of a text, [CLS] and [SEP] included, where
         the context has room for them. CheckpointError for a folder of another kind of model."""
@@ -234,11 +223,7 @@ def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_ARTICLE
 
 def _summarize(prefix: str, ranks_Q: Tensor) -> list[Score]:
     is_found_Q = ranks_Q <= CUTOFF
-    gains = {
-        "recall@1": ranks_Q <= 1,
-        f"recall@{CUTOFF}": is_found_Q,
-        f"mrr@{CUTOFF}": is_found_Q / ranks_Q,
-    }
+    gains = {"recall@1": ranks_Q <= 1, f"recall@{CUTOFF}": is_found_Q, f"mrr@{CUTOFF}": is_found_Q / ranks_Q}
     return [Score.mean(f"{prefix}_{metric}", gain_Q.cpu()) for metric, gain_Q in gains.items()]
 
 

@@ -7,21 +7,14 @@ BEIR (Thakur et al. 2021, arXiv 2104.08663) has corpus.jsonl, queries.jsonl and 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.glue_tasks import (
-    TASKS,
-    Example,
-    FineTuningSettings,
-    LossName,
-    Task,
-    TaskData,
-    text_builder,
-)
+from megahead.evaluate.glue_tasks import TASKS, Example, FineTuningSettings, LossName, Task, TaskData, text_builder
 from megahead.evaluate.harness_tasks import Row, jsonl_reader, read_articles, read_first_line, read_text
 from megahead.hf.other_programs import PoolingName
 
@@ -118,20 +111,17 @@ def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
 
 def _group_queries(pairs: Sequence[Example]) -> Iterable[set[str]]:
     """The queries that share answers, directly or through others, together; in the order of their first pairs."""
-    parent, first_with = list(range(len(pairs))), dict[tuple[str, str | None], int]()  # a group's root: its first pair
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def root(pair: int) -> int:
-        while parent[pair] != pair:
-            parent[pair] = pair = parent[parent[pair]]
-        return pair
-
-    for index, pair in enumerate(pairs):
-        for text in (("query", pair.first_text), ("answer", pair.second_texts[0])):
-            first, last = sorted((root(index), root(first_with.setdefault(text, index))))
-            parent[last] = first
-    groups: dict[int, set[str]] = {}
-    for index, pair in enumerate(pairs):
-        groups.setdefault(root(index), set()).add(pair.first_text)
+    numbers: dict[tuple[str, str | None], int] = defaultdict(count().__next__)
+    query_P = [numbers["query", pair.first_text] for pair in pairs]
+    answer_P = [numbers["answer", pair.second_texts[0]] for pair in pairs]
+    graph = coo_array(([True] * len(pairs), (query_P, answer_P)), (len(numbers), len(numbers)))
+    _, group_of = connected_components(graph, directed=False)
+    groups = defaultdict[int, set[str]](set)
+    for number, pair in zip(query_P, pairs, strict=True):
+        groups[group_of[number]].add(pair.first_text)
     return groups.values()
 
 

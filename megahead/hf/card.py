@@ -18,6 +18,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.indexed import DatasetInfo, dataset_paths
 from megahead.errors import DataError
+from megahead.files import read_if_exists
 from megahead.hf.heads import ExportTarget, Head
 from megahead.hf.other_programs import serving_support
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
@@ -175,21 +176,18 @@ _HEAD_DESCRIPTIONS = {
     "objective has others), ",
     "trained": "the one that was trained",
 }
-_OWN_TABLE = "with E the candidates' own table; the bias is "
-_PADDING_BIAS_NOTE = ", and rows of padding that are never probable: their bias is "
-_TOKEN_BIAS_NOTE = ", with a bias for each token, which is "
-_FOLDED_BIAS, _STORED_BIAS = "folded into the head's own weights", "the head's own"
 
 
 def _describe_head(head: Head, objective: ObjectiveConfig) -> str:
     description = _HEAD_DESCRIPTIONS[head.name]
     is_stored = head.bias_V is not None or head.transform is not None
-    bias_storage = _STORED_BIAS if is_stored else _FOLDED_BIAS
+    bias = "the head's own" if is_stored else "folded into the head's own weights"
     if head.name == "pmi":
-        return description + (_OWN_TABLE if head.matrix == HEAD else "") + bias_storage
+        return description + ("with E the candidates' own table; the bias is " if head.matrix == HEAD else "") + bias
     if head.folded_bias is None and head.bias_V is None:
         return description
-    return description + (_TOKEN_BIAS_NOTE if objective.output_bias else _PADDING_BIAS_NOTE) + bias_storage
+    padding = "and rows of padding that are never probable: their bias is"
+    return f"{description}, {'with a bias for each token, which is' if objective.output_bias else padding} {bias}"
 
 
 _LOAD_CODE = """from transformers import AutoTokenizer, {auto_class}
@@ -281,12 +279,8 @@ def code_version() -> str:
 def last_evaluation(model: TrainedModel) -> str | None:
     """Describes the last evaluation before the checkpoint, from the run's metrics.jsonl; None if there is none. The
     file may also hold evaluations of orphaned steps, after which the run resumed from an older checkpoint."""
-    try:
-        lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return None
     summary = None
-    for line in lines:
+    for line in (read_if_exists(model.run_folder().metrics) or b"").split(b"\n"):
         try:
             record = json.loads(line)
             if _belongs_to_checkpoint(record["step"], record["validation"].get("loss"), model.checkpoint):

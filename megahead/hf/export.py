@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -228,10 +227,7 @@ def write_shards(folder: Path, tensors: Sequence[StreamedTensor], dtype: torch.d
 
 
 def write_safetensors(path: Path, tensors: Sequence[StreamedTensor], dtype: torch.dtype) -> None:
-    """Writes `tensors` in order, rounded once to `dtype`, and waits until they are on disk.
-
-    Raises ValueError if a tensor's chunks do not add up to its shape.
-    """
+    """Writes `tensors` in order, rounded once to `dtype`; ValueError if the chunks of one do not add up to its shape."""
     with path.open("wb") as file:
         file.write(_header(tensors, dtype))
         for tensor in tensors:
@@ -240,8 +236,6 @@ def write_safetensors(path: Path, tensors: Sequence[StreamedTensor], dtype: torc
                 file.write(chunk.detach().to(dtype).contiguous().view(torch.uint8).numpy().data)
             if file.tell() - start != _num_bytes(tensor, dtype):
                 raise ValueError(f"the chunks of {tensor.name} do not add up to {tensor.shape}")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _header(tensors: Sequence[StreamedTensor], dtype: torch.dtype) -> bytes:

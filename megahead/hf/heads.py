@@ -78,12 +78,7 @@ def identity_transform(
     The head's norm has the same eps, and a bias if the last norm has one. CheckpointError if a weight is exactly 0.
     """
     weight_D = weight_D.double()
-    zeros = int((weight_D == 0).sum())
-    if zeros:
-        raise CheckpointError(
-            f"an encoder's head cannot be exported: {zeros} of the last norm's {len(weight_D)} weights are exactly 0; "
-            "export with --head none."
-        )
+    _require_inverse(weight_D, "an encoder's head cannot be exported", "last", "none")
     offset = math.sqrt(len(weight_D)) + _GELU_LINEAR_FROM  # B: no normed feature is below -sqrt(D)
     shift_D = torch.zeros_like(weight_D) if norm_bias_D is None else norm_bias_D.double()
     transform = {
@@ -95,12 +90,13 @@ def identity_transform(
     return transform if norm_bias_D is None else transform | {"mask_head.norm.bias": shift_D / temperature}
 
 
-def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature: float) -> dict[str, Tensor]:
-    """Returns the head's `stored` parameters of a vanilla encoder, with its temperature in the norm."""
-    bias_V = stored["mask_head.bias"].clone()
-    bias_V[vocab_size:] = PADDING_BIAS
-    scaled = {name: stored[name] / temperature for name in stored if name.startswith("mask_head.norm.")}
-    return {**stored, **scaled, "mask_head.bias": bias_V}
+def _require_inverse(weight_D: Tensor, problem: str, norm: str, alternative: str) -> None:
+    """Raises CheckpointError if a norm's weight is exactly 0."""
+    if zeros := int((weight_D == 0).sum()):
+        raise CheckpointError(
+            f"{problem}: {zeros} of the {norm} norm's {len(weight_D)} weights are exactly 0; export with --head "
+            f"{alternative}."
+        )
 
 
 # The output matrix of an exported model, for each kind of head.
@@ -142,12 +138,8 @@ def fold_bias(
 ) -> FoldedBias:
     """Folds `bias_V` after a layer norm of this weight and bias; CheckpointError if a weight is exactly 0."""
     weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
-    zeros = int((weight_D == 0).sum())
-    if zeros:
-        raise CheckpointError(
-            f"a head's bias cannot be folded into the model: {zeros} of the final norm's {len(weight_D)} weights are "
-            f"exactly 0; export with --head {head_without_bias} or none, without --keep-padding."
-        )
+    alternative = f"{head_without_bias} or none, without --keep-padding"
+    _require_inverse(weight_D, "a head's bias cannot be folded into the model", "final", alternative)
     constant = (norm_bias_D / weight_D).sum()
     sign = 1.0 if constant >= 0 else -1.0
     unit_D = 1 / weight_D / (constant + sign * len(weight_D))
@@ -257,11 +249,14 @@ def best_head(model: TrainedModel) -> HeadName:
 
 
 def _encoder_transform(model: TrainedModel, bias_V: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Returns the trained transform of an encoder, else an identity that adds `bias_V`."""
+    """Returns the trained transform of an encoder, its temperature in the norm, else an identity that adds `bias_V`."""
     model_config = model.config.model
     stored = {name: model.weight(name) for name in model.shapes if name.startswith(MASK_HEAD)}
     if stored:
-        return trained_transform(stored, model_config.vocab_size, temperature)
+        padded_V = stored["mask_head.bias"].clone()
+        padded_V[model_config.vocab_size :] = PADDING_BIAS
+        scaled = {name: stored[name] / temperature for name in stored if name.startswith("mask_head.norm.")}
+        return {**stored, **scaled, "mask_head.bias": padded_V}
     norm = f"{BACKBONE}final_norm"
     if f"{norm}.weight" not in model.shapes:
         norm = f"{BACKBONE}blocks.{model_config.num_layers - 1}.mlp_norm"

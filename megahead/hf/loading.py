@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,9 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
     """Returns the content of config.json; empty without one (loading the model then raises)."""
-    try:
+    with suppress(CheckpointError):
         return read_hf_config(folder)
-    except CheckpointError:
-        return {}
+    return {}
 
 
 def _pooler_options(folder: Path) -> dict[str, Any]:

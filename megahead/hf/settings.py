@@ -278,7 +278,7 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     special_tokens = {"bos_token": end_token, "eos_token": end_token}
     special_tokens |= {name: str(tokenizer.id_to_token(id_)) for name, id_ in ids.items()}
     _copy_tokenizer(source, tokenizer, folder)
-    _write_tokenizer_config(folder, special_tokens, {"model_max_length": _trained_length(config)})
+    _write_tokenizer_config(folder, config, special_tokens)
     return {"pad_token_id": ids["pad_token"]}
 
 
@@ -308,8 +308,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     _copy_tokenizer(source, tokenizer, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     input_names = ["input_ids", *(["token_type_ids"] if config.model.token_types > 1 else []), "attention_mask"]
-    settings = {"model_max_length": _trained_length(config), "model_input_names": input_names}
-    _write_tokenizer_config(folder, special_tokens, settings)
+    _write_tokenizer_config(folder, config, special_tokens, model_input_names=input_names)
     return {"pad_token_id": int(tokenizer.token_to_id(pad_token) or 0)}
 
 
@@ -321,10 +320,6 @@ def _padding_token(tokenizer: tokenizers.Tokenizer, source: Path, model: ModelCo
     padding_id = load_tokenizer(source).special_ids.get("padding")
     tokens = [] if padding_id is None else [str(tokenizer.id_to_token(padding_id))]
     return next(token for token in [*tokens, *PADDING_TOKENS, default] if tokenizer.token_to_id(token) is not None)
-
-
-def _trained_length(config: RunConfig) -> int:
-    return min(config.data.sequence_length, config.model.max_positions)
 
 
 def _load_tokenizer(source: Path, vocab_size: int) -> tokenizers.Tokenizer:
@@ -351,7 +346,10 @@ def _token_text(tokenizer: tokenizers.Tokenizer, source: Path, field: str, id_: 
     return str(token)
 
 
-def _write_tokenizer_config(folder: Path, special_tokens: dict[str, str], settings: dict[str, object]) -> None:
+def _write_tokenizer_config(
+    folder: Path, config: RunConfig, special_tokens: dict[str, str], **settings: object
+) -> None:
+    length = min(config.data.sequence_length, config.model.max_positions)
     common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     write_json(folder / "special_tokens_map.json", special_tokens)
-    write_json(folder / "tokenizer_config.json", {**special_tokens, **common, **settings})
+    write_json(folder / "tokenizer_config.json", {**special_tokens, **common, "model_max_length": length, **settings})

@@ -73,12 +73,12 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     errors, padding = {}, 0.0
     for compute_dtype in dict.fromkeys(["float32", dtype]):
         outputs = _exported_outputs(folder, target, rows_BT, DTYPES[compute_dtype])
-        errors[compute_dtype] = _max_error(outputs[..., :width], expected)  # padding rows come last
+        errors[compute_dtype] = float((outputs[..., :width] - expected).abs().max())  # padding rows come last
         padding = max(padding, float(outputs.softmax(-1)[..., width:].sum(-1).max()))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
-    own_rounding = _max_error(rounded, expected)
+    own_rounding = float((rounded - expected).abs().max())
     tolerance = TOLERANCE * max(scale, 10.0) + _ROUNDING_FACTOR * own_rounding
     if not errors[dtype] <= tolerance:  # also if one of them is NaN
         raise CheckpointError(
@@ -143,8 +143,7 @@ def _load_weights(
 
 def _free_weights(names: Iterable[str], layer: nn.Module, _inputs: Any, _output: Any) -> None:
     for name in names:
-        weight = layer.get_parameter(name)
-        layer.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
+        layer.register_parameter(name, nn.Parameter(layer.get_parameter(name).to("meta"), requires_grad=False))
 
 
 class _StreamedEmbedding(nn.Module):
@@ -174,10 +173,6 @@ def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype
         else:
             outputs = load_causal(folder, dtype, offload_folder=Path(offload))(rows_BT).logits
     return outputs.float()
-
-
-def _max_error(outputs: Tensor, expected: Tensor) -> float:
-    return float((outputs - expected).abs().max())
 
 
 def _token_rows(model: TrainedModel) -> Tensor:

@@ -93,15 +93,16 @@ def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
     assert first.fingerprint != load_task("superglue/cb", DataSource(tmp_path), max_train_rows=11).fingerprint
 
 
-def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
-    """A copy of the hub's repository in a folder, with its numbered labels."""
+def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the hub's repository in a folder of its name, with its numbered labels."""
     put_lines(tmp_path, "CB", CB)
     row = json.dumps({**CB, "label": 1})
     card = "---\nconfigs:\n- config_name: cb\n  data_files:\n  - {split: train, path: t.jsonl}\n"
     put(tmp_path, "hub/aps/super_glue/README.md", f"{card}  - {{split: validation, path: v.jsonl}}\n---\n")
     for name in ("t", "v"):
         put(tmp_path, f"hub/aps/super_glue/{name}.jsonl", f"{row}\n")
-    from_hub = load_task("superglue/cb", DataSource(None, hub_prefix=f"{tmp_path}/hub/"))
+    monkeypatch.chdir(tmp_path / "hub")
+    from_hub = load_task("superglue/cb", DataSource(None))
     assert from_hub == load_task("superglue/cb", DataSource(tmp_path))
 
 
@@ -177,16 +178,18 @@ def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str
         load_task(name, DataSource(tmp_path))
 
 
-def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> None:
+def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole.*`glue/cola`\?$"
     ):
         expand_task_names(["glue/cole"], DataSource(tmp_path))
+    (tmp_path / "nyu-mll/glue").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
         match=r"cannot be loaded from the Hugging Face hub: .*; download the files and name their folder with `--data`",
     ):
-        load_task("glue/cola", DataSource(None, hub_prefix=f"{tmp_path}/"))
+        load_task("glue/cola", DataSource(None))
 
 
 def test_real_files_are_read_whole(shared_data: Path) -> None:

@@ -93,13 +93,13 @@ def test_the_embedding_is_measured_without_its_padding(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     table = TrainedModel.open(checkpoint).weight("backbone.embedding.weight")
     assert len(table) > VOCABULARY
-    found, alone = measure_geometry(checkpoint, rows=2), _Spread.of([table[:20], table[20:VOCABULARY]])
+    found, alone = measure_geometry(checkpoint, rows=2), _Spread([table[:20], table[20:VOCABULARY]])
     assert (found.embedding_rank, found.embedding_anisotropy) == pytest.approx((alone.rank(), alone.anisotropy()))
 
 
 @pytest.mark.parametrize(("vectors", "rank", "anisotropy"), [(torch.eye(7), 7, 0), (torch.ones(5, 3), 1, 1)])
 def test_even_directions_and_a_single_one(vectors: torch.Tensor, rank: float, anisotropy: float) -> None:
-    spread = _Spread.of([vectors])
+    spread = _Spread([vectors])
     assert spread.rank() == pytest.approx(rank, rel=1e-5)
     assert spread.anisotropy() == pytest.approx(anisotropy, abs=1e-6)
 
