@@ -140,7 +140,6 @@ def push(folder: Path, repository: str, *, private: bool = False) -> str:
 
 @contextmanager
 def _as_user_errors(repository: str) -> Iterator[None]:
-    """Turns errors of the Hub into UserErrors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     connection_error: Any = HfHubHTTPError.__mro__[1]  # the base of all errors of its HTTP client

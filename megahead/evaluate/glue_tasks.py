@@ -267,13 +267,8 @@ def _superglue_task(
 
 def _xnli_task(language: str) -> Task:
     files = TaskFiles(f"xnli/multinli.train.{language}.tsv", f"xnli/dev-{language}.tsv", read_xnli)
-    return Task(
-        labels=_NLI,
-        build=text_builder("premise", "hypothesis"),
-        files=(files,),
-        hub=("facebook/xnli", language, "validation"),
-        rows_per_unit=3,
-    )
+    build, hub = text_builder("premise", "hypothesis"), ("facebook/xnli", language, "validation")
+    return Task(labels=_NLI, build=build, files=(files,), hub=hub, rows_per_unit=3)
 
 
 _COLA = tsv_reader(label=1, sentence=3)

@@ -116,7 +116,6 @@ def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
 
 
 def _max_example_tokens(name: str, file: Path, tokenizer: Any) -> int:
-    """Returns the number of tokens of the longest example, its choices included."""
     longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
     return len(tokenizer(longest, verbose=False)["input_ids"])
 

@@ -62,7 +62,6 @@ class TokenPredictor:
         return [sums[row] for row in rows]
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-        """Yields consecutive batches of `rows` within the limits on their size."""
         factor = _GPU_BATCH_FACTOR if self._model.device.type == "cuda" else 1
         max_tokens = factor * _MAX_BATCH_TOKENS
         max_outputs = factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size
@@ -303,7 +302,6 @@ def generate_continuation(
 
 
 def _truncate_prompt(ids: list[int], max_prompt_tokens: int, report: Callable[[str], object] | None) -> list[int]:
-    """Returns the last `max_prompt_tokens` tokens of a prompt."""
     num_cut = max(len(ids) - max_prompt_tokens, 0)
     if num_cut and report is not None:
         report(f"the prompt exceeds the context and lost its first {pluralize(num_cut, 'token')}")

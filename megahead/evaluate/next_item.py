@@ -41,7 +41,10 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     (there a repeated item counts as never found). Cost: a forward pass, and U x N products in blocks.
     """
     sequences = read_sequences(file, limit)
-    model, num_ids = ItemModel(model_dir), _num_ids(file)
+    info = IndexedDataset(file.with_suffix("")).info
+    if info is None:
+        raise DataError(f"`{file.with_suffix('.json')}` must name the number of ids, but is missing.")
+    model, num_ids = ItemModel(model_dir), info.vocab_size
     model.require_ids(num_ids)
     size = batch_size or model.batch_size(sequences)
     ranks = []
@@ -49,13 +52,6 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
         contexts_UD = model.contexts([ids[:-1] for ids in batch])
         ranks.append(rank_next_items(model.vectors_ND, contexts_UD, batch, num_ids))
     return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
-
-
-def _num_ids(file: Path) -> int:
-    info = IndexedDataset(file.with_suffix("")).info
-    if info is None:
-        raise DataError(f"`{file.with_suffix('.json')}` must name the number of ids, but is missing.")
-    return info.vocab_size
 
 
 def _batches(sequences: Sequence[Array], size: int) -> Iterator[Sequence[Array]]:
@@ -218,7 +214,10 @@ def write_vectors(
     vocabulary: None takes `items.json` beside the run's training data. Raises CheckpointError if products differ from
     the model's scores. Memory: all vectors twice.
     """
-    vocabulary = vocabulary or _require_vocabulary(model)
+    vocabulary = vocabulary or _find_vocabulary(model)
+    if vocabulary is None:
+        hint = "it lies beside the training data"
+        raise FieldError("--items", f"name the items.json of `{model}`", got="missing", hint=hint)
     items = ItemModel(ensure_decoder_folder(model))
     items.require_ids(max(len(vocabulary), *(int(ids.max()) + 1 for ids in sequences), 0))
     vectors_ND = items.vectors_ND[: len(vocabulary)].cpu()
@@ -247,15 +246,8 @@ def require_same_items(model: Path, sequences: Path) -> None:
         )
 
 
-def _require_vocabulary(model: Path) -> ItemVocabulary:
-    """The vocabulary beside the training data of a run; FieldError without one."""
-    if (vocabulary := _find_vocabulary(model)) is not None:
-        return vocabulary
-    hint = "it lies beside the training data"
-    raise FieldError("--items", f"name the items.json of `{model}`", got="missing", hint=hint)
-
-
 def _find_vocabulary(model: Path) -> ItemVocabulary | None:
+    """The vocabulary beside the training data of a run; None without one."""
     if find_checkpoint(model) is None:
         return None
     paths = [items_path(part.prefix) for part in TrainedModel.open(model).config.data.parts()]

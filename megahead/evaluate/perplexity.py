@@ -176,12 +176,6 @@ def evaluate_on_datasets(
     sample_sets = [open_held_out(model.config, prefix, fingerprint) for prefix in prefixes]
     pretraining = model.load()
     bias_V = model.training_free_bias() if head == "pmi" else None
-
-    @torch.no_grad()
-    def score(request: EvaluationRequest) -> EvaluationSums:
-        return pretraining(request)
-
-    return [
-        ValidationSet.from_config(model.config, samples, Group()).evaluate(score, bias_V, torch.device("cpu"))
-        for samples in sample_sets
-    ]
+    validation_sets = [ValidationSet.from_config(model.config, samples, Group()) for samples in sample_sets]
+    with torch.no_grad():
+        return [each.evaluate(pretraining, bias_V, torch.device("cpu")) for each in validation_sets]

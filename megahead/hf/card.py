@@ -127,7 +127,6 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _training_facts(model: TrainedModel) -> dict[str, str]:
-    """Values of the training table by their labels."""
     config, tokens = model.config, model.checkpoint.state.get("tokens")
     sizes, batch, optimizer = config.model, config.batch, config.optimizer
     objective = "contrastive weight tying (headless)" if config.objective.name == "headless" else "vanilla softmax"
@@ -158,7 +157,6 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
 
 
 def _export_facts(target: ExportTarget, parity: Parity) -> dict[str, str]:
-    """Values of the export table by their labels."""
     errors = ", ".join(f"{error:.1e} in {dtype}" for dtype, error in parity.largest_error.items())
     return {
         "Head": _describe_head(target.head, target.model.config.objective),

@@ -139,7 +139,7 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
         shape = (vocab_size if names == (EMBEDDING,) else num_rows * len(names), *columns)
         exported_name = hf_name.removeprefix(family.base_model_prefix) if head.matrix is None else hf_name
         chunks: Callable[[], Iterable[Tensor]] = partial(_backbone_chunks, model, head, family, names, shape[0])
-        if family.is_transposed(hf_name):
+        if hf_name.endswith(family.transposed_names):
             shape, chunks = shape[::-1], partial(_transposed, chunks)
         yield StreamedTensor(exported_name, shape, chunks)
     for name, size in family.zero_biases(model.config.model).items():
@@ -227,7 +227,7 @@ def write_shards(folder: Path, tensors: Sequence[StreamedTensor], dtype: torch.d
 
 
 def write_safetensors(path: Path, tensors: Sequence[StreamedTensor], dtype: torch.dtype) -> None:
-    """Writes `tensors` in order, rounded once to `dtype`; ValueError if the chunks of one do not add up to its shape."""
+    """Writes `tensors` in order, rounded once to `dtype`; ValueError if chunks do not add up to a tensor's shape."""
     with path.open("wb") as file:
         file.write(_header(tensors, dtype))
         for tensor in tensors:

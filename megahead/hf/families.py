@@ -210,10 +210,6 @@ class Family:
         """Returns the name of the class with a head."""
         return self.class_with_head or f"{self.class_prefix}For{self.head_type}"
 
-    def is_transposed(self, hf_name: str) -> bool:
-        """Whether a stored matrix is [inputs, outputs]."""
-        return hf_name.endswith(self.transposed_names)
-
     def parameter_names(self, hf_name: str) -> tuple[str, ...]:
         """Returns the parameters that a stored tensor consists of, in a model with a head or without; empty for one
         that is not imported. Raises FieldError for a name that this family does not have."""

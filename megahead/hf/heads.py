@@ -78,7 +78,7 @@ def identity_transform(
     The head's norm has the same eps, and a bias if the last norm has one. CheckpointError if a weight is exactly 0.
     """
     weight_D = weight_D.double()
-    _require_inverse(weight_D, "an encoder's head cannot be exported", "last", "none")
+    _require_inverse(weight_D, "an encoder's head", "exported", "last", "none")
     offset = math.sqrt(len(weight_D)) + _GELU_LINEAR_FROM  # B: no normed feature is below -sqrt(D)
     shift_D = torch.zeros_like(weight_D) if norm_bias_D is None else norm_bias_D.double()
     transform = {
@@ -90,12 +90,11 @@ def identity_transform(
     return transform if norm_bias_D is None else transform | {"mask_head.norm.bias": shift_D / temperature}
 
 
-def _require_inverse(weight_D: Tensor, problem: str, norm: str, alternative: str) -> None:
-    """Raises CheckpointError if a norm's weight is exactly 0."""
+def _require_inverse(weight_D: Tensor, subject: str, action: str, norm: str, alternative: str) -> None:
     if zeros := int((weight_D == 0).sum()):
         raise CheckpointError(
-            f"{problem}: {zeros} of the {norm} norm's {len(weight_D)} weights are exactly 0; export with --head "
-            f"{alternative}."
+            f"{subject} cannot be {action}: {zeros} of the {norm} norm's {len(weight_D)} weights are exactly 0; export "
+            f"with --head {alternative}."
         )
 
 
@@ -139,7 +138,7 @@ def fold_bias(
     """Folds `bias_V` after a layer norm of this weight and bias; CheckpointError if a weight is exactly 0."""
     weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
     alternative = f"{head_without_bias} or none, without --keep-padding"
-    _require_inverse(weight_D, "a head's bias cannot be folded into the model", "final", alternative)
+    _require_inverse(weight_D, "a head's bias", "folded into the model", "final", alternative)
     constant = (norm_bias_D / weight_D).sum()
     sign = 1.0 if constant >= 0 else -1.0
     unit_D = 1 / weight_D / (constant + sign * len(weight_D))

@@ -161,7 +161,6 @@ def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
 
 
 def _pooler_options(folder: Path) -> dict[str, Any]:
-    """Returns transformers' options that leave out a pooler."""
     has_pooler = _hf_config_or_empty(folder).get("model_type") in WITH_POOLER
     return {"add_pooling_layer": False} if has_pooler else {}
 
@@ -196,7 +195,6 @@ def _load(auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[st
 def _load_with_report(
     auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the model, and transformers' report on its weights."""
     try:
         with _quiet():
             model, report = auto_class.from_pretrained(

@@ -110,7 +110,7 @@ class HFModel:
         with safe_open(self.files[hf_name], framework="pt") as file:
             tensor = file.get_slice(hf_name)
             stored, expected = list(tensor.get_shape()), [num_parts * shape[0], *shape[1:]]
-            is_transposed = self.family.is_transposed(hf_name)
+            is_transposed = hf_name.endswith(self.family.transposed_names)
             stored = stored[::-1] if is_transposed else stored
             is_vocabulary = name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and stored[0] == self.hf_config["vocab_size"]
             if expected != ([max(stored[0], shape[0]), *stored[1:]] if is_vocabulary else stored):

@@ -200,7 +200,6 @@ def _find_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) 
 
 
 def _require_new_id(role: str, id_: int, old: ByteVocabulary, new: ByteVocabulary) -> int:
-    """Returns the new id of a special token; DataError without one."""
     new_id = _find_new_id(role, id_, old, new)
     if new_id is None:
         texts = ", ".join(ROLES[role])

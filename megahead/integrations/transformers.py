@@ -266,7 +266,9 @@ class Headless(nn.Module):
 
     def _training_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
         """Returns the loss over candidates, summed over the outputs. Collective: ranks exchange ids."""
-        all_target_ids = _gather_targets(target_ids_N)
+        ranks = Group.world()
+        sizes_R1 = ranks.all_gather(torch.tensor([target_ids_N.numel()], device=target_ids_N.device))
+        all_target_ids = torch.cat(gather_targets([target_ids_N], sizes_R1, ranks))  # in the order of ranks
         if torch.is_grad_enabled():
             self.target_counts.index_add_(0, all_target_ids, torch.ones_like(all_target_ids))
         candidate_set = self._objective.candidate_set(all_target_ids if self.share_candidates else target_ids_N)
@@ -285,7 +287,6 @@ class Headless(nn.Module):
 
 
 def _loss_type(model: PreTrainedModel) -> str:
-    """Returns `ForCausalLM` or `ForMaskedLM`."""
     names = {base.__name__ for base in type(model).__mro__}
     for loss_type, class_names in (("ForMaskedLM", MASKED), ("ForCausalLM", CAUSAL)):
         if names & set(class_names.values()) and not model.config.is_encoder_decoder:
@@ -304,10 +305,3 @@ def _input_embedding(model: PreTrainedModel) -> nn.Embedding:
         rule = f"have input embeddings as wide as its outputs ({width})"
         raise FieldError("model", rule, got=f"one of width {table.embedding_dim}")
     return table
-
-
-def _gather_targets(target_ids_N: Tensor) -> Tensor:
-    """Gathers the targets of all ranks, in rank order, on every rank. Collective."""
-    ranks = Group.world()
-    sizes_R1 = ranks.all_gather(torch.tensor([target_ids_N.numel()], device=target_ids_N.device))
-    return torch.cat(gather_targets([target_ids_N], sizes_R1, ranks))
