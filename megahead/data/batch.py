@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -84,8 +84,7 @@ class Batch:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with `function` applied to every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**tree_map_only(Tensor, function, values))
+        return Batch(**tree_map_only(Tensor, function, vars(self)))
 
 
 class RowCollator:
@@ -111,57 +110,34 @@ class CausalCollator(RowCollator):
     data: DataConfig
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        data = self.data
-        return causal_batch(
-            text,
-            document_starts,
-            end_token=data.end_token,
-            isolate_documents=data.isolate_documents,
-            boundary_targets=data.boundary_targets,
+        """The target of token t is token t + 1.
+
+        A document begins after each end token (which belongs to the document that it closes), and where
+        `document_starts` (bool [B, T+1]) is true. With `isolate_documents` positions restart there. Without
+        `boundary_targets` the last token of a document has no target (the next token belongs to another document).
+        Negative tokens are padding: they are read as end tokens, each as a document of its own, have no targets and are
+        no targets.
+        """
+        padding_BT, targets = text[:, :-1] < 0, text[:, 1:].reshape(-1)
+        inputs_BT = np.where(padding_BT, self.data.end_token, text[:, :-1])
+        last_token_BT = (inputs_BT == self.data.end_token) | (text[:, 1:] < 0)
+        if document_starts is not None:
+            last_token_BT |= document_starts[:, 1:]
+        no_target_BT = padding_BT if self.data.boundary_targets else last_token_BT
+        target_index_N = np.flatnonzero(~no_target_BT.reshape(-1) & (targets >= 0))
+        has_several = self.data.isolate_documents and bool(last_token_BT[:, :-1].any())
+        return Batch(
+            torch.from_numpy(inputs_BT),
+            document_positions(last_token_BT) if has_several else None,
+            torch.from_numpy(target_index_N),
+            torch.from_numpy(targets[target_index_N]),
         )
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int:
         return info.tokens
 
 
-def causal_batch(
-    rows: Array,
-    document_starts: Array | None = None,
-    *,
-    end_token: int,
-    isolate_documents: bool,
-    boundary_targets: bool,
-) -> Batch:
-    """Next-token prediction over `rows`, int64 [B, T+1]: the target of token t is token t + 1.
-
-    A document begins after each end token (which belongs to the document that it closes), and where `document_starts`
-    (bool [B, T+1]) is true. With `isolate_documents` positions restart there. Without `boundary_targets` the last token
-    of a document has no target (the next token belongs to another document). Negative tokens are padding: they are read
-    as end tokens, each as a document of its own, have no targets and are no targets.
-    """
-    inputs_BT = np.ascontiguousarray(rows[:, :-1])
-    targets = rows[:, 1:].reshape(-1)
-    padding_BT = inputs_BT < 0
-    if has_padding := bool(padding_BT.any()) or bool((targets < 0).any()):
-        inputs_BT = np.where(padding_BT, end_token, inputs_BT)
-    last_token_BT = (inputs_BT == end_token) | (rows[:, 1:] < 0)
-    if document_starts is not None:
-        last_token_BT |= document_starts[:, 1:]
-    if boundary_targets and not has_padding:
-        target_index_N = np.arange(inputs_BT.size)
-    else:
-        no_target_BT = last_token_BT if not boundary_targets else padding_BT
-        target_index_N = np.flatnonzero(~no_target_BT.reshape(-1) & (targets >= 0))
-    positions_BT = document_positions(last_token_BT) if isolate_documents and last_token_BT[:, :-1].any() else None
-    return Batch(
-        torch.from_numpy(inputs_BT),
-        None if positions_BT is None else torch.from_numpy(positions_BT),
-        torch.from_numpy(target_index_N),
-        torch.from_numpy(targets[target_index_N]),
-    )
-
-
-def document_positions(last_token_BT: Array) -> Array:
+def document_positions(last_token_BT: Array) -> Tensor:
     """int64 [B, T]: distance of each token to the first token of its document (or of its row).
 
     last_token_BT: bool, whether a token is the last of its document.
@@ -169,7 +145,7 @@ def document_positions(last_token_BT: Array) -> Array:
     column_T = np.arange(last_token_BT.shape[1])
     first_BT = np.zeros(last_token_BT.shape, np.int64)
     first_BT[:, 1:] = np.where(last_token_BT[:, :-1], column_T[1:], 0)
-    return column_T - np.maximum.accumulate(first_BT, axis=1)
+    return torch.from_numpy(column_T - np.maximum.accumulate(first_BT, axis=1))
 
 
 # An encoder's rows: [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end
@@ -191,7 +167,7 @@ class EncoderRows:
     ends_BT: Array
     """bool: the last token of each document, where another follows it in the row's text."""
 
-    positions_BT: Array | None
+    positions_BT: Tensor | None
     """int64, each token's position in its document; None if every row is one document."""
 
     def to_batch(self, is_target_BT: Array, input_ids_BT: Array) -> Batch:
@@ -199,7 +175,7 @@ class EncoderRows:
         index_N = np.flatnonzero(is_target_BT)
         return Batch(
             torch.from_numpy(input_ids_BT),
-            None if self.positions_BT is None else torch.from_numpy(self.positions_BT),
+            self.positions_BT,
             torch.from_numpy(index_N),
             torch.from_numpy(self.tokens_BT.reshape(-1)[index_N]),
             max_targets_per_row=int(is_target_BT.sum(1).max(initial=0)),

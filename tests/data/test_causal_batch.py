@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megahead.data.batch import causal_batch
+from support.causal_rows import causal_batch
 
 END = 0
 rows_strategy = hnp.arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(2, 12)), elements=st.integers(0, 3))

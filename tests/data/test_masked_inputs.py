@@ -11,10 +11,11 @@ import torch
 
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig
-from megahead.data.batch import CausalCollator, MaskedInputCollator, causal_batch
+from megahead.data.batch import CausalCollator, MaskedInputCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import held_out_collator, training_collator
 from megahead.errors import ConfigError
+from support.causal_rows import causal_batch
 from support.small_run import small_config, write_text
 
 END, MASK = 0, 60

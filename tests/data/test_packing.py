@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megahead.config.data import BlendPart, DataConfig
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import CausalCollator, EncoderRowBuilder, causal_batch
+from megahead.data.batch import CausalCollator, EncoderRowBuilder
 from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader
@@ -26,6 +26,7 @@ from megahead.data.packing import PADDING, PackedSamples, best_fit, pack_table
 from megahead.data.strategies import Uniform
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
+from support.causal_rows import causal_batch
 
 Write = Callable[..., Path]
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

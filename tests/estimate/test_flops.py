@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import causal_batch
 from megahead.data.loader import held_out_collator
 from megahead.estimate import SubsetLayers, run_flops, training_flops
 from megahead.losses.bag_of_words import Texts, bag_loss
@@ -24,6 +23,7 @@ from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.replaced_tokens import ReplacedTokens
+from support.causal_rows import causal_batch
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 

@@ -14,7 +14,7 @@ from torch.distributed.nn import functional as collectives
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
-from megahead.data.batch import Batch, causal_batch
+from megahead.data.batch import Batch
 from megahead.data.samples import RowSource
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -25,6 +25,7 @@ from megahead.objectives.micro_batch import documents_of
 from megahead.objectives.pretraining import Pretraining
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.causal_rows import causal_batch
 from support.initialized import initialized
 from support.long import long
 from support.on_ranks import on_ranks

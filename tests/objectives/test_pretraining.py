@@ -11,13 +11,14 @@ from numpy.random import default_rng
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.config.training import OptimizerConfig
-from megahead.data.batch import Batch, causal_batch
+from megahead.data.batch import Batch
 from megahead.losses.candidates import Candidates, log_unigram
 from megahead.losses.contrastive import build_objective, cwt_loss
 from megahead.losses.scores import LearnedTemperature
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
 from megahead.objectives.pretraining import Pretraining, initial_weights, weight_shapes
 from megahead.optim import parameter_groups
+from support.causal_rows import causal_batch
 from support.initialized import initialized
 
 

@@ -10,11 +10,11 @@ from numpy.random import default_rng
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from megahead.data.batch import causal_batch
 from megahead.hf.export import export
 from megahead.hf.heads import best_head
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
+from support.causal_rows import causal_batch
 from support.small_checkpoint import save_small, small_config
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
-from megahead.data.batch import causal_batch
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.engine.engine import ShardedEmbeddingEngine, StepResult
@@ -20,6 +19,7 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import build_parallel_model, initial_weights
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows, shard_embedding_
+from support.causal_rows import causal_batch
 from support.small_run import shipped, small_config
 
 CPU = torch.device("cpu")
