@@ -1,11 +1,14 @@
-"""Reads samples as batches, and checks the end tokens that batches need."""
+"""A run's samples, of one dataset or of several in fixed proportions, and the batches that are read of them."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megahead.config.data import DataConfig
 from megahead.config.run import RunConfig
@@ -17,12 +20,183 @@ from megahead.data.batch import (
     NextTokenCollator,
     RowCollator,
 )
-from megahead.data.indexed import IndexedDataset
+from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.masking import DiffusionCollator, MaskingCollator, TokenSubsets
-from megahead.data.samples import RowSource
+from megahead.data.samples import (
+    DATASET_SEED,
+    PackedSamples,
+    RowSource,
+    Samples,
+    StoredSamples,
+    StreamSamples,
+    derive_seed,
+    pack_table,
+)
 from megahead.data.strategies import Uniform, build_strategy
 from megahead.data.strategy import TargetErrorCounts, TrainingText
 from megahead.errors import ConfigError
+from megahead.wording import pluralize
+
+# Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
+# are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
+# samples in it, its j-th sample may not come before position floor(j P / n) and must come before ceil((j + 1) P / n).
+# Each position takes, among the samples that may come, the one with the earliest deadline (Tijdeman's chairman
+# assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
+
+PERIOD = 65_536
+
+
+class Blend(RowSource):
+    """Samples of several datasets, numbered from 0 without end; those of each dataset come in that dataset's order."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
+        self.parts = list(parts)
+        self.requested_shares = np.asarray(weights, np.float64) / np.sum(weights)
+        self.quotas = round_shares(self.requested_shares, PERIOD)
+        self.sequence_length = parts[0].sequence_length
+        self._part_P, self._ordinal_P = build_schedule(self.quotas)
+
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
+        """The samples' tokens, int64 [B, T+1]."""
+        part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
+        rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
+        for part in np.unique(part_B):
+            rows[part_B == part] = self.parts[part].rows(index_B[part_B == part])
+        return rows
+
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
+        """bool [B, T+1]: where documents begin, false for datasets without boundaries; None if all are without."""
+        part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
+        parts = np.unique(part_B).tolist()
+        starts_by_part = {part: self.parts[part].document_starts(index_B[part_B == part]) for part in parts}
+        if all(starts is None for starts in starts_by_part.values()):
+            return None
+        document_starts = np.zeros((len(part_B), self.sequence_length + 1), bool)
+        for part, starts in starts_by_part.items():
+            document_starts[part_B == part] = False if starts is None else starts
+        return document_starts
+
+    def locate(self, indices_B: Array) -> tuple[Array, Array]:
+        """(number of the dataset, index of its sample) for each sample; constant time per sample."""
+        periods_B, positions_B = np.divmod(indices_B, PERIOD)
+        part_B = self._part_P[positions_B].astype(np.int64)
+        return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[positions_B]
+
+    def describe(self, samples: int) -> list[str]:
+        """A line for each dataset: its share of the first `samples` samples: by its weight, in a period, and achieved;
+        how often they read its rows, with a warning if that is more than once."""
+        periods, rest = divmod(samples, PERIOD)
+        counts = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
+        columns, lines = (self.requested_shares.tolist(), self.quotas.tolist(), counts.tolist()), []
+        for part, requested, quota, count in zip(self.parts, *columns, strict=True):
+            epochs = count / part.rows_per_epoch
+            read = f"REPEATED: {epochs:.2f} epochs" if epochs > 1 else pluralize(epochs, "epoch", ".2g")
+            shares = f"requested {requested:.4%}, rounded {quota / PERIOD:.4%}, achieved {count / max(samples, 1):.4%}"
+            lines.append(f"{part.dataset.prefix}: {shares}, {read}")
+        return lines
+
+
+def temperature_weights(weights: Sequence[float], temperature: float) -> Array:
+    """Weights raised to the power 1 / temperature and normalized to sum 1: unchanged at 1, more equal above."""
+    logs = np.log(np.asarray(weights, np.float64)) / temperature
+    scaled: Array = np.exp(logs - logs.max())
+    shares: Array = scaled / scaled.sum()
+    return shares
+
+
+def round_shares(shares: Array, period: int) -> Array:
+    """Whole samples of each dataset in a period, int64: at least 1 each, the largest remainders rounded up."""
+    if len(shares) > period:
+        raise ConfigError("data.train", f"blend at most {period} datasets", got=len(shares))
+    quotas: Array = np.maximum(np.floor(shares * period).astype(np.int64), 1)
+    missing = period - int(quotas.sum())
+    if missing > 0:
+        quotas[np.argsort(quotas - shares * period, kind="stable")[:missing]] += 1
+    while missing < 0:  # tiny datasets got more than their share: taken from those that were rounded up most
+        quotas[np.argmax(np.where(quotas > 1, quotas - shares * period, -np.inf))] -= 1
+        missing += 1
+    return quotas
+
+
+def build_schedule(quotas: Array) -> tuple[Array, Array]:
+    """(dataset at each position of a period, how many of its samples come before), int32 [P] each."""
+    period = int(quotas.sum())
+    part_P, ordinal_P = np.empty(period, np.int32), np.empty(period, np.int32)
+    upcoming = [(0, part, 0) for part in range(len(quotas))]  # (first position allowed, dataset, ordinal)
+    eligible: list[tuple[int, int, int]] = []  # (deadline, dataset, ordinal)
+    sizes = quotas.tolist()
+    for position in range(period):
+        while upcoming and upcoming[0][0] <= position:
+            _, part, ordinal = heapq.heappop(upcoming)
+            heapq.heappush(eligible, (-(-(ordinal + 1) * period // sizes[part]), part, ordinal))
+        _, part, ordinal = heapq.heappop(eligible)
+        part_P[position], ordinal_P[position] = part, ordinal
+        if ordinal + 1 < sizes[part]:
+            heapq.heappush(upcoming, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
+    return part_P, ordinal_P
+
+
+def training_samples(
+    data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int | None = None
+) -> Samples | Blend:
+    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens.
+
+    length: by default data.sequence_length; masked rows have less (`RunConfig.sample_length`).
+    """
+    length = length or data.sequence_length
+    parts: list[Samples] = []
+    for number, dataset in enumerate(datasets):
+        part_seed = seed if isinstance(data.train, str) else derive_seed(seed, number, DATASET_SEED)
+        if data.read_ahead == "rows" and data.order == "shuffled":
+            dataset.expect_random_access()
+        if data.order == "stored":
+            parts.append(StoredSamples(dataset, length))
+        elif data.pack == "best_fit":
+            table = pack_table(dataset, length, data.documents_a_row)
+            parts.append(PackedSamples(dataset, length, part_seed, table))
+        else:
+            parts.append(StreamSamples(dataset, length, part_seed))
+    if isinstance(data.train, str):
+        return parts[0]
+    weights = [part.weight or float(dataset.num_tokens) for part, dataset in zip(data.train, datasets, strict=True)]
+    return Blend(parts, temperature_weights(weights, data.blend_temperature).tolist())
+
+
+def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, str]]:
+    """(name, value) lines of what a run of `count` samples reads: shares of a blend, epochs, empty parts of rows."""
+    lines = []
+    if isinstance(samples, Blend):
+        lines += [("blend", line) for line in samples.describe(count)]
+    else:
+        epochs = pluralize(count / samples.rows_per_epoch, "epoch", ".2g")
+        lines.append(("data", f"{pluralize(samples.rows_per_epoch, 'row')}, {epochs}"))
+    for part in samples.parts if isinstance(samples, Blend) else [samples]:
+        if isinstance(part, PackedSamples):
+            empty = part.table.empty_share(part.sequence_length + 1)
+            lines.append(("packing", f"{part.dataset.prefix}: best fit, {empty:.2%} of the rows empty"))
+    return lines
+
+
+def relative_epochs(samples: Samples | Blend) -> list[float]:
+    """Epochs of each dataset per epoch of the dataset that is read most often; [1.0] for a single dataset."""
+    if not isinstance(samples, Blend):
+        return [1.0]
+    epochs = samples.quotas / [part.rows_per_epoch for part in samples.parts]
+    return [float(ratio) for ratio in epochs / epochs.max()]
+
+
+def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, size: int) -> Tensor:
+    """int64 [size]: how often each id occurs in `samples` in one epoch of the dataset that is read most often. Datasets
+    without token counts add nothing. `datasets`: those of `samples`, in order."""
+    counts_V = torch.zeros(size, dtype=torch.int64)
+    for dataset, epochs in zip(datasets, relative_epochs(samples), strict=True):
+        if dataset.info is not None:
+            dataset_counts_V = torch.tensor(dataset.info.token_counts)
+            counts_V[: len(dataset_counts_V)] += (dataset_counts_V.double() * epochs).ceil().long()
+    return counts_V
+
+
+# Batches.
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,15 @@ from megahead.config.data import DataConfig
 from megahead.config.loading import config_from_checkpoint
 from megahead.config.plan import Phase, matching_phase, same_objective
 from megahead.config.run import RunConfig
-from megahead.data.blending import Blend, describe_samples, token_counts, training_samples
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_same_tokenizer
-from megahead.data.loader import lacks_document_boundaries, require_end_tokens
+from megahead.data.loader import (
+    Blend,
+    describe_samples,
+    lacks_document_boundaries,
+    require_end_tokens,
+    token_counts,
+    training_samples,
+)
 from megahead.data.samples import Samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megahead.config.data import DataConfig
-from megahead.data.blending import (
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import (
     PERIOD,
     Blend,
     build_schedule,
@@ -24,7 +25,6 @@ from megahead.data.blending import (
     token_counts,
     training_samples,
 )
-from megahead.data.indexed import IndexedDataset
 from megahead.data.samples import StreamSamples
 from megahead.data.writer import IndexedDatasetWriter
 

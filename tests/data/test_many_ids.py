@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megahead.config.loading import config_from_dict
 from megahead.data.batch import CausalCollator
-from megahead.data.blending import token_counts, training_samples
 from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import inspect_dataset, merge_datasets
-from megahead.data.loader import BatchReader
+from megahead.data.loader import BatchReader, token_counts, training_samples
 from megahead.data.preprocess import preprocess
 from megahead.data.train_tokenizer import save_tokenizer
 from support.good_settings import GOOD

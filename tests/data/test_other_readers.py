@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megahead.config.data import DataConfig
-from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_samples
 from megahead.data.samples import StoredSamples, StreamSamples, held_out_samples
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from megahead.config.data import BlendPart, DataConfig
 from megahead.config.masking import MaskingConfig
 from megahead.data.batch import CausalCollator, EncoderRowBuilder
-from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader
+from megahead.data.loader import BatchReader, training_samples
 from megahead.data.masking import MaskingCollator
-from megahead.data.packing import PADDING, PackedSamples, best_fit, pack_table
+from megahead.data.samples import PADDING, PackedSamples, best_fit, pack_table
 from megahead.data.strategies import Uniform
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_collator
+from megahead.data.loader import training_collator, training_samples
 from megahead.data.samples import RowSource, StreamSamples
 from megahead.data.strategy import TargetErrorCounts
 from megahead.data.writer import IndexedDatasetWriter

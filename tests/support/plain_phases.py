@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from megahead.config.plan import phases_of
 from megahead.config.run import RunConfig
-from megahead.data.blending import token_counts
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import training_collator
+from megahead.data.loader import token_counts, training_collator
 from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.losses.candidates import log_unigram

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.data import blending as sampling
-from megahead.data import packing
+from megahead.data import loader as sampling
+from megahead.data import samples as packing
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.errors import UserError

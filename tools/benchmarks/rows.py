@@ -14,9 +14,8 @@ from megahead.config.loading import config_from_dict
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.data.batch import EncoderRowBuilder, RowCollator
-from megahead.data.blending import training_samples
 from megahead.data.indexed import IndexedDataset
-from megahead.data.loader import BatchReader
+from megahead.data.loader import BatchReader, training_samples
 from megahead.data.masking import MaskingCollator, TokenDropping, TokenSubsets
 from megahead.data.samples import RowSource
 from megahead.data.strategies import Uniform
