@@ -24,10 +24,9 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-from megahead.data.hub import is_hub_url
 from megahead.data.item_sequences import EventColumns, EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
-from megahead.data.records import Selection, parse_conditions
+from megahead.data.records import Selection, is_hub_url, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar

@@ -1,14 +1,15 @@
-"""Turns records of text (JSON lines, rows of tables, whole files) into documents, filters them, and splits tables."""
+"""Turns records of text (JSON lines, rows of tables, whole files) into documents, and reads tables, also of the Hub."""
 
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 import orjson
 
@@ -16,6 +17,7 @@ from megahead.errors import DataError, FieldError
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where tables are read: it takes longer than to read a small file of JSON lines
+    from datasets import IterableDataset  # imported where it is used: it takes a second
 
 Condition = tuple[str, str]
 BLOCK_BYTES = 4 << 20  # of text in a chunk, about
@@ -140,7 +142,7 @@ class ParsedChunk:
 
 
 @dataclass(frozen=True)
-class Chunk(ABC):
+class Chunk:
     """A part of an input: split off cheaply in the main process, parsed in any process."""
 
     path: str
@@ -152,71 +154,67 @@ class Chunk(ABC):
     disk_bytes: int
     """Bytes of the file on disk that were read for it."""
 
-    @abstractmethod
     def parse(self) -> ParsedChunk:
-        """Its documents."""
-
-    def _parse_records(self, records: Iterable[tuple[int, Any]], get_text: Callable[[Any], str | None]) -> ParsedChunk:
-        """Parses (number, record) pairs; `get_text` returns None for a record that is filtered out."""
+        """Its documents: one per record."""
         parsed = ParsedChunk()
-        for number, record in records:
+        for number, record in self._records():
+            location = f"{self.path}:{number}"
             try:
-                parsed.add(f"{self.path}:{number}", get_text(record))
+                parsed.add(location, self._text(record))
             except InvalidRecord as error:
-                parsed.errors.append(f"`{self.path}:{number}` {error}.")
+                parsed.errors.append(f"`{location}` {error}.")
+            except UnicodeDecodeError as error:
+                parsed.errors.append(f"`{location}` must be UTF-8 text, but is not ({error.reason}).")
         return parsed
+
+    def _records(self) -> Iterable[tuple[int, Any]]:
+        """Numbers and records."""
+        raise NotImplementedError
+
+    def _text(self, record: Any) -> str | None:
+        """The text of a record; None if it is filtered out. InvalidRecord or UnicodeDecodeError if it has none."""
+        return self.selection.text(record)
 
 
 class JsonLines(Chunk):
     """Whole lines of a `.jsonl` file, one JSON object each; blank lines are ignored."""
 
-    def parse(self) -> ParsedChunk:
-        """One document per line."""
+    def _records(self) -> Iterable[tuple[int, bytes]]:
         lines = enumerate(io.BytesIO(self.data), self.first_record)  # lazily: a list would copy the block
-        return self._parse_records(((number, line) for number, line in lines if line.strip()), self._get_text)
+        return ((number, line) for number, line in lines if line.strip())
 
-    def _get_text(self, line: bytes) -> str | None:
+    def _text(self, record: bytes) -> str | None:
         try:
-            record = orjson.loads(line.removesuffix(b"\n"))
+            value = orjson.loads(record.removesuffix(b"\n"))
         except orjson.JSONDecodeError as error:
             raise InvalidRecord(f"must be one JSON object in UTF-8, but is not ({error})") from None
-        return self.selection.text(record)
+        return super()._text(value)
 
 
 class TableRows(Chunk):
     """Rows of a table (Parquet, Arrow), the needed columns only, in Arrow's stream format."""
 
-    def parse(self) -> ParsedChunk:
-        """One document per row."""
+    def _records(self) -> Iterable[tuple[int, Any]]:
         import pyarrow.ipc
 
         table = pyarrow.ipc.open_stream(self.data).read_all()
         try:
-            rows = table.to_pylist()
+            return enumerate(table.to_pylist(), self.first_record)
         except UnicodeDecodeError:  # in some row: the others are documents
-            rows = [table.slice(row, 1) for row in range(table.num_rows)]
-        return self._parse_records(enumerate(rows, self.first_record), self._get_text)
+            return enumerate((table.slice(row, 1) for row in range(table.num_rows)), self.first_record)
 
-    def _get_text(self, row: Any) -> str | None:
-        """`row`: a dict, or a table of one row."""
-        try:
-            return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])
-        except UnicodeDecodeError as error:
-            raise InvalidRecord(f"must be UTF-8 text, but is not ({error.reason})") from None
+    def _text(self, record: Any) -> str | None:
+        return super()._text(record if isinstance(record, dict) else record.to_pylist()[0])
 
 
 class TextLines(Chunk):
-    """Whole lines of a `.txt` file, one document each."""
+    """Whole lines of a `.txt` file, one document each; those of blank lines are empty."""
 
-    def parse(self) -> ParsedChunk:
-        """One document per line; those of blank lines are empty."""
-        return self._parse_records(enumerate(self.data.split(b"\n"), self.first_record), self._get_text)
+    def _records(self) -> Iterable[tuple[int, bytes]]:
+        return enumerate(self.data.split(b"\n"), self.first_record)
 
-    def _get_text(self, line: bytes) -> str:
-        try:
-            return line.decode().removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise InvalidRecord(f"must be UTF-8 text, but is not ({error.reason})") from None
+    def _text(self, record: bytes) -> str:
+        return record.decode().removesuffix("\r")
 
 
 class TextFile(Chunk):
@@ -316,3 +314,115 @@ def _group_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.Record
             group = []
     if group:
         yield group
+
+
+# Datasets of the Hugging Face Hub, streamed: `hf://datasets/OWNER/NAME[/CONFIG]?split=SPLIT[&revision=REVISION]`. A
+# split is read as the shards (files) that it has on the Hub, each a part that can be read alone, at one commit.
+
+HUB_PREFIX = "hf://datasets/"
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def is_hub_url(name: str) -> bool:
+    """Whether `name` is the URL of a dataset of the Hub."""
+    return name.startswith(HUB_PREFIX)
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a dataset, at a revision."""
+
+    name: str
+    """OWNER/NAME."""
+
+    split: str
+    config: str | None = None
+    revision: str | None = None
+    """A commit, branch or tag; None for the newest commit."""
+
+    @staticmethod
+    def parse(url: str) -> HubSplit:
+        """The split that a URL names. FieldError for another form."""
+        path, _, query = url.removeprefix(HUB_PREFIX).partition("?")
+        parts, options = path.strip("/").split("/"), dict(parse_qsl(query, keep_blank_values=True))
+        if not 1 <= len(parts) <= 3 or not all(parts) or not options.get("split") or options.keys() - _OPTIONS:
+            form = f"{HUB_PREFIX}OWNER/NAME[/CONFIG]?split=SPLIT[&revision=REVISION]"
+            raise FieldError("--input", f"be {form}", got=url, hint=f"try {HUB_PREFIX}{path}?split=train")
+        config = parts[2] if len(parts) == 3 else None
+        return HubSplit("/".join(parts[:2]), options["split"], config, options.get("revision"))
+
+    @property
+    def url(self) -> str:
+        """What `parse` reads."""
+        path = self.name if self.config is None else f"{self.name}/{self.config}"
+        revision = "" if self.revision is None else f"&revision={self.revision}"
+        return f"{HUB_PREFIX}{path}?split={self.split}{revision}"
+
+    def pin(self) -> HubSplit:
+        """The split at the commit that its revision is now. DataError if the Hub does not give it."""
+        if self.revision is not None and _COMMIT.fullmatch(self.revision):
+            return self
+        from huggingface_hub import HfApi
+
+        try:
+            return replace(self, revision=HfApi().dataset_info(self.name, revision=self.revision).sha)
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def shard_names(self) -> list[str]:
+        """The name of a dataset made of each of its shards, in order. DataError as of `open`."""
+        parts = [self.name.rpartition("/")[2], self.config, self.split]
+        name = "-".join(re.sub(r"[^\w.-]", "_", part) for part in parts if part)
+        count = self.open().num_shards
+        return [f"{name}-{index:05}-of-{count:05}" for index in range(count)]
+
+    def shard_url(self, index: int, count: int) -> str:
+        """The address of one of its `count` shards in messages and manifests."""
+        return f"{self.url}#{index + 1}-of-{count}"
+
+    def chunk_shard(self, index: int, count: int, _: Path, selection: Selection) -> Iterator[Chunk]:
+        """The rows of a shard, a few at a time; of the columns, those that `selection` needs. DataError if it lacks
+        one of them, or the stream ends early."""
+        url = self.shard_url(index, count)
+        try:
+            dataset = self.open().shard(count, index)
+            names = dataset.column_names or list(next(iter(dataset), {}))
+            dataset = dataset.select_columns(selection.columns(url, names)) if names else dataset
+            tables = dataset.with_format("arrow").iter(ROWS_PER_READ)
+            batches = (batch for table in tables for batch in table.to_batches())
+            yield from chunk_batches(url, batches, selection, lambda row: 0)
+        except DataError:
+            raise
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def open(self) -> IterableDataset:
+        """The stream of its examples; DataError if the Hub does not give it, or has no such config or split."""
+        from datasets import load_dataset_builder
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        try:
+            builder = load_dataset_builder(self.name, self.config, revision=self.revision)
+            if builder.name == "parquet":  # whose default keeps all that it has read of a file in memory
+                options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=8 << 20)
+                builder.config.fragment_scan_options, builder.config.batch_size = options, ROWS_PER_READ
+            return builder.as_streaming_dataset(split=self.split)
+        except Exception as error:  # of the libraries below, each with errors of its own
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> DataError:
+        lines = str(error).strip().splitlines()
+        reason = (lines[0] if lines else type(error).__name__).rstrip(".:")
+        fix = next((fix for words, fix in _FIXES if re.search(words, str(error), re.IGNORECASE)), _OTHER_FIX)
+        return DataError(f"`{self.url}` must be a dataset that the Hub gives, but is not ({reason}); {fix}.")
+
+
+_OPTIONS = {"split", "revision"}
+_OTHER_FIX = "check the name and the network, and call again: it continues"
+_FIXES = (
+    ("gated", "accept its terms on its page, and log in with `hf auth login`"),
+    ("offline", "unset HF_HUB_OFFLINE, or give files"),
+    ("config", "name one as OWNER/NAME/CONFIG"),
+    ("split", "name one of these as ?split="),
+    ("not found|404|doesn't exist|401", "check the name, and for a private one log in with `hf auth login`"),
+)

@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
-from megahead.data.hub import is_hub_url
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, encoding_pool, write_dataset
+from megahead.data.records import is_hub_url
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress

@@ -23,17 +23,18 @@ from typing import IO
 import orjson
 import zstandard
 
-from megahead.data.hub import HubSplit, is_hub_url
 from megahead.data.records import (
     BLOCK_BYTES,
     SPLITS_FILE,
     Chunk,
+    HubSplit,
     JsonLines,
     Selection,
     TextFile,
     TextLines,
     chunk_arrow,
     chunk_parquet,
+    is_hub_url,
     is_saved_dataset,
     saved_dataset_files,
 )
@@ -139,9 +140,8 @@ def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
     return [item for pattern in patterns for item in _inputs_of(str(pattern))]
 
 
-def input_names(patterns: str | Path | Sequence[str | Path]) -> str:
+def input_names(patterns: Sequence[str | Path]) -> str:
     """The inputs by the names of their files without paths, a folder by its own, a URL as it is."""
-    patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     return format_names(name for pattern in patterns for name in _names(str(pattern)))
 
 
@@ -210,8 +210,11 @@ def _inputs_of(pattern: str) -> Iterator[Input]:
     if not is_hub_url(pattern):
         yield from map(_make_input, _expand_pattern(pattern))
         return
-    for shard in HubSplit.parse(pattern).pin().shards():
-        yield Input(Path(shard.file_name), (), shard.file_name, 0, shard.chunk, shard.url)
+    split = HubSplit.parse(pattern).pin()
+    names = split.shard_names()
+    for index, name in enumerate(names):
+        chunker, url = partial(split.chunk_shard, index, len(names)), split.shard_url(index, len(names))
+        yield Input(Path(name), (), name, 0, chunker, url)
 
 
 def _expand_pattern(pattern: str) -> list[Path]:

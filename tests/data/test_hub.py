@@ -24,10 +24,9 @@ import zstandard
 
 from megahead.commands import preprocess as preprocess_command
 from megahead.data import shards
-from megahead.data.hub import HubSplit
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import Recipe, preprocess
-from megahead.data.records import Selection
+from megahead.data.records import HubSplit, Selection
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs
 from megahead.errors import DataError, FieldError
