@@ -27,9 +27,9 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
+from megahead.data.inspection import Survey, survey
 from megahead.data.preprocess import END_TOKEN, end_token_id, preprocess, suitable_workers
 from megahead.data.records import Selection
-from megahead.data.survey import Survey, survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
 from megahead.data.writer import IndexedDatasetWriter, ProgressBar

@@ -23,8 +23,8 @@ import os
 import time
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megahead.data.item_sequences import EventColumns, EventReport, ItemVocabulary, preprocess_events
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, is_hub_url, parse_conditions
 from megahead.data.shards import preprocess_shards
@@ -33,6 +33,9 @@ from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.remote_files import local_file
 from megahead.wording import pluralize
+
+if TYPE_CHECKING:
+    from megahead.data.item_sequences import EventReport  # whose import of pyarrow takes 0.2 s
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # starting unused threads takes 0.05 s a process
 
@@ -74,6 +77,8 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
 
 def preprocess_table(arguments: argparse.Namespace) -> str:
     """Makes datasets of events; returns the final report."""
+    from megahead.data.item_sequences import EventColumns, ItemVocabulary, preprocess_events
+
     names = {option: getattr(arguments, option) for option in ("user", "item", "time")}
     for option, name in names.items():
         if name is None:

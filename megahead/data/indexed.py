@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -206,21 +206,6 @@ class DatasetInfo:
                 f"`{path}` must be a dataset description ({FORMAT}), but is not ({error}); remove it or make the "
                 "dataset again."
             ) from error
-
-
-def verify_file(path: Path, fingerprint: FileFingerprint, on_read: Callable[[int], None] = lambda _: None) -> None:
-    """Reads all of `path` and compares its checksum; DataError if it differs. Calls `on_read` with the number of bytes
-    of each block."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            on_read(len(block))
-    if digest.hexdigest() != fingerprint.sha256:
-        raise DataError(
-            f"`{path}` must have the SHA-256 {fingerprint.sha256} recorded when it was made, but has "
-            f"{digest.hexdigest()} instead; it was damaged or changed since."
-        )
 
 
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path, Path]:

@@ -1,12 +1,16 @@
-"""Inspects, verifies and merges indexed datasets."""
+"""Surveys text before it is preprocessed; inspects, verifies and merges indexed datasets."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +20,9 @@ from megahead.data.indexed import (
     IndexedDataset,
     dataset_paths,
     require_same_tokenizer,
-    verify_file,
 )
+from megahead.data.records import Selection, TextFile, is_saved_dataset
+from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
 from megahead.data.tokenizer import Tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -129,11 +134,25 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
     progress.start(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, fingerprint in files:
-        verify_file(path, fingerprint, lambda num_bytes: progress.advance(num_bytes, num_bytes))
+        _verify_file(path, fingerprint.sha256, progress)
     if verify:
         require_contiguous(dataset)
     counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
     return Inspection(dataset, counts, verified=bool(files))
+
+
+def _verify_file(path: Path, sha256: str, progress: ByteProgress) -> None:
+    """Reads all of `path` and compares its checksum; DataError if it differs."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            progress.advance(len(block), len(block))
+    if digest.hexdigest() != sha256:
+        raise DataError(
+            f"`{path}` must have the SHA-256 {sha256} recorded when it was made, but has {digest.hexdigest()} instead; "
+            "it was damaged or changed since."
+        )
 
 
 def require_contiguous(dataset: IndexedDataset) -> None:
@@ -182,9 +201,9 @@ def merge_datasets(
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _require_compatible(datasets, output)
-    existing = next((path for path in dataset_paths(output) if path.exists()), None)
-    if existing is not None and not overwrite:
-        raise DataError(f"`{existing}` must not exist yet, but does; name another --output, or add --overwrite.")
+    for path in dataset_paths(output):
+        if path.exists() and not overwrite:
+            raise DataError(f"`{path}` must not exist yet, but does; name another --output, or add --overwrite.")
     progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     infos = [dataset.info for dataset in datasets]
     tokenizers = [None if info is None else info.tokenizer_identity() or info.tokenizer for info in infos]
@@ -255,3 +274,128 @@ def _read_blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]
         documents = np.diff(boundaries[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
         yield tokens, dataset.sizes[low:high], documents
         first = last
+
+
+# The survey of a folder of text: which files can be read, and which keys have the text.
+
+MAX_SKIPPED_LINES = 5
+PREFERRED_KEYS = ("text", "content")
+"""Keys of the text of a file that has them; of another file, the key with the most characters."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `megahead start` found in a folder or file."""
+
+    name: str
+    """Of the folder or file, without its path."""
+
+    inputs: list[Input]
+    keys: tuple[str, ...]
+    """Keys of the text in records, as in `Selection`; empty if no input has records."""
+
+    skipped: dict[Path, str]
+    """Files that are left out, with the reason."""
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return sum(item.bytes for item in self.inputs)
+
+    def selection(self) -> Selection:
+        return Selection(self.keys or "text")
+
+    def text_bytes(self) -> float:
+        """Approximate bytes of text: three times the size of a compressed file."""
+        return sum(item.bytes * (3 if item.path.suffix in (".gz", ".zst", ".parquet") else 1) for item in self.inputs)
+
+    def has_fewer_documents(self, limit: int) -> bool:
+        """Whether there are fewer than `limit` documents; stops reading there."""
+        chunks = read_chunks(self.inputs, self.selection())
+        texts = chain.from_iterable(chunk.parse().texts for chunk in chunks)
+        return sum(1 for _ in islice(texts, limit)) < limit
+
+    def lines(self) -> list[str]:
+        """The survey in lines for a terminal."""
+        types = Counter(map(_type_name, self.inputs))
+        summary = ", ".join(pluralize(number, name) for name, number in types.most_common())
+        keys = f"; in records the text is in {' or '.join(f'`{key}`' for key in self.keys)}" if self.keys else ""
+        skipped = [f"{file} {reason}" for file, reason in list(self.skipped.items())[:MAX_SKIPPED_LINES]]
+        if (more := len(self.skipped) - MAX_SKIPPED_LINES) > 0:
+            skipped.append(f"and {pluralize(more, 'other file')}")
+        lines = [("text", f"{summary}, {self.bytes / 1e6:,.1f} MB{keys}")]
+        lines += [("left out" if not n else "", line) for n, line in enumerate(skipped)]
+        return [f"{name:<12}{line}" for name, line in lines]
+
+
+def survey(path: Path, exclude: Path | None = None) -> Survey:
+    """Surveys a file, or the files below a folder except those below `exclude`; DataError if none has text."""
+    if not path.exists():
+        raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
+    is_folder = path.is_dir() and not is_saved_dataset(path)
+    readable, unknown = files_below(path) if is_folder else ([path], [])
+    if exclude is not None:
+        excluded = exclude.resolve()
+        readable, unknown = (
+            [file for file in files if not file.parent.resolve().is_relative_to(excluded)]
+            for files in (readable, unknown)
+        )
+    skipped = dict.fromkeys(unknown, f"does not end in {SUFFIXES}")
+    inputs, bytes_by_key = list[Input](), Counter[str]()
+    for file in readable:
+        try:
+            (item,) = find_inputs(file)
+            characters = _characters_by_key(item)
+        except DataError as error:
+            skipped[file] = re.sub("^`[^`]*` ", "", str(error)).rstrip(".")  # without the path
+            continue
+        if not characters:
+            skipped[file] = "has no text"
+            continue
+        inputs.append(item)
+        key = next((key for key in PREFERRED_KEYS if characters[key]), characters.most_common(1)[0][0])
+        bytes_by_key[key] += item.bytes
+    if not inputs:
+        first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
+        raise DataError(f"`{path}` must hold text, but {first}.")
+    keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
+    return Survey(path.resolve().name, inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped)
+
+
+def _type_name(item: Input) -> str:
+    suffix = next((suffix for suffix in (*CHUNKERS, *ARCHIVES) if item.path.name.endswith(suffix)), None)
+    return f"{suffix} file" if suffix else "saved dataset"
+
+
+NO_KEY = ""
+"""The key of texts that are not records."""
+
+
+@dataclass(frozen=True)
+class _CharacterCount(Selection):
+    """Counts the characters under each key instead of reading a text."""
+
+    characters: Counter[str] = field(default_factory=Counter)
+
+    def text(self, record: Any) -> None:
+        fields = {NO_KEY: record} if isinstance(record, str) else record
+        for key, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, str) and not value.isspace():
+                self.characters[key] += len(value)
+
+    def columns(self, path: Path | str, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+
+def _characters_by_key(item: Input) -> Counter[str]:
+    """Characters under each key in the first chunk of an input. DataError for a truncated input: all types but plain
+    JSON lines are read to their end."""
+    selection = _CharacterCount()
+    for number, chunk in enumerate(item.chunks(selection)):
+        if not number:
+            parsed = chunk.parse()
+            if isinstance(chunk, TextFile):
+                selection.characters[NO_KEY] += sum(map(len, parsed.require_texts()))
+        if item.path.suffix == ".jsonl":
+            break
+    return +selection.characters

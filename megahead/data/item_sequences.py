@@ -13,19 +13,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
 
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.files import atomic_path
 from megahead.wording import did_you_mean, format_names
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Split = Literal["last", "time"]
 END_ID = 0
@@ -70,8 +71,6 @@ class ItemVocabulary:
     @staticmethod
     def load(path: Path) -> ItemVocabulary:
         """Reads an `items.json`; DataError for another file."""
-        import pyarrow as pa
-
         try:
             entries = orjson.loads(path.read_bytes())
             if [entry["id"] for entry in entries] != list(range(len(entries))):
@@ -85,11 +84,9 @@ class ItemVocabulary:
 
     def write(self, path: Path) -> None:
         """Writes a JSON list of {id, key, count}, an entry a line; the key of id 0 is null."""
-        with path.open("wb") as file:
-            file.write(b'[{"id":0,"key":null,"count":0}')
-            for id_, (key, count) in enumerate(zip(self.keys, self.counts.tolist(), strict=True), 1):
-                file.write(b",\n" + orjson.dumps({"id": id_, "key": key.as_py(), "count": count}))
-            file.write(b"]\n")
+        entries = enumerate(zip([None, *self.keys.to_pylist()], [0, *self.counts.tolist()], strict=True))
+        lines = [orjson.dumps({"id": id_, "key": key, "count": count}) for id_, (key, count) in entries]
+        path.write_bytes(b"[" + b",\n".join(lines) + b"]\n")
 
     def __len__(self) -> int:
         """The number of ids, with id 0."""
@@ -97,8 +94,6 @@ class ItemVocabulary:
 
     def ids(self, keys: Any) -> Array:
         """[N] int64: the ids of `keys`, 0 for a key without one."""
-        import pyarrow.compute as pc
-
         positions = pc.index_in(keys, value_set=self.keys).fill_null(-1)
         ids: Array = positions.to_numpy(zero_copy_only=False).astype(np.int64) + 1
         return ids
@@ -174,9 +169,6 @@ class EventColumns(NamedTuple):
 def read_events(path: Path, columns: EventColumns, dropped: Counter[str], kinds: set[str]) -> Iterator[pa.Table]:
     """Batches of events without those that lack something, counted in `dropped`; `kinds` collects the kinds of times
     of all tables, which must be one: dates count microseconds, numbers whatever they count. FieldError, DataError."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     try:
         for batch in _read_batches(path, columns, dropped):
             user, item = (_as_key(batch, name) for name in (columns.user, columns.item))
@@ -198,10 +190,6 @@ def read_events(path: Path, columns: EventColumns, dropped: Counter[str], kinds:
 
 def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> Iterator[pa.RecordBatch]:
     """Batches of the three columns; those of text files are strings."""
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
-
     if path.suffix == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             _require_columns(path, columns, file.schema_arrow.names)
@@ -235,8 +223,6 @@ def _require_columns(path: Path, columns: EventColumns, names: list[str]) -> Non
 
 def _as_key(batch: pa.RecordBatch, name: str) -> pa.Array:
     """A column as strings; numbers that are whole have no decimal point."""
-    import pyarrow as pa
-
     column = _without_encoding(batch.column(name))
     if pa.types.is_floating(column.type):
         column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True).cast(pa.int64())
@@ -247,8 +233,6 @@ def _as_key(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 def _without_encoding(column: pa.Array) -> pa.Array:
     """Categories as their values, and texts as strings of one type, whichever type a program writes."""
-    import pyarrow as pa
-
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     is_text = pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
     return column.cast(pa.string()) if is_text else column
@@ -257,8 +241,6 @@ def _without_encoding(column: pa.Array) -> pa.Array:
 def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str]]:
     """(float64, null where there is no finite time; the kinds of times: `number`, `date`)."""
     import pandas as pd
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     column = _without_encoding(column)
     if pa.types.is_temporal(column.type):
@@ -277,8 +259,6 @@ def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str
 
 def _finite(values_N: Array) -> pa.Array:
     """The values, null where there is none or an infinite one, which has no place among quantiles."""
-    import pyarrow as pa
-
     return pa.array(values_N, mask=~np.isfinite(values_N))
 
 
@@ -311,8 +291,6 @@ class _Partitions:
 
     def write(self, events: pa.Table) -> None:
         """Appends events (user, item, time)."""
-        import pyarrow as pa
-
         users = events["user"].combine_chunks().dictionary_encode()
         hashes = np.array([zlib.crc32(user.as_py().encode()) for user in users.dictionary], np.int64)
         partition_N = (hashes % len(self._paths))[users.indices.to_numpy()] if len(users) else np.zeros(0, np.int64)
@@ -329,8 +307,6 @@ class _Partitions:
 
     def __iter__(self) -> Iterator[_Sequences]:
         """The sequences in each file; repeated events (same user, item and time) are removed."""
-        import pyarrow as pa
-
         for number in sorted(self._writers):
             with pa.memory_map(str(self._paths[number])) as file:
                 table = pa.ipc.open_stream(file).read_all()
@@ -351,8 +327,6 @@ def _sort(table: pa.Table) -> _Sequences:
 
 def _count_items(partitions: Iterable[_Sequences]) -> pa.Table:
     """(key, count) of each item."""
-    import pyarrow as pa
-
     total = pa.table({"key": pa.array([], pa.string()), "count": pa.array([], pa.int64())})
     for sequences in partitions:
         ones = pa.table({"key": sequences.keys, "count": np.ones(len(sequences.times), np.int64)})

@@ -19,7 +19,6 @@ import orjson
 import yaml
 
 from megahead.data.indexed import dataset_paths
-from megahead.data.item_sequences import read_sequences
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
@@ -346,7 +345,9 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, _DECODERS),
-    "next_item": ModelTask(None, read_sequences, _function_of("next_item", "next_item"), _DECODERS),
+    "next_item": ModelTask(
+        None, _function_of("next_item", "read_sequences"), _function_of("next_item", "next_item"), _DECODERS
+    ),
     "retrieval": ModelTask(
         None, _function_of("search_data", "read_searches"), _function_of("retrieval", "retrieval"), _ENCODERS
     ),

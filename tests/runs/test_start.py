@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megahead import quickstart, run_process
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
-from megahead.data.survey import survey
+from megahead.data.inspection import survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.errors import DataError, FieldError
