@@ -67,8 +67,9 @@ class IndexLayout:
         return HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_boundaries)
 
     @staticmethod
-    def parse(path: Path, header: bytes, file_bytes: int) -> IndexLayout:
-        """Reads the header of `path`, a file of `file_bytes` bytes. DataError if it is no index or is truncated."""
+    def parse(path: Path, index: mmap.mmap | bytes) -> IndexLayout:
+        """Reads the header of `index`, the bytes of `path`. DataError if it is no index or is truncated."""
+        header, file_bytes = index[: HEADER.size], len(index)
         if header[: len(MAGIC)] != MAGIC:
             raise DataError(
                 f"`{path}` must begin with the magic of an indexed dataset ({MAGIC!r}), "
@@ -266,7 +267,7 @@ class IndexedDataset:
         self.prefix = Path(local_prefix)
         self.bin_path, self.idx_path, self.info_path = dataset_paths(local_prefix)
         self._index = _map_file(self.idx_path)
-        self.layout = IndexLayout.parse(self.idx_path, self._index[: HEADER.size], len(self._index))
+        self.layout = IndexLayout.parse(self.idx_path, self._index)
         self.dtype = self.layout.dtype
         sizes_start, offsets_start, documents_start, _ = self.layout.array_offsets()
         self._sizes_L = np.frombuffer(self._index, "<i4", len(self), sizes_start)  # in the file, unaligned

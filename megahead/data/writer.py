@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +68,18 @@ class IndexedDatasetWriter:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
         self.vocab_size = vocab_size
-        self._tokenizer_identity = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
-        self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
-        self.end_token, self.source = end_token, source
-        folder = Path(prefix).parent
+        folder, identity = Path(prefix).parent, tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
         self._tokenizer_copy = None if tokenizer_file is None else _saved_tokenizer(tokenizer_file, folder)
+        self._describe = partial(
+            DatasetInfo,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer,
+            tokenizer_sha256=None if identity is None else identity.sha256,
+            vocabulary_sha256=None if identity is None else identity.vocabulary,
+            tokenizer_file=None if self._tokenizer_copy is None else self._tokenizer_copy[0].name,
+            end_token=end_token,
+            source=source,
+        )
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
@@ -141,22 +149,13 @@ class IndexedDatasetWriter:
         if not self.num_tokens:
             raise DataError(f"`{self._bin.path}` must get at least one token, but got none; nothing was written.")
         self._flush()
-        idx_digest = self._write_index()
-        *_, idx_bytes = self._layout().array_offsets()
-        info = DatasetInfo(
+        info = self._describe(
             tokens=self.num_tokens,
             documents=self.num_documents,
             text_bytes=self.text_bytes,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
             token_counts=self._counts.tolist(),
             bin=FileFingerprint(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
-            idx=FileFingerprint(idx_bytes, idx_digest),
-            tokenizer_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.sha256,
-            vocabulary_sha256=None if self._tokenizer_identity is None else self._tokenizer_identity.vocabulary,
-            tokenizer_file=None if self._tokenizer_copy is None else self._tokenizer_copy[0].name,
-            end_token=self.end_token,
-            source=self.source,
+            idx=self._write_index(),
         )
         self._info.write(info.dump())
         for file in (self._bin, self._info, self._idx):
@@ -173,9 +172,8 @@ class IndexedDatasetWriter:
                 if self._tokenizer_copy is not None and not self._tokenizer_copy[0].exists():
                     write_atomically(*self._tokenizer_copy)
                 self._idx.path.unlink(missing_ok=True)  # an old index must never be beside new tokens
-                self._bin.publish()
-                self._info.publish()
-                self._idx.publish()
+                for file in (self._bin, self._info, self._idx):
+                    file.publish()
 
     def _check_ids(self, tokens: Array) -> None:
         smallest, largest = int(tokens.min()), int(tokens.max())
@@ -198,24 +196,18 @@ class IndexedDatasetWriter:
             self._digest.update(data)
             self._counts += np.bincount(part, minlength=self.vocab_size)
 
-    def _layout(self) -> IndexLayout:
-        return IndexLayout(self.dtype, len(self._lengths), self.num_documents + 1)
-
-    def _write_index(self) -> str:
-        """Writes the `.idx` bytes; returns their checksum."""
-        count = len(self._lengths)
-        sizes = np.frombuffer(self._lengths, np.int32, count)
-        offsets = np.zeros(count, np.int64)
-        np.cumsum(sizes[:-1], out=offsets[1:], dtype=np.int64)
-        offsets *= self.dtype.itemsize
-        digest = hashlib.sha256()
-        documents = np.zeros(self.num_documents + 1, np.int64)
-        np.cumsum(np.frombuffer(self._sequences_per_document, np.int32), out=documents[1:])
-        for part in (self._layout().pack(), sizes, offsets, documents):
-            data = part if isinstance(part, bytes) else part.astype(part.dtype.newbyteorder("<")).tobytes()
+    def _write_index(self) -> FileFingerprint:
+        sizes, documents = (np.frombuffer(part, np.int32) for part in (self._lengths, self._sequences_per_document))
+        offsets = (np.cumsum(sizes, dtype=np.int64) - sizes) * self.dtype.itemsize
+        boundaries = np.append(0, np.cumsum(documents, dtype=np.int64))
+        header = np.frombuffer(IndexLayout(self.dtype, len(sizes), len(boundaries)).pack(), np.uint8)
+        digest, num_bytes = hashlib.sha256(), 0
+        for part in (header, sizes, offsets, boundaries):
+            data = part.astype(part.dtype.newbyteorder("<")).tobytes()
             self._idx.write(data)
             digest.update(data)
-        return digest.hexdigest()
+            num_bytes += len(data)
+        return FileFingerprint(num_bytes, digest.hexdigest())
 
 
 class ByteProgress:
