@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -37,24 +37,21 @@ OnError = Literal["fail", "skip"]
 class ChunkTokenizer:
     """Encodes chunks with the tokenizer in `path`, by an engine (a library) that was found to be exact."""
 
+    recipe: Recipe
     path: Path
     engine: Engine
     end_token: int
-    on_error: OnError = "fail"
-    holdout_tail: Fraction | None = None
-    """Share of each document, its end, that becomes a held-out document."""
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """The ids of the chunk's documents. DataError for a broken record, unless `on_error` is "skip"."""
         parsed = chunk.parse()
-        texts = parsed.require_texts() if self.on_error == "fail" else parsed.texts
-        tokenizer, held_out = cached_tokenizer(self.path, self.engine), None
-        if self.holdout_tail is not None:
-            parts = [part for text in texts for part in _split_tail(text, self.holdout_tail)]
+        texts = parsed.require_texts() if self.recipe.on_error == "fail" else parsed.texts
+        tokenizer, tail, held_out = cached_tokenizer(self.path, self.engine), self.recipe.holdout_tail, None
+        if tail is not None:
+            parts = [part for text in texts for part in _split_tail(text, tail)]
             texts, held_out = [text for text, _ in parts], np.array([is_tail for _, is_tail in parts], bool)
         tokens, lengths = tokenizer.encode_flat(texts)
         has_tokens = lengths > 0
-        held_out = None if held_out is None else held_out[has_tokens]
         ends = np.cumsum(lengths)[has_tokens]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
         text_bytes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
@@ -65,6 +62,7 @@ class ChunkTokenizer:
             empty_places=parsed.empty_locations,
             problems=parsed.errors,
         )
+        held_out = None if held_out is None else held_out[has_tokens]
         lengths, text_bytes = lengths[has_tokens] + 1, text_bytes[has_tokens]
         return EncodedChunk(tokens, lengths, text_bytes, report, chunk.disk_bytes, held_out)
 
@@ -319,7 +317,7 @@ def write_dataset(
         )
     tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     end = end_token_id(tokenizer, recipe.end_token)
-    encoder = ChunkTokenizer(tokenizer.path, tokenizer.engine, end, recipe.on_error, recipe.holdout_tail)
+    encoder = ChunkTokenizer(recipe, tokenizer.path, tokenizer.engine, end)
     report, size, file, identity = PreprocessReport(), tokenizer.vocab_size, tokenizer.path, tokenizer.identity()
     open_writer = partial(
         IndexedDatasetWriter, vocab_size=size, tokenizer=identity, tokenizer_file=file, end_token=end, source=source
@@ -374,11 +372,9 @@ def parse_holdout(holdout: Fraction | int) -> Fraction:
 
 def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:
     """(tokenizer, all chunks): the tokenizer has the fast engine if that is exact on the first documents."""
-    first = next(chunks, None)
-    if first is None:
-        return load_tokenizer(path), iter(())
-    probe = [text[:PROBE_CHARACTERS] for text in first.parse().texts[:PROBE_DOCUMENTS]]
-    return load_tokenizer(path, probe), chain([first], chunks)
+    first = list(islice(chunks, 1))
+    probe = [text[:PROBE_CHARACTERS] for chunk in first for text in chunk.parse().texts[:PROBE_DOCUMENTS]]
+    return load_tokenizer(path, probe), chain(first, chunks)
 
 
 def _add_documents(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: Fraction | None) -> None:

@@ -18,7 +18,6 @@ from megahead.data.indexed import Array
 from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategy import (
     EqualWeights,
-    PairCounts,
     Strategy,
     TargetErrorCounts,
     TrainingText,
@@ -45,18 +44,11 @@ class Pmi(EqualWeights):
 
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Pmi:
-        """Counts the bigrams of the text."""
-        pairs, max_tokens = text.pair_counts(), masking.max_unit_length(text.config.data.sequence_length)
-        return Pmi.from_pairs(pairs, masking.least_pmi, masking.least_count, max_tokens, text.special_ids())
-
-    @staticmethod
-    def from_pairs(
-        pairs: PairCounts, min_pmi: float, min_count: int, max_tokens: int, excluded: Sequence[int] = ()
-    ) -> Pmi:
-        """Collocations are the pairs with at least `min_pmi` nats and `min_count` uses, without `excluded` ids."""
-        a, b = pairs.pairs()
-        selected = (pairs.pmi() >= min_pmi) & (pairs.counts >= min_count)
-        selected &= ~np.isin(a, excluded) & ~np.isin(b, excluded)
+        """Counts the bigrams of the text. Collocations are the pairs with at least `least_pmi` nats and `least_count`
+        uses, without special ids."""
+        pairs = text.pair_counts()
+        selected = (pairs.pmi() >= masking.least_pmi) & pairs.selected(masking.least_count, text.special_ids())
+        max_tokens = masking.max_unit_length(text.config.data.sequence_length)
         return Pmi(pairs.codes[selected], len(pairs.count_V), max_tokens)
 
     def is_collocation(self, a: Array, b: Array) -> Array:
@@ -80,12 +72,7 @@ class Frequency(WeightedIds):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Frequency:
         """From the token counts in the datasets' `.json` files."""
-        return Frequency.from_counts(text.token_counts().tolist(), masking.frequency_power)
-
-    @staticmethod
-    def from_counts(token_counts: Sequence[int], power: float) -> Frequency:
-        """From each id's count in the training text."""
-        return Frequency((np.asarray(token_counts, np.float64) + 1) ** -power)
+        return Frequency((text.token_counts() + 1.0) ** -masking.frequency_power)
 
 
 WEIGHT_FLOOR = 0.1
@@ -135,15 +122,12 @@ class Informative(WeightedIds):
 
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Informative:
-        """Counts the bigrams of the text. Requires the token counts that the training-free head needs."""
+        """Counts the bigrams of the text; pairs with special ids count as 0. Requires the token counts that the
+        training-free head needs."""
         text.token_counts()
-        return Informative.from_pairs(text.pair_counts(), masking.least_count, text.special_ids())
-
-    @staticmethod
-    def from_pairs(pairs: PairCounts, least_count: int, excluded: list[int]) -> Informative:
-        """From bigram counts; pairs with `excluded` ids count as 0."""
+        pairs = text.pair_counts()
         a, b = pairs.pairs()
-        is_counted = (pairs.counts >= least_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
+        is_counted = pairs.selected(masking.least_count, text.special_ids())
         information = np.where(is_counted, pairs.counts * np.maximum(pairs.pmi(), 0.0), 0.0)
         size = len(pairs.count_V)
         sums_V = np.bincount(a, information, size) + np.bincount(b, information, size)

@@ -59,6 +59,12 @@ class PairCounts:
         a, b = np.divmod(self.codes, len(self.count_V))
         return a, b
 
+    def selected(self, min_count: int, excluded: Sequence[int]) -> Array:
+        """bool [P]: the bigrams that occur `min_count` times at least, and have none of the `excluded` ids."""
+        a, b = self.pairs()
+        selected_P: Array = (self.counts >= min_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
+        return selected_P
+
     def pmi(self) -> Array:
         """float64 [P]: the PMI of each bigram."""
         a, b = self.pairs()

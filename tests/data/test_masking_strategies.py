@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +48,19 @@ def chosen(strategy: Strategy, text: np.ndarray, **settings: Any) -> np.ndarray:
     assert not selected[:, 0].any()
     assert not selected[:, -1].any()
     return selected[:, 1:-1]
+
+
+def built(
+    kind: Any, excluded: tuple[int, ...] = (), pairs: PairCounts | None = None, counts: Any = None, **settings: Any
+):
+    """A strategy that is built from these counts of the training text."""
+    text = SimpleNamespace(
+        pair_counts=lambda: pairs,
+        token_counts=lambda: counts,
+        special_ids=lambda: [*excluded],
+        config=SimpleNamespace(data=SimpleNamespace(sequence_length=128)),
+    )
+    return kind.build(MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, **settings), text)
 
 
 def texts(rows: int, length: int = 126, seed: int = 0) -> np.ndarray:
@@ -198,11 +212,11 @@ def test_spans_have_the_papers_lengths(count: str, length: int) -> None:
 def test_rare_tokens_are_selected_in_proportion_to_their_weight() -> None:
     counts = np.where(np.arange(VOCABULARY) < 100, 9999, 99)  # weights 0.01 and 0.1
     text = texts(3000)
-    selected = chosen(Frequency.from_counts(counts.tolist(), 0.5), text, rate=0.02)
+    selected = chosen(built(Frequency, counts=counts), text, rate=0.02)
     frequent = text < 100
     ratio = selected[~frequent].mean() / selected[frequent].mean()
     assert ratio == pytest.approx(10, rel=0.15)
-    drawn = chosen(Frequency.from_counts(counts.tolist(), 0.5), text, rate=0.02, count="bernoulli")
+    drawn = chosen(built(Frequency, counts=counts), text, rate=0.02, count="bernoulli")
     assert drawn[~frequent].mean() / drawn[frequent].mean() == pytest.approx(10, rel=0.15)
     assert drawn.mean() == pytest.approx(0.02, rel=0.05)
 
@@ -213,7 +227,7 @@ def test_drawn_targets_are_the_rate_however_much_ids_differ(rate: float) -> None
     share = 1 / np.arange(1, VOCABULARY - 3)
     text = np.random.default_rng(0).choice(np.arange(4, VOCABULARY), (2000, 126), p=share / share.sum())
     counts = np.bincount(text.reshape(-1), minlength=VOCABULARY)
-    selected = chosen(Frequency.from_counts(counts.tolist(), 1.0), text, rate=rate, count="bernoulli")
+    selected = chosen(built(Frequency, counts=counts, frequency_power=1.0), text, rate=rate, count="bernoulli")
     assert selected.mean() == pytest.approx(rate, abs=0.003)
     assert selected[text > 400].mean() > selected[text == 4].mean() + 0.3
 
@@ -241,7 +255,7 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
     places = np.arange(0, 19_000, 40)
     run[places], run[places + 1] = 5, 6  # always together
     run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
-    pairs = Pmi.from_pairs(PairCounts.count([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10, max_tokens=9)
+    pairs = built(Pmi, pairs=PairCounts.count([run[:9000], run[9000:]], 100), least_pmi=3.0)
     assert pairs.is_collocation(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [
         True,
         False,
@@ -253,8 +267,8 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
 
 def test_excluded_ids_are_in_no_pair() -> None:
     run = np.tile([5, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18], 100)
-    every = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9)
-    some = Pmi.from_pairs(PairCounts.count([run], 100), min_pmi=1.0, min_count=5, max_tokens=9, excluded=[6])
+    every = built(Pmi, pairs=PairCounts.count([run], 100), least_pmi=1.0, least_count=5)
+    some = built(Pmi, (6,), PairCounts.count([run], 100), least_pmi=1.0, least_count=5)
     a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
     assert every.is_collocation(a, b).tolist() == [True, True, True]
     assert some.is_collocation(a, b).tolist() == [False, False, True]
@@ -353,7 +367,7 @@ def test_an_id_informs_as_much_as_its_pmi_with_its_neighbours_is_on_average() ->
         if count >= 30 and 11 not in (a, b):
             expected[a] += count * max(pmi, 0.0) / (2 * tokens[a])
             expected[b] += count * max(pmi, 0.0) / (2 * tokens[b])
-    found = Informative.from_pairs(PairCounts.count([run], 20), least_count=30, excluded=[11]).weight_V
+    found = built(Informative, (11,), PairCounts.count([run], 20), least_count=30).weight_V
     np.testing.assert_allclose(found, expected)
     assert found[12] > 2 * found[5:11].max()
     assert found[11] == found[0] == WEIGHT_FLOOR

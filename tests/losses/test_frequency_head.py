@@ -6,6 +6,7 @@ both as the collator drew them. Held-out rows are masked alike, whatever a run t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     assert config.masking is not None
     context_B, text = rows(12_000, seed=1)
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
-    strategy = Frequency.from_counts(token_counts.tolist(), power)
+    strategy = Frequency.build(config.masking, SimpleNamespace(token_counts=lambda: token_counts))
     seen_N, target_N = targets(
         MaskingCollator(EncoderRowBuilder(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text
     )
