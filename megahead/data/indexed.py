@@ -97,14 +97,6 @@ class IndexLayout:
 
 
 @dataclass(frozen=True)
-class FileFingerprint:
-    """Size and checksum of one file."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class TokenizerIdentity:
     """Identifies the tokenizer of a dataset."""
 
@@ -155,8 +147,8 @@ class DatasetInfo:
     token_counts: list[int]
     """[vocab_size]: how often each id occurs."""
 
-    bin: FileFingerprint
-    idx: FileFingerprint
+    bin: ExpectedFile
+    idx: ExpectedFile
 
     tokenizer_sha256: str | None = None
     """SHA-256 of the tokenizer's file; None in datasets of earlier versions, or if none was given."""
@@ -180,7 +172,7 @@ class DatasetInfo:
 
     def fingerprint(self) -> str:
         """The number of tokens and a checksum of them."""
-        return f"{self.tokens:,} tokens, sha256 {self.bin.sha256[:16]}"
+        return f"{self.tokens:,} tokens, sha256 {self.bin.sha256:.16}"
 
     def dump(self) -> bytes:
         """The JSON text."""
@@ -193,7 +185,7 @@ class DatasetInfo:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
-            info = DatasetInfo(**fields | {name: FileFingerprint(**fields[name]) for name in ("bin", "idx")})
+            info = DatasetInfo(**fields | {name: ExpectedFile(**fields[name]) for name in ("bin", "idx")})
             sizes = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
             has_checksums = isinstance(info.bin.sha256, str) and isinstance(info.idx.sha256, str)
             if not has_checksums or not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -249,8 +241,7 @@ def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
     if not (folder / info_name).exists():
         write_atomically(folder / info_name, description)
     info = DatasetInfo.load(folder / info_name)
-    fingerprints = {bin_name: info.bin, idx_name: info.idx}
-    return folder, store, {name: ExpectedFile(file.bytes, file.sha256) for name, file in fingerprints.items()}
+    return folder, store, {bin_name: info.bin, idx_name: info.idx}
 
 
 class IndexedDataset:

@@ -26,6 +26,7 @@ from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_bel
 from megahead.data.tokenizer import Tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
+from megahead.remote_files import ExpectedFile
 from megahead.wording import format_names, pluralize
 
 BLOCK_TOKENS = 1 << 22
@@ -134,24 +135,24 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
     progress.start(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, fingerprint in files:
-        _verify_file(path, fingerprint.sha256, progress)
+        _verify_file(path, fingerprint, progress)
     if verify:
         require_contiguous(dataset)
     counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
     return Inspection(dataset, counts, verified=bool(files))
 
 
-def _verify_file(path: Path, sha256: str, progress: ByteProgress) -> None:
+def _verify_file(path: Path, expected: ExpectedFile, progress: ByteProgress) -> None:
     """Reads all of `path` and compares its checksum; DataError if it differs."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
             progress.advance(len(block), len(block))
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != expected.sha256:
         raise DataError(
-            f"`{path}` must have the SHA-256 {sha256} recorded when it was made, but has {digest.hexdigest()} instead; "
-            "it was damaged or changed since."
+            f"`{path}` must have the SHA-256 {expected.sha256} recorded when it was made, but has "
+            f"{digest.hexdigest()} instead; it was damaged or changed since."
         )
 
 
@@ -201,9 +202,9 @@ def merge_datasets(
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _require_compatible(datasets, output)
-    for path in dataset_paths(output):
-        if path.exists() and not overwrite:
-            raise DataError(f"`{path}` must not exist yet, but does; name another --output, or add --overwrite.")
+    for existing in filter(Path.exists, dataset_paths(output)):
+        if not overwrite:
+            raise DataError(f"`{existing}` must not exist yet, but does; name another --output, or add --overwrite.")
     progress.start(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     infos = [dataset.info for dataset in datasets]
     tokenizers = [None if info is None else info.tokenizer_identity() or info.tokenizer for info in infos]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -112,20 +113,17 @@ class MaskingCollator(RowCollator):
         masked_BT = is_target_BT & (kind_draw_BT < self.config.mask_share)
         random_BT = is_target_BT & ~masked_BT & (kind_draw_BT < self.config.mask_share + self.config.random_share)
         random_BT |= other_BT & (kind_draw_BT < self.config.noise_share)
-        special = sorted({id_ for id_ in self.row_builder.unmaskable() if id_ < self.vocab_size})
         draw_BT = rng.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
         input_ids_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
-        number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
-        input_ids_BT[random_BT] = _nth_ordinary_ids(number_N, special)
+        number_N = (draw_BT[random_BT] * len(self._ordinary_ids)).astype(np.int64)
+        input_ids_BT[random_BT] = self._ordinary_ids[number_N]
         return input_ids_BT
 
-
-def _nth_ordinary_ids(number_N: Array, special: Sequence[int]) -> Array:
-    """The ids with these numbers when all ids but the `special` ones (increasing) are numbered from 0."""
-    id_N = number_N.copy()
-    for id_ in special:
-        id_N += id_N >= id_
-    return id_N
+    @cached_property
+    def _ordinary_ids(self) -> Array:
+        """Those that may replace a token: all but the special ones."""
+        special = [id_ for id_ in self.row_builder.unmaskable() if id_ < self.vocab_size]
+        return np.delete(np.arange(self.vocab_size), special)
 
 
 def _probabilities(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:

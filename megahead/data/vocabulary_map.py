@@ -194,9 +194,8 @@ def map_vocabulary(old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str,
     same_ids = [_find_old_id(id_, old, new, roles) for id_ in range(len(new.spellings))]
     other_ids = [id_ for id_, text in enumerate(new.token_bytes) if text and same_ids[id_] is None]
     other_pieces = _split_into_old_ids([new.token_bytes[id_] or b"" for id_ in other_ids], old)
-    pieces: list[list[int]] = [[] for _ in new.spellings]
-    for id_, old_ids in zip(other_ids, other_pieces, strict=True):
-        pieces[id_] = old_ids
+    pieces_by_id = dict(zip(other_ids, other_pieces, strict=True))
+    pieces = [pieces_by_id.get(id_, []) for id_ in range(len(new.spellings))]
     return VocabularyMap(len(old.spellings), same_ids, pieces)
 
 

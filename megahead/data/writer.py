@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from megahead.data.indexed import (
     Array,
     DatasetInfo,
-    FileFingerprint,
     IndexLayout,
     TokenizerIdentity,
     dataset_paths,
@@ -25,7 +24,7 @@ from megahead.data.indexed import (
 from megahead.data.tokenizer import is_sentencepiece
 from megahead.errors import ArgumentError, DataError
 from megahead.files import AtomicFile, write_atomically
-from megahead.remote_files import is_remote
+from megahead.remote_files import ExpectedFile, is_remote
 
 FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -154,7 +153,7 @@ class IndexedDatasetWriter:
             documents=self.num_documents,
             text_bytes=self.text_bytes,
             token_counts=self._counts.tolist(),
-            bin=FileFingerprint(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
+            bin=ExpectedFile(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
             idx=self._write_index(),
         )
         self._info.write(info.dump())
@@ -196,7 +195,7 @@ class IndexedDatasetWriter:
             self._digest.update(data)
             self._counts += np.bincount(part, minlength=self.vocab_size)
 
-    def _write_index(self) -> FileFingerprint:
+    def _write_index(self) -> ExpectedFile:
         sizes, documents = (np.frombuffer(part, np.int32) for part in (self._lengths, self._sequences_per_document))
         offsets = (np.cumsum(sizes, dtype=np.int64) - sizes) * self.dtype.itemsize
         boundaries = np.append(0, np.cumsum(documents, dtype=np.int64))
@@ -207,7 +206,7 @@ class IndexedDatasetWriter:
             self._idx.write(data)
             digest.update(data)
             num_bytes += len(data)
-        return FileFingerprint(num_bytes, digest.hexdigest())
+        return ExpectedFile(num_bytes, digest.hexdigest())
 
 
 class ByteProgress:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data import masking
 from megahead.data.batch import EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng, Purpose
@@ -205,7 +204,8 @@ def test_each_purpose_has_random_numbers_of_its_own() -> None:
     assert len({rng.uniform(purpose, 1).item() for purpose in Purpose}) == len(Purpose.__members__)
 
 
-@pytest.mark.parametrize("special", [[], [0], [3], [0, 1, 4], [2, 3, 4], [4, 5, 6]])
-def test_ordinary_ids_are_counted_without_the_special_ones(special: list[int]) -> None:
-    expected = [id_ for id_ in range(7) if id_ not in special]
-    assert masking._nth_ordinary_ids(np.arange(len(expected)), special).tolist() == expected
+@pytest.mark.parametrize("special", [[0, 1, 4], [3, 2, 4], [4, 5, 6], [5, 8, 0]])
+def test_ordinary_ids_are_those_without_the_special_ones(special: list[int]) -> None:
+    config = MaskingConfig(cls_token=special[0], sep_token=special[1], mask_token=special[2])
+    ordinary = MaskingCollator(EncoderRowBuilder(config, special[0], False), Uniform(), 7, seed=0)._ordinary_ids
+    assert ordinary.tolist() == [id_ for id_ in range(7) if id_ not in special]

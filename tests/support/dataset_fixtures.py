@@ -10,9 +10,10 @@ import numpy as np
 import orjson
 import pytest
 
-from megahead.data.indexed import DatasetInfo, FileFingerprint, IndexLayout, dataset_paths, token_dtype
+from megahead.data.indexed import DatasetInfo, IndexLayout, dataset_paths, token_dtype
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.data.writer import IndexedDatasetWriter
+from megahead.remote_files import ExpectedFile
 
 SENTENCES = [f"The {word} of {other} is a {word} too.\n" for word in ("cat", "dög", "house") for other in ("tea", "語")]
 
@@ -53,8 +54,8 @@ def write_empty(prefix: Path, vocab_size: int = 1000) -> Path:
         vocab_size=vocab_size,
         tokenizer=None,
         token_counts=[0] * vocab_size,
-        bin=FileFingerprint(0, hashlib.sha256(b"").hexdigest()),
-        idx=FileFingerprint(len(index), hashlib.sha256(index).hexdigest()),
+        bin=ExpectedFile(0, hashlib.sha256(b"").hexdigest()),
+        idx=ExpectedFile(len(index), hashlib.sha256(index).hexdigest()),
     )
     info_path.write_bytes(info.dump())
     return prefix
