@@ -22,7 +22,7 @@ import numpy as np
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, input_names, max_documents, pin_inputs, read_chunks, total_bytes
-from megahead.data.tokenizer import Engine, Tokenizer, cached_tokenizer, load_tokenizer
+from megahead.data.tokenizer import Engine, Tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -46,7 +46,7 @@ class ChunkTokenizer:
         """The ids of the chunk's documents. DataError for a broken record, unless `on_error` is "skip"."""
         parsed = chunk.parse()
         texts = parsed.require_texts() if self.recipe.on_error == "fail" else parsed.texts
-        tokenizer, tail, held_out = cached_tokenizer(self.path, self.engine), self.recipe.holdout_tail, None
+        tokenizer, tail, held_out = Tokenizer(self.path, self.engine), self.recipe.holdout_tail, None
         if tail is not None:
             parts = [part for text in texts for part in _split_tail(text, tail)]
             texts, held_out = [text for text, _ in parts], np.array([is_tail for _, is_tail in parts], bool)

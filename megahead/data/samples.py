@@ -185,21 +185,20 @@ class StoredSamples(Samples):
     """
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
-        for i in (0, -1)[: len(dataset)]:
-            self._read_row(dataset, i, sequence_length)
         super().__init__(dataset, sequence_length, len(dataset), min_tokens=sequence_length + 1)
+        for i in (0, -1):
+            self._read_row(i)
 
     def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
         for row, position in zip(index.tolist(), positions.tolist(), strict=True):
-            rows[row] = self._read_row(self.dataset, position, self.sequence_length)
+            rows[row] = self._read_row(position)
 
-    @staticmethod
-    def _read_row(dataset: IndexedDataset, i: int, sequence_length: int) -> Array:
-        row = dataset[i]
-        if len(row) != sequence_length + 1:
+    def _read_row(self, i: int) -> Array:
+        row, length = self.dataset[i], self.sequence_length
+        if len(row) != length + 1:
             raise DataError(
-                f"`{dataset.prefix}` must have sequences of {sequence_length + 1:,} tokens to be read as stored with "
-                f"data.sequence_length {sequence_length:,}, but sequence {i} has {len(row):,}."
+                f"`{self.dataset.prefix}` must have sequences of {length + 1:,} tokens to be read as stored with "
+                f"data.sequence_length {length:,}, but sequence {i} has {len(row):,}."
             )
         return row
 

@@ -70,17 +70,15 @@ FileVersion = tuple[int, int, int]
 
 
 class Tokenizer:
-    """The tokenizer in a file. Encoding adds no special tokens, neither truncates nor pads, and ignores `dropout`. The
-    spelling of a special token in a text is encoded as that token."""
+    """The tokenizer in a file, which is cached until it changes. Encoding adds no special tokens, neither truncates nor
+    pads, and ignores `dropout`. The spelling of a special token in a text is encoded as that token."""
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
-        self._reference = _load_reference(self.path, _file_version(self.path))
+        version = _file_version(self.path)
+        self._reference = _load_reference(self.path, version)
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
-        self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
-        if self._fast is not None:
-            self._fast.no_truncation()
-            self._fast.no_padding()
+        self._fast = _load_fast(self.path, version) if self.engine == "fastokens" else None
         self.vocab_size = self._reference.vocab_size
         """One above the largest id, added tokens included."""
         self.special_ids = self._reference.special_ids
@@ -159,11 +157,11 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     downloads that of a URL first. DataError if it is missing, or neither a `tokenizer.json` nor a `.model`.
     """
     path = local_file(str(path))
-    reference = cached_tokenizer(path, "tokenizers")
+    reference = Tokenizer(path)
     if not probe or reference.engine == "sentencepiece" or reference.dropout:
         return reference
     try:
-        fast = cached_tokenizer(path, "fastokens")
+        fast = Tokenizer(path, "fastokens")
         texts = [*probe, *(f"a {token} b{token}c" for token in reference.added_tokens)]
         exact = fast.encode_batch(texts) == reference.encode_batch(texts)
     except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
@@ -188,16 +186,6 @@ def copy_tokenizer(source: Path, run: RunFolder) -> None:
     write_atomically(target, source.read_bytes())
     for other in {run.tokenizer_model, run.tokenizer_json} - {target}:
         other.unlink(missing_ok=True)
-
-
-def cached_tokenizer(path: str | Path, engine: Engine) -> Tokenizer:
-    """The tokenizer in `path` with this engine; cached until the file changes."""
-    return _load_tokenizer(Path(path), engine, _file_version(Path(path)))
-
-
-@lru_cache(maxsize=4)
-def _load_tokenizer(path: Path, engine: Engine, version: FileVersion) -> Tokenizer:
-    return Tokenizer(path, engine)
 
 
 class _TokenizerJson:
@@ -266,6 +254,14 @@ class _SentencePieceModel:
 @lru_cache(maxsize=4)
 def _load_reference(path: Path, version: FileVersion) -> _TokenizerJson | _SentencePieceModel:
     return _SentencePieceModel(path) if is_sentencepiece(path) else _TokenizerJson(path)
+
+
+@lru_cache(maxsize=4)
+def _load_fast(path: Path, version: FileVersion) -> fastokens.Tokenizer:
+    tokenizer = fastokens.Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _file_version(path: Path) -> FileVersion:
