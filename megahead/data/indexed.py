@@ -37,6 +37,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 LARGEST_UINT16_VOCABULARY = 65_500
+BLOCK_TOKENS = 1 << 22
 MISSING_DATASET = "`{}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
 Array = np.ndarray[Any, Any]
 
@@ -306,6 +307,12 @@ class IndexedDataset:
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
         return self._check_ids(first_token, self._tokens[first_token : first_token + count])
+
+    def blocks(self, limit: int | None = None) -> Iterator[Array]:
+        """The tokens, or the first `limit` of them, in views of up to about four million."""
+        end = self.num_tokens if limit is None else min(limit, self.num_tokens)
+        for first in range(0, end, BLOCK_TOKENS):
+            yield self.read(first, min(BLOCK_TOKENS, end - first))
 
     def tokenizer_identity(self) -> TokenizerIdentity | None:
         """The identity of its tokenizer; None if `PREFIX.json` does not have it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
@@ -29,7 +29,6 @@ from megahead.errors import DataError, FieldError
 from megahead.remote_files import ExpectedFile
 from megahead.wording import format_names, pluralize
 
-BLOCK_TOKENS = 1 << 22
 MAX_DOCUMENTS_READ = 1000
 
 
@@ -169,8 +168,7 @@ def require_contiguous(dataset: IndexedDataset) -> None:
 def count_tokens(dataset: IndexedDataset, progress: ByteProgress = NO_PROGRESS) -> Array:
     """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
     counts = np.zeros(0, np.int64)
-    for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
-        block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
+    for block in dataset.blocks():
         if block.min() < 0:
             raise DataError(f"token ids must not be negative, but `{dataset.bin_path}` holds {block.min()}.")
         block_counts = np.bincount(block, minlength=len(counts))
@@ -219,9 +217,11 @@ def merge_datasets(
     ) as writer:
         for dataset in datasets:
             require_contiguous(dataset)
-            for tokens, lengths, documents in _read_blocks(dataset):
-                writer.add_documents(tokens, lengths, sequences=documents)
+            nothing = np.empty(0, np.int64)
+            for tokens in dataset.blocks():
+                writer.add_documents(tokens, nothing, sequences=nothing)
                 progress.advance(tokens.nbytes, tokens.nbytes)
+            writer.add_documents(nothing, dataset.sizes, sequences=np.diff(dataset.document_index))
         text_bytes = [dataset.info.text_bytes if dataset.info else 0 for dataset in datasets if dataset.num_tokens]
         writer.text_bytes = sum(text_bytes) if all(text_bytes) else 0  # unknown if one of them is
     return IndexedDataset(output)
@@ -257,24 +257,6 @@ def _vocab_size(dataset: IndexedDataset) -> int:
         return dataset.info.vocab_size
     min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
     return max(min_size, len(count_tokens(dataset)))
-
-
-def _read_blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
-    """(tokens, length of each sequence, sequences of each document) of about four million tokens each, whole documents.
-
-    Preshuffled rows belong to no document: their third array is empty.
-    """
-    sequence_starts = dataset.sequence_boundaries()
-    boundaries = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
-    first, starts = 0, sequence_starts[boundaries]
-    while first < len(boundaries) - 1:
-        last = int(np.searchsorted(starts, starts[first] + BLOCK_TOKENS, side="right")) - 1
-        last = max(last, first + 1)
-        low, high = int(boundaries[first]), int(boundaries[last])
-        tokens = dataset.read(int(sequence_starts[low]), int(sequence_starts[high] - sequence_starts[low]))
-        documents = np.diff(boundaries[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
-        yield tokens, dataset.sizes[low:high], documents
-        first = last
 
 
 # The survey of a folder of text: which files can be read, and which keys have the text.

@@ -302,12 +302,7 @@ def preprocess(
 
 
 def write_dataset(
-    chunks: Iterator[Chunk],
-    recipe: Recipe,
-    output: str | Path,
-    encode: Encode,
-    progress: ByteProgress,
-    source: str,
+    chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, encode: Encode, progress: ByteProgress, source: str
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
     if recipe.tokenizer.absolute() in {Path(f"{prefix}.json").absolute() for prefix in recipe.outputs(output)}:

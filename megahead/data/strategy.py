@@ -20,7 +20,6 @@ from megahead.errors import ConfigError
 # Bigram counts of a text, and pointwise mutual information in nats: PMI(a, b) = log(p(ab) / (p(a) p(b))).
 # V vocabulary, P bigrams.
 
-_CHUNK_TOKENS = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26
 """Only the first tokens of each dataset are counted, which is enough to find frequent pairs."""
 
@@ -72,14 +71,6 @@ class PairCounts:
             log_p_V = np.log(self.count_V / max(int(self.count_V.sum()), 1))
             pmi_P: Array = np.log(self.counts / max(int(self.counts.sum()), 1)) - log_p_V[a] - log_p_V[b]
         return pmi_P
-
-
-def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
-    """The tokens of the datasets, in chunks; of each dataset the first MAX_TOKENS."""
-    for dataset in datasets:
-        end = min(dataset.num_tokens, MAX_TOKENS)
-        for first in range(0, end, _CHUNK_TOKENS):
-            yield dataset.read(first, min(_CHUNK_TOKENS, end - first))
 
 
 # Interface of masking strategies. A unit is a span of tokens that are masked together. B rows, T tokens per row, V
@@ -225,7 +216,8 @@ class TrainingText:
 
     def pair_counts(self) -> PairCounts:
         """Counts the bigrams of the text."""
-        return PairCounts.count(token_chunks(self.datasets), self.vocab_size)
+        blocks = (block for dataset in self.datasets for block in dataset.blocks(MAX_TOKENS))
+        return PairCounts.count(blocks, self.vocab_size)
 
     def token_counts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """int64 [V]: token counts of all datasets together; ConfigError if one has none."""

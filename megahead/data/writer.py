@@ -13,14 +13,7 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megahead.data.indexed import (
-    Array,
-    DatasetInfo,
-    IndexLayout,
-    TokenizerIdentity,
-    dataset_paths,
-    token_dtype,
-)
+from megahead.data.indexed import Array, DatasetInfo, IndexLayout, TokenizerIdentity, dataset_paths, token_dtype
 from megahead.data.tokenizer import is_sentencepiece
 from megahead.errors import ArgumentError, DataError
 from megahead.files import AtomicFile, write_atomically

@@ -20,7 +20,7 @@ import zstandard
 from megahead.config import masking
 from megahead.config.loading import config_from_dict
 from megahead.config.masking import MaskingConfig
-from megahead.data import strategy
+from megahead.data import indexed
 from megahead.data.batch import EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
@@ -395,9 +395,8 @@ def test_chunks_of_tokens_end_where_the_dataset_or_its_share_does(
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=50) as writer:
         writer.add_document(list(range(1, 12)))
     dataset = IndexedDataset(tmp_path / "text")
-    monkeypatch.setattr(strategy, "_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(indexed, "BLOCK_TOKENS", 4)
     for most, told in ((100, [4, 4, 3]), (6, [4, 2])):
-        monkeypatch.setattr(strategy, "MAX_TOKENS", most)
-        chunks = list(strategy.token_chunks([dataset]))
+        chunks = list(dataset.blocks(most))
         assert [len(chunk) for chunk in chunks] == told
         assert np.concatenate(chunks).tolist() == list(range(1, 12))[:most]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.data import inspection as merging
+from megahead.data import indexed
 from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import merge_datasets
 from megahead.data.writer import IndexedDatasetWriter
@@ -37,7 +37,7 @@ def test_merging_equals_writing_at_once(write_dataset: Write, tmp_path: Path) ->
 def test_documents_of_several_sequences_are_kept(
     write_dataset: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(merging, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(indexed, "BLOCK_TOKENS", block)
     first = write_dataset([[1, 2, 3], [4]], name="first")
     second = write_sequences(tmp_path / "second", [2, 3, 4, 1, 6], [2, 0, 3])
     merged = merge_datasets([first, second, first], tmp_path / "merged")
