@@ -27,7 +27,7 @@ from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, build_row_optimizer
+from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, ROW_OPTIMIZERS
 
 SINGLE_RANK = Group()
 
@@ -227,7 +227,7 @@ def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
     """Blocks of the tensor `name`, saved with pending updates, after these updates."""
     kind, _, parameter = name.partition("/")
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
-    row_optimizer = build_row_optimizer(config.table.rule, config)
+    row_optimizer = ROW_OPTIMIZERS[config.table.rule](config)
     row_optimizer.resume(checkpoint.read(f"{_PENDING_PREFIX}{RATES}/{parameter}").numpy())
     kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape[0]
     for block in block_ranges(count):

@@ -67,7 +67,9 @@ class RunConfig(Settings):
     def _check_consistency(self, info: ValidationInfo) -> RunConfig:
         if not (info.context or {}).get("saved"):
             check_consistency(self)
-            refuse_unused(self)
+            for section, field, why in _unused_settings(self):
+                got = getattr(getattr(self, section), field)
+                raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
         return self
 
     def no_head_reason(self) -> str | None:
@@ -159,13 +161,6 @@ _STRATEGIES_BY_FIELD: Mapping[str, tuple[str, ...]] = {
     "least_count": ("pmi", "informative"),
 }
 """Fields of `masking`, and the strategies that read them."""
-
-
-def refuse_unused(config: RunConfig) -> None:
-    """Raises ConfigError for the first unused setting."""
-    for section, field, why in _unused_settings(config):
-        got = getattr(getattr(config, section), field)
-        raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
 
 
 def reset_unused(config: RunConfig) -> RunConfig:

@@ -222,14 +222,10 @@ class TrainingConfig(Settings):
     settings and log are uploaded in the background (docs/nodes.md)."""
 
     @model_validator(mode="after")
-    def _check_remote_checkpoints(self) -> TrainingConfig:
+    def _check_consistency(self) -> TrainingConfig:
         url = self.remote_checkpoints
         rule = "be an address such as s3://BUCKET/FOLDER"
         require(url is None or is_remote(url), "remote_checkpoints", rule, got=repr(url))
-        return self
-
-    @model_validator(mode="after")
-    def _check_replicate_every(self) -> TrainingConfig:
         is_newer = self.replicate_every is None or self.replicate_every < self.checkpoint_every
         rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
         hint = "a replica in memory is of use where it is newer than the checkpoint on disk"

@@ -187,20 +187,17 @@ def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfi
 
     The first rows of a longer matrix are the same: padding the vocabulary changes no token's weights.
     """
-    return next(_initial_blocks(name, shape, [range(shape[0])], seed, config))
+    return next(initial_blocks(name, shape, seed, config, [range(shape[0])]))
 
 
-def initial_blocks(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Iterator[Tensor]:
-    """The same, bit for bit, in consecutive blocks of at most 16,384 rows, each generated on iteration."""
-    return _initial_blocks(name, shape, block_ranges(shape[0]), seed, config)
-
-
-def _initial_blocks(
-    name: str, shape: Sequence[int], blocks: Iterable[range], seed: int, config: ModelConfig
+def initial_blocks(
+    name: str, shape: Sequence[int], seed: int, config: ModelConfig, blocks: Iterable[range] | None = None
 ) -> Iterator[Tensor]:
+    """The same, bit for bit, in consecutive blocks of rows, by default of at most 16,384; each generated on
+    iteration."""
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    for rows in blocks:
+    for rows in block_ranges(shape[0]) if blocks is None else blocks:
         size = (len(rows), *shape[1:])
         if name.endswith("norm.weight"):
             yield torch.zeros(size) if config.has_zero_centered_norms() else torch.ones(size)

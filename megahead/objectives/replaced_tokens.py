@@ -61,7 +61,8 @@ class ReplacedTokens(Auxiliary):
         generator, settings = config.generator_config(), config.objective.replaced_tokens
         assert generator is not None
         assert settings is not None
-        self.generator = drop_embedding(build_backbone(generator))
+        self.generator = build_backbone(generator)
+        del self.generator.embedding  # the backbone looks up its inputs
         self.head = DetectionHead(generator)
         self._draws_all_ids = settings.samples_vocabulary()
 
@@ -121,9 +122,3 @@ def _sample_from(backbone: Backbone, prediction: Softmax, uniform_N: Tensor) -> 
     if ids_U is None:  # all ids; an untied output matrix has other rows than the embedding
         return index_N, backbone.embed(index_N)
     return ids_U[index_N], prediction.gather_rows(index_N)
-
-
-def drop_embedding(backbone: Backbone) -> Backbone:
-    """Removes the embedding table of `backbone`, whose inputs another backbone looks up; returns `backbone`."""
-    del backbone.embedding
-    return backbone

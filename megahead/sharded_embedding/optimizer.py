@@ -360,11 +360,7 @@ ROW_OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {
     "adamw_row": RowwiseAdamW,
     "adagrad": RowwiseAdaGrad,
 }
-
-
-def build_row_optimizer(name: str, config: OptimizerConfig) -> RowOptimizer:
-    """The row optimizer `name`, with the betas, eps and weight decay of `config`."""
-    return ROW_OPTIMIZERS[name](config)
+"""By `optimizer.table.rule`."""
 
 
 def _apply_updates_(rows: Rows, updates_SC: Floats, inverse_n: Ints) -> None:

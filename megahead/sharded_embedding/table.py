@@ -22,7 +22,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, TensorSource, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, WEIGHT, RowOptimizer, Rows, build_row_optimizer
+from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, ROW_OPTIMIZERS, WEIGHT, RowOptimizer, Rows
 
 # The exchange of a step's rows, planned before the step.
 #
@@ -384,7 +384,7 @@ def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device:
     Collective over `mesh`."""
     if shards_embedding(config):
         rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
-        row_optimizer = build_row_optimizer(settings.rule, config.optimizer)
+        row_optimizer = ROW_OPTIMIZERS[settings.rule](config.optimizer)
         embedding = ShardedEmbedding(rows, features, row_optimizer, mesh, device, settings.learning_rate_ratio)
         backbone.register_module("embedding", embedding)
 

@@ -15,7 +15,7 @@ from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import build_row_optimizer
+from megahead.sharded_embedding.optimizer import ROW_OPTIMIZERS
 from support.on_ranks import on_ranks
 from support.saved import save_checkpoint
 
@@ -27,7 +27,7 @@ WRITTEN = {"optimizer": CONFIG.model_dump(mode="json")}
 def course() -> tuple[dict[str, Tensor], Tensor, Any]:
     """Rows, touched and the optimizer after 30 steps that updated some of them."""
     torch.manual_seed(0)
-    row_optimizer = build_row_optimizer("adamw", CONFIG)
+    row_optimizer = ROW_OPTIMIZERS["adamw"](CONFIG)
     rows = {
         "weight": torch.randn(ROWS, WIDTH),
         "exp_avg": torch.zeros(ROWS, WIDTH),

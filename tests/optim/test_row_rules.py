@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.training import OptimizerConfig
-from megahead.sharded_embedding.optimizer import RowOptimizer, build_row_optimizer
+from megahead.sharded_embedding.optimizer import ROW_OPTIMIZERS, RowOptimizer
 from support.long import long
 
 ROWS, WIDTH, STEPS, PEAK = 400, 6, 1000, 3e-3
@@ -35,7 +35,7 @@ class LateTable:
     """A table whose rows are updated when they are used, as an owner of rows does it."""
 
     def __init__(self, rule: str, config: OptimizerConfig, start: Tensor) -> None:
-        self.row_optimizer: RowOptimizer = build_row_optimizer(rule, config)
+        self.row_optimizer: RowOptimizer = ROW_OPTIMIZERS[rule](config)
         widths = {"element": start.shape[1], "row": 1}
         moments = {name: torch.zeros(len(start), widths[kind]) for name, kind in self.row_optimizer.moments.items()}
         self.rows = {"weight": start.clone(), **moments}

@@ -12,7 +12,7 @@ from megahead.distributed.tensors import FullTensors
 from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
-from megahead.sharded_embedding.optimizer import build_row_optimizer
+from megahead.sharded_embedding.optimizer import ROW_OPTIMIZERS
 from megahead.sharded_embedding.table import OwnedRows, ShardedEmbedding, plan_rows, vector_with_norm
 from support.on_ranks import on_ranks
 
@@ -38,7 +38,7 @@ def whole_table() -> Tensor:
 
 
 def table_of(mesh: Mesh) -> ShardedEmbedding:
-    table = ShardedEmbedding(ROWS, WIDTH, build_row_optimizer("adamw", CONFIG), mesh, CPU)
+    table = ShardedEmbedding(ROWS, WIDTH, ROW_OPTIMIZERS["adamw"](CONFIG), mesh, CPU)
     table.load_rows_([whole_table()])
     return table
 
@@ -107,12 +107,12 @@ def moved(owned: OwnedRows, steps: int) -> OwnedRows:
     ("rule", "widths"), [("adamw", [WIDTH, WIDTH, WIDTH]), ("adamw_row", [WIDTH, WIDTH, 1]), ("adagrad", [WIDTH, 1])]
 )
 def test_a_rule_s_moments_are_as_wide_as_it_says(rule: str, widths: list[int]) -> None:
-    owned = OwnedRows(6, WIDTH, build_row_optimizer(rule, CONFIG), CPU)
+    owned = OwnedRows(6, WIDTH, ROW_OPTIMIZERS[rule](CONFIG), CPU)
     assert [values.shape for values in owned.rows.values()] == [(6, width) for width in widths]
 
 
 def test_reading_rows_leaves_no_trace() -> None:
-    owned = moved(as_new(OwnedRows(6, WIDTH, build_row_optimizer("adamw", CONFIG), CPU)), 5)
+    owned = moved(as_new(OwnedRows(6, WIDTH, ROW_OPTIMIZERS["adamw"](CONFIG), CPU)), 5)
     before = {name: values.clone() for name, values in owned.rows.items()}, owned.last_step_n.clone()
     now = torch.cat(list(owned.blocks()))
     assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
@@ -124,7 +124,7 @@ def test_reading_rows_leaves_no_trace() -> None:
 
 def test_rows_of_another_rule_are_refused() -> None:
     saved, other = (
-        ShardedEmbedding(ROWS, WIDTH, build_row_optimizer(rule, CONFIG), Mesh.build(Group()), CPU)
+        ShardedEmbedding(ROWS, WIDTH, ROW_OPTIMIZERS[rule](CONFIG), Mesh.build(Group()), CPU)
         for rule in ("adamw", "adamw_row")
     )
     shards = {name: getattr(shard, "part", shard) for name, shard in saved.state().items()}
@@ -133,7 +133,7 @@ def test_rows_of_another_rule_are_refused() -> None:
 
 
 def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
-    fresh, used = (OwnedRows(6, WIDTH, build_row_optimizer("adamw", CONFIG), CPU) for _ in range(2))
+    fresh, used = (OwnedRows(6, WIDTH, ROW_OPTIMIZERS["adamw"](CONFIG), CPU) for _ in range(2))
     moved(used, 5)
     for owned in (fresh, used):
         as_new(owned)
