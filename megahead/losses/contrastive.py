@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +39,6 @@ NO_TARGET = -100
 """The target id of an output without a target, as in Hugging Face and torch."""
 
 
-class CandidateSet(Protocol):
-    """Makes the candidates for the targets of one candidate group."""
-
-    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The candidates for the group's targets in one micro-batch; `weight_N`: the weights of their losses."""
-        ...
-
-
-class Objective(Protocol):
-    """Selects the candidates that outputs are scored against (CPU tensors; called in the prefetching thread)."""
-
-    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> CandidateSet:
-        """The candidate set of a group with these targets. `seed`: of the group's random negatives and subsample."""
-        ...
-
-
 @dataclass(frozen=True)
 class SharedCandidateSet:
     """Candidates that all outputs of a group share, and the biases of all its targets."""
@@ -74,7 +57,8 @@ class SharedCandidateSet:
     """See `Candidates.sampling_bias_U`."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The shared candidates and all targets, in increasing order of ids. O(N log P + P)."""
+        """The candidates for the group's targets in one micro-batch, `weight_N`: the weights of their losses. Shared
+        ones and all targets, in increasing order of ids. O(N log P + P)."""
         index_N = torch.searchsorted(self.ids_P, target_ids_N)
         is_candidate_P = self.shared_bias_P > -torch.inf
         is_candidate_P[index_N] = True
@@ -118,7 +102,8 @@ class Headless:
             self._cumulative_r_V = self._log_r_V.exp().double().cumsum(0)
 
     def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> SharedCandidateSet:
-        """O((G + M) log (G + M) + M log V), on the CPU."""
+        """The candidate set of a group with these targets; `seed`: of its random negatives and subsample. O((G + M) log
+        (G + M) + M log V), on the CPU."""
         config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
             ids = torch.cat([ids, sample_ids(self._cumulative_r_V, config.negatives, generator)])
@@ -158,6 +143,13 @@ class Vanilla:
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
         return vocabulary_candidates(target_ids_N, weight_N=weight_N)
+
+
+Objective = Headless | Vanilla
+"""Selects the candidates that outputs are scored against (CPU tensors; called in the prefetching thread)."""
+
+CandidateSet = SharedCandidateSet | Vanilla
+"""Makes the candidates for the targets of one candidate group."""
 
 
 def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:

@@ -26,7 +26,7 @@ from megahead.models.documents import TargetPositions
 from megahead.models.families import SHARDING, build_backbone, initial_blocks, initial_value
 from megahead.models.layers import Embedding
 from megahead.models.parallel import parallelize_, shard_dims
-from megahead.objectives.auxiliary import Auxiliary, ForwardContext, build_auxiliary
+from megahead.objectives.auxiliary import Auxiliary, ForwardContext, Targets, build_auxiliary
 from megahead.objectives.micro_batch import (
     EvaluationRequest,
     MaskHead,
@@ -128,8 +128,7 @@ class Pretraining(nn.Module):
         loss = self._loss_of_targets(outputs_ND, parts, batch)
         if auxiliary is None:
             return loss * micro.loss_weight
-        predictions = partial(self._predictions, parts, outputs_ND, batch)
-        own = auxiliary, micro, own_rows
+        predictions, targets = partial(self._predictions, parts, outputs_ND, batch), auxiliary.targets(batch)
         context = ForwardContext(
             self.backbone,
             batch,
@@ -138,9 +137,9 @@ class Pretraining(nn.Module):
             hidden_MD,
             predictions,
             first_BD=first_BD,
-            targets_loss=partial(self._loss_of_own_targets, *own),
+            targets_loss=targets and partial(self._loss_of_own_targets, targets, micro, own_rows),
             candidates_loss=partial(self._loss_among_candidates, micro, shared_rows),
-            bag_loss=partial(self._loss_of_own_bags, *own),
+            bag_loss=targets and partial(self._loss_of_own_bags, targets, micro, own_rows),
         )
         sums = auxiliary.compute_sums(context)
         if self.on_metrics is not None:
@@ -173,21 +172,17 @@ class Pretraining(nn.Module):
         return self._mix_losses(losses, Softmax.loss, outputs_ND, batch.target_ids_N, batch.weight_N)
 
     def _loss_of_own_targets(
-        self, auxiliary: Auxiliary, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
+        self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
         """The loss of an auxiliary objective's own targets, see `auxiliary.TargetsLoss`."""
-        targets = auxiliary.targets(micro.batch)
-        assert targets is not None
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
         losses = [self._softmax(*part).loss() for part in parts]
         return self._mix_losses(losses, Softmax.loss, outputs_PD, targets.ids_P)
 
     def _loss_of_own_bags(
-        self, auxiliary: Auxiliary, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
+        self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
         """The loss of the set of own targets in each row, see `auxiliary.ForwardContext.bag_loss`."""
-        targets = auxiliary.targets(micro.batch)
-        assert targets is not None
         texts = Texts(targets.index_P, *micro.batch.input_ids_BT.shape)
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
         texts_of_groups = texts.split([len(candidates.target_N) for _, _, candidates in parts])
@@ -220,11 +215,15 @@ class Pretraining(nn.Module):
         return loss
 
     def _softmax(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
-        """The softmax of outputs over candidates; over all ids with the learned bias, if there is one."""
-        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        """The softmax of outputs over candidates; over all ids with a vanilla head's transform and learned bias."""
+        is_vocabulary, bias_V = candidates.ids_U is None, None
+        if is_vocabulary and self.mask_head is not None:
+            outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias
+        if is_vocabulary and self.output_bias is not None:
+            bias_V = self.output_bias.bias
         if bias_V is not None:
-            candidates = replace(candidates, bias_U=bias_V, subtracts_target_bias=True)
-        return Softmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+            candidates = replace(candidates, bias_U=bias_V[: self.vocab_size], subtracts_target_bias=True)
+        return Softmax(outputs_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _shard(self, candidates: Candidates) -> CandidateShard | None:
         """This rank's share of the candidates: an even one, or for the whole vocabulary the rows that it owns; None
@@ -293,16 +292,6 @@ class Pretraining(nn.Module):
         """[N, D]: the hidden states at `positions`, from the generator if there is one, else from the backbone."""
         return self.backbones()[-1].encode_at(inputs_BTD, documents_of(batch), positions, token_subsets_of(batch))
 
-    def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
-        """[N, D]: the outputs to score against rows, with `vocabulary` after an encoder's transform; [V]: a learned
-        bias, or None."""
-        bias_V = None
-        if vocabulary and self.mask_head is not None:
-            outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias[: self.vocab_size]
-        if vocabulary and self.output_bias is not None:
-            bias_V = self.output_bias.bias[: self.vocab_size]
-        return outputs_ND, bias_V
-
     def _score(self) -> Score:
         """The objective's score, with the fixed or learned temperature."""
         return SCORES[self.objective.score](self.temperature or self.objective.temperature)
@@ -310,16 +299,13 @@ class Pretraining(nn.Module):
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
         outputs = [self._outputs(self.backbone.embed(batch.input_ids_BT), batch) for batch in request.batches]
         outputs_ND, target_ids_N = torch.cat(outputs), torch.cat([batch.target_ids_N for batch in request.batches])
-        hidden_ND, learned_V = self._final_hidden(outputs_ND, vocabulary=True)
-        bias_V = request.bias_V if learned_V is None else learned_V
         weights = [batch.weight_N for batch in request.batches if batch.weight_N is not None]
         weight_N = torch.cat(weights) if weights else None
-        vocabulary = vocabulary_candidates(target_ids_N, bias_V, weight_N)
+        vocabulary = vocabulary_candidates(target_ids_N, request.bias_V, weight_N)
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
-            sums = streamed_sums(hidden_ND, blocks, vocabulary, self._score())
+            sums = streamed_sums(outputs_ND, blocks, vocabulary, self._score())  # a vanilla head has a dense table
         else:
-            shard = self._shard(vocabulary)
-            sums = Softmax(hidden_ND, self._output_rows(), vocabulary, self._score(), shard).sums()
+            sums = self._softmax(outputs_ND, self._output_rows(), vocabulary).sums()
         if self.auxiliary is None or not self.auxiliary.is_evaluated:
             return sums
         return sums._replace(auxiliary=self._auxiliary_sums(self.auxiliary, outputs, request))
