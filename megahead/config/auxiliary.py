@@ -1,14 +1,12 @@
-"""Settings of auxiliary objectives, whose loss is added to the softmax over candidates, with their cost and metrics as
-far as these need no torch; and the section for a user's own objective."""
+"""The interface of auxiliary objectives' settings: their loss is added to the softmax over candidates. They say their
+cost and metrics, too, as far as these need no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from pydantic import Field, field_validator
-
-from megahead.config.base import Settings, load_class, require_class_path
+from megahead.config.base import Settings
 from megahead.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -128,45 +126,3 @@ class AuxiliarySettings(Settings):
     def export_text(self, means: Mapping[str, float]) -> str:
         """Its last evaluation, in words, for an export's model card."""
         return self.evaluation_text(means)
-
-
-class CustomConfig(AuxiliarySettings):
-    """An auxiliary objective of your own (docs/extending.md)."""
-
-    objective: str
-    """`path/to/file.py:Class` or `package.module:Class`, a subclass of megahead.objectives.auxiliary.Auxiliary."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Weight of its loss; the softmax's has 1."""
-
-    settings: dict[str, Any] = Field(default={})
-    """Settings for the class, which reads them from `config.objective.custom.settings`."""
-
-    curves: ClassVar = (Curve("auxiliary_loss", "Auxiliary loss", "of an objective of one's own"),)
-
-    @field_validator("objective")
-    @classmethod
-    def _check_class_path(cls, value: str) -> str:
-        return require_class_path("objective", value)
-
-    @property
-    def implementation(self) -> str:  # type: ignore[override]  # a class variable in the base class
-        """The class that `objective` names."""
-        return self.objective
-
-    def evaluation_text(self, means: Mapping[str, float]) -> str:
-        """For example: auxiliary 4.2310, right 0.3121"""
-        others = [f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss"]
-        return ", ".join([super().evaluation_text(means), *others])
-
-    @property
-    def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
-        """The class's own `needs_all_outputs`. Imports the class, and with it torch."""
-        return bool(getattr(self._load_class(), "needs_all_outputs", False))
-
-    def head_parameters(self, model: ModelConfig) -> int:
-        """The class's own `head_parameters(model)`. Imports the class, and with it torch."""
-        return int(getattr(self._load_class(), "head_parameters", lambda _: 0)(model))  # 0 if it is no Auxiliary at all
-
-    def _load_class(self) -> Any:
-        return load_class("objective.custom.objective", self.objective)

@@ -8,13 +8,17 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megahead.config.auxiliary import AuxiliarySettings, Curve, CustomConfig
+from megahead.config.auxiliaries import (
+    CustomConfig,
+    MultiTokenConfig,
+    PhrasesConfig,
+    ReplacedTokensConfig,
+    RetroMAEConfig,
+    TSDAEConfig,
+)
+from megahead.config.auxiliary import AuxiliarySettings, Curve
 from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig
-from megahead.config.multi_token import MultiTokenConfig
-from megahead.config.phrases import PhrasesConfig
-from megahead.config.replaced_tokens import ReplacedTokensConfig
-from megahead.config.retromae import RetroMAEConfig, TSDAEConfig
 from megahead.errors import ConfigError
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from megahead.config.auxiliary import AuxiliarySettings, CustomConfig
+from megahead.config.auxiliaries import CustomConfig
+from megahead.config.auxiliary import AuxiliarySettings
 from megahead.config.base import load_class
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig

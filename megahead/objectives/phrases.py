@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megahead.config.phrases import PhrasesConfig
+from megahead.config.auxiliaries import PhrasesConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, EncoderRows, RowCollator
 from megahead.data.masking import MaskingCollator

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megahead.config.auxiliary import CustomConfig
+from megahead.config.auxiliaries import CustomConfig
 from megahead.config.objective import auxiliary_curves
 from megahead.report.read import Record, Run
 

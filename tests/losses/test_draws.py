@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megahead.config.auxiliaries import ReplacedTokensConfig
 from megahead.config.objective import ObjectiveConfig
-from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.config.auxiliaries import ReplacedTokensConfig
 from megahead.objectives.replaced_tokens import detection_sums
 
 

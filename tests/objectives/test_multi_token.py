@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.config.multi_token import MultiTokenConfig
+from megahead.config.auxiliaries import MultiTokenConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.losses.contrastive import build_objective

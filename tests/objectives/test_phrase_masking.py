@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from megahead.config.auxiliaries import PhrasesConfig
 from megahead.config.masking import MaskingConfig
-from megahead.config.phrases import PhrasesConfig
 from megahead.data.batch import Batch, EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Spans, Uniform

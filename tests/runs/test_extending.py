@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from megahead.config.auxiliary import CustomConfig
+from megahead.config.auxiliaries import CustomConfig
 from megahead.config.base import load_class
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
