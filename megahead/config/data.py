@@ -10,6 +10,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from megahead.config.base import Settings, refuse, require
 from megahead.wording import pluralize
 
+DATASET_FORMAT = "megahead-dataset/1"
+"""Value of `format` in a dataset's `PREFIX.json`."""
+
 
 class BlendPart(Settings):
     """One dataset of a blend."""

@@ -10,16 +10,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import orjson
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.base import find_config, may_be_shipped, require, shipped_configs, unknown_setting_message
-from megahead.config.dataset_defaults import missing_dataset_note, with_dataset_defaults
+from megahead.config.data import DATASET_FORMAT
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig, reset_unused
-from megahead.errors import ConfigError, ConfigErrors, UserError
-from megahead.remote_files import redact_secrets
+from megahead.errors import ConfigError, ConfigErrors, FieldError, UserError
+from megahead.remote_files import RemoteError, Store, is_remote, join_url, redact_secrets, split_url
 from megahead.wording import did_you_mean
 
 
@@ -60,7 +61,7 @@ def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
     """A validated RunConfig from nested dicts, as in YAML, and overrides. Missing settings default to the metadata of
-    the training datasets (`dataset_defaults.py`)."""
+    the training datasets."""
     settings = _with_new_names(deepcopy(dict(tree)))
     for override in overrides:
         _apply_override(settings, override)
@@ -233,3 +234,96 @@ def _settings_class(path: Sequence[str]) -> type[BaseModel] | None:
             return None
         current = section
     return current
+
+
+# Defaults from the metadata of the training datasets (`PREFIX.json`).
+
+
+_WITH_DATASET_DEFAULT = (("model", "vocab_size"), ("data", "end_token"), ("data", "tokenizer"))
+"""(section, field) of the settings with such a default."""
+
+
+def with_dataset_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `tree` with missing ones of `_WITH_DATASET_DEFAULT` filled in, as far as the datasets have them.
+
+    ConfigError if the datasets of a blend differ; RemoteError if vocab_size is missing and a store cannot be read.
+    Reads no files if nothing is missing.
+    """
+    if not all(isinstance(tree.get(section), dict) for section in ("model", "data")):
+        return dict(tree)
+    filled = {section: dict(tree[section]) for section in ("model", "data")}
+    missing = [(section, field) for section, field in _WITH_DATASET_DEFAULT if field not in filled[section]]
+    required = ("model", "vocab_size") in missing
+    prefixes = _prefixes(filled["data"]) if missing else []
+    metadata = {prefix: _metadata(prefix, required=required) for prefix in prefixes}
+    for section, field in missing:
+        values = {prefix: info[field] for prefix, info in metadata.items() if info.get(field) is not None}
+        if values:
+            filled[section][field] = _common_value(f"{section}.{field}", values)
+    return {**tree, **filled}
+
+
+def missing_dataset_note(tree: Mapping[str, Any]) -> str:
+    """Part of an error message: why the training datasets have no default; empty if `data.train` is missing."""
+    data = tree.get("data")
+    for prefix in _prefixes(data) if isinstance(data, Mapping) else ():
+        if not _metadata(prefix, required=False):
+            exists = is_remote(prefix) or any(Path(f"{prefix}{suffix}").exists() for suffix in (".idx", ".json"))
+            reason = f"{prefix}.json does not say it" if exists else f"there is no dataset {prefix}"
+            return f", and {redact_secrets(reason)}"
+    return ""
+
+
+def _prefixes(data: Mapping[str, Any]) -> list[str]:
+    train = data.get("train")
+    parts = train if isinstance(train, list) else [{"prefix": train}]
+    return [
+        part["prefix"]
+        for part in parts
+        if isinstance(part, dict) and part.get("prefix") and isinstance(part["prefix"], str)
+    ]
+
+
+def _common_value(setting: str, values: Mapping[str, Any]) -> Any:
+    """The value of all datasets, by prefix; the first one of tokenizers, which are compared when a run starts."""
+    (first, value), *others = values.items()
+    for prefix, other in others if setting != "data.tokenizer" else ():
+        got, hint = f"{value} in {first} and {other} in {prefix}", "cut their text with one tokenizer"
+        require(other == value, "data.train", f"have one {setting} in all datasets", got=got, hint=hint)
+    return value
+
+
+def _metadata(prefix: str, *, required: bool) -> dict[str, Any]:
+    """Defaults from a dataset's `PREFIX.json`; empty if it is missing or in another format. `required`: RemoteError if
+    a store cannot be read."""
+    folder, name = split_url(prefix) if is_remote(prefix) else (Path(prefix).parent, Path(prefix).name)
+    try:
+        content = orjson.loads(_read(folder, f"{name}.json"))
+        if content["format"] != DATASET_FORMAT:
+            return {}
+        tokenizer = content.get("tokenizer_file")
+        tokenizer_path = None if tokenizer is None else _find(folder, tokenizer)
+    except (OSError, ValueError, KeyError, TypeError):  # reported when a run opens the dataset
+        return {}
+    except FieldError:  # a URL with a password, reported with other mistakes in settings
+        return {}
+    except RemoteError:
+        if required:
+            raise
+        return {}
+    return {"vocab_size": content.get("vocab_size"), "end_token": content.get("end_token"), "tokenizer": tokenizer_path}
+
+
+def _read(folder: str | Path, name: str) -> bytes:
+    return (folder / name).read_bytes() if isinstance(folder, Path) else Store(folder).read(name)
+
+
+def _find(folder: str | Path, name: str) -> str | None:
+    """The path or URL of a file; None if it is missing."""
+    if isinstance(folder, Path):
+        return str(folder / name) if (folder / name).is_file() else None
+    try:
+        Store(folder).size(name)
+    except FileNotFoundError:
+        return None
+    return join_url(folder, name)

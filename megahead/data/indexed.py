@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megahead.config.dataset_defaults import FORMAT
+from megahead.config.data import DATASET_FORMAT
 from megahead.errors import DataError
 from megahead.files import write_atomically
 from megahead.remote_files import ExpectedFile, Store, cache_folder, fetch_into, is_remote, split_url
@@ -177,14 +177,14 @@ class DatasetInfo:
 
     def dump(self) -> bytes:
         """The JSON text."""
-        return orjson.dumps({"format": FORMAT, **vars(self)})  # asdict would copy every count
+        return orjson.dumps({"format": DATASET_FORMAT, **vars(self)})  # asdict would copy every count
 
     @staticmethod
     def load(path: Path) -> DatasetInfo:
         """Reads `path`; DataError if it is not a dataset description."""
         try:
             fields = orjson.loads(path.read_bytes())
-            if fields.pop("format") != FORMAT:
+            if fields.pop("format") != DATASET_FORMAT:
                 raise ValueError("another format")
             info = DatasetInfo(**fields | {name: ExpectedFile(**fields[name]) for name in ("bin", "idx")})
             sizes = [info.tokens, info.documents, info.text_bytes, info.vocab_size, info.bin.bytes, info.idx.bytes]
@@ -197,8 +197,8 @@ class DatasetInfo:
             return info
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"`{path}` must be a dataset description ({FORMAT}), but is not ({error}); remove it or make the "
-                "dataset again."
+                f"`{path}` must be a dataset description ({DATASET_FORMAT}), but is not ({error}); remove it or "
+                "make the dataset again."
             ) from error
 
 
