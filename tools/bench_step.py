@@ -86,14 +86,10 @@ def _parse_vocabularies(text: str | None) -> list[int]:
 
 def _variants(arguments: argparse.Namespace, config: RunConfig) -> list[VariantSpec]:
     """Every objective in the default mode, then compiled, then with a whole last block, then with Muon."""
-    names = arguments.objectives.split(",")
-    modes: list[tuple[Mode, bool]] = [
-        ("default", True),
-        ("whole last block", arguments.whole),
-        ("muon", arguments.muon),
-    ]
-    modes.insert(1, ("compiled", arguments.compile and config.engine.compile is not True))
-    return [(name, mode) for mode, enabled in modes if enabled for name in names]
+    compiled = arguments.compile and config.engine.compile is not True
+    modes: dict[Mode, bool] = {"default": True, "compiled": compiled}
+    modes |= {"whole last block": arguments.whole, "muon": arguments.muon}
+    return [(name, mode) for mode, chosen in modes.items() if chosen for name in arguments.objectives.split(",")]
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:

@@ -127,7 +127,7 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
     monkeypatch.setattr(losses, "error_rows", lambda contestants: iter([{"form": "ours", "loss": "1e-8"}]))
     cost = losses.PassCost(0.5, 2.0)
     monkeypatch.setattr(losses, "measure_pass", lambda loss, inputs: inputs.loss_and_gradients(loss) and cost)
-    monkeypatch.setattr(losses, "measure_device_rate", lambda device, precision: 1e9)
+    monkeypatch.setattr(losses, "measure_matmul_rate", lambda device, precision: 1e9)
     output = tmp_path / "loss.json"
     losses.compare_losses(random_inputs()[1], arguments("--sizes", "20,30", "--hidden", "6", "--output", str(output)))
     assert tried == ["paper"] * 2  # once for each size

@@ -101,15 +101,17 @@ def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> N
     before = text.index.stat().st_mtime_ns
     text.write_zipf(20_000)
     assert text.index.stat().st_mtime_ns == before
-    assert "by --dataset, or --text and --tokenizer" in text.why_not_trained()
+    reasons = {part.unsupported_reason for part in build_parts(FULL, text, tmp_path) if part.name.startswith("train-")}
+    assert ["by --dataset, or --text and --tokenizer" in reason for reason in reasons] == [True]
 
 
 def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "small", vocab_size=60) as writer:
         writer.add_document([5, 6, 0])
     text = Text(tmp_path, dataset=tmp_path / "small")
-    assert "text" not in {part.name for part in build_parts(FULL, text, tmp_path)}
-    assert (text.why_not_trained(), text.index.exists()) == ("", True)
+    parts = build_parts(FULL, text, tmp_path)
+    assert "text" not in {part.name for part in parts}
+    assert ({part.unsupported_reason for part in parts}, text.index.exists()) == ({""}, True)
     assert f"data.validation={tmp_path}/small-validation" in text.settings()
     assert "data.tokenizer=null" in text.settings()
 

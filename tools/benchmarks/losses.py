@@ -58,9 +58,8 @@ def our_softmax_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) ->
     return candidate_loss(outputs_ND, table_VD, vocabulary_candidates(targets_N)) / len(targets_N)
 
 
-HEADLESS_LOSSES: dict[str, LossFunction] = {"ours": cwt_loss, "paper": paper_loss}
 SOFTMAX_LOSSES: dict[str, LossFunction] = {"softmax, ours": our_softmax_loss, "softmax, plain": plain_softmax_loss}
-LOSSES = HEADLESS_LOSSES | SOFTMAX_LOSSES
+LOSSES: dict[str, LossFunction] = {"ours": cwt_loss, "paper": paper_loss, **SOFTMAX_LOSSES}
 
 
 class LossInputs(NamedTuple):
@@ -184,12 +183,11 @@ def our_loss(candidates: Candidates, outputs_ND: Tensor, target_N: Tensor, rows_
 
 def _kernel_contestants(inputs: LossInputs, candidates: Candidates, kernels: Mapping[str, Kernel]) -> list[Contestant]:
     rows, candidates = with_candidate_rows(inputs, candidates), candidates.to(inputs.outputs.device)
-    headless = [
-        Contestant(name, partial(headless_kernel_loss, kernel, candidates), rows) for name, kernel in kernels.items()
-    ]
-    return headless + [
-        Contestant(f"softmax, {name}", partial(softmax_kernel_loss, kernel), inputs) for name, kernel in kernels.items()
-    ]
+    contestants: list[Contestant] = []
+    for name, kernel in kernels.items():
+        contestants.append(Contestant(name, partial(headless_kernel_loss, kernel, candidates), rows))
+        contestants.append(Contestant(f"softmax, {name}", partial(softmax_kernel_loss, kernel), inputs))
+    return contestants
 
 
 def headless_kernel_loss(
@@ -246,7 +244,8 @@ def compare_losses(targets: Tensor, arguments: argparse.Namespace) -> None:
     if device.type == "cuda":  # third-party kernels are for GPUs
         kernels, unavailable = find_kernels(LossInputs.random(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
         build = partial(build_gpu_contestants, kernels=kernels)
-    rate = measure_device_rate(device, arguments.precision)
+    measure_rate = partial(measure_matmul_rate, device, arguments.precision)
+    rate = measure_rate() if device.type == "cuda" else run_in_child(measure_rate)  # threads do not survive later forks
     console = terminal(width=160)
     console.print(f"{arguments.precision} on {describe_device(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
     source = arguments.data or "Zipf's law"
@@ -350,13 +349,6 @@ def measure_on_gpu(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
     end, host = clock.now(), time.perf_counter() - host_start
     clock.wait()
     return PassCost(clock.seconds(start, end) / PASSES, peak, host / PASSES)
-
-
-def measure_device_rate(device: torch.device, precision: str) -> float:
-    """Measures the matmul rate; on a CPU in a child process, as threads do not survive later forks."""
-    if device.type == "cuda":
-        return measure_matmul_rate(device, precision)
-    return run_in_child(lambda: measure_matmul_rate(device, precision))
 
 
 def measure_on_cpu(loss_function: LossFunction, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 
-from experiments.measures import Chart, Row, aggregate_seeds, evaluation_scores, group_points, tokens_per_second
+from experiments.measures import Chart, Row, aggregate_seeds, evaluation_scores, group_points
 from experiments.runner import GRIDS, Cell, ExperimentRunner, grid_charts, task_scores, training_overrides
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
@@ -166,27 +165,7 @@ def compare_negatives(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def compare_precision(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Records every evaluation of each precision and seed, means over seeds, and gaps between held-out losses of pairs,
-    on average and at the end."""
-    names = ("step", "tokens", "loss", "perplexity")
-    curves = [
-        [
-            cell.values | {"tokens/s": tokens_per_second(cell.run)} | {name: record[name] for name in names}
-            for record in scored
-        ]
-        for cell in runner.grid("precision", only)
-        if (scored := cell.run.validation)
-    ]
-    runner.record("precision", [row for curve in curves for row in curve])
-    ends = [curve[-1] for curve in curves]
-    runner.record("precision-ends", aggregate_seeds(ends, ("precision",), ("loss", "perplexity", "tokens/s")))
-    gap_rows: list[Row] = []
-    for one, other in combinations(curves, 2):
-        gaps = [b["loss"] - a["loss"] for a, b in zip(one, other, strict=True)]
-        runs = ", ".join(f"{curve[0]['precision']}, seed {curve[0]['seed']}" for curve in (one, other))
-        differing = [name for name in ("precision", "seed") if one[0][name] != other[0][name]]
-        mean = sum(map(abs, gaps)) / len(gaps)
-        gap_rows.append(
-            {"runs": runs, "differ in": " and ".join(differing), "mean apart": mean, "at the end": gaps[-1]}
-        )
-    runner.record("precision-apart", gap_rows)
+    """Records the last evaluation of each precision and seed, and means over seeds."""
+    rows = [cell.row(GRIDS["precision"]["columns"]) for cell in runner.grid("precision", only)]
+    runner.record("precision", rows)
+    runner.record("precision-ends", aggregate_seeds(rows, ("precision",), ("loss", "perplexity", "tokens/s")))

@@ -44,11 +44,6 @@ def time_spent(run: RunMetrics, last_step: int | None = None) -> float:
     return seconds
 
 
-def cost_per_token(run: RunMetrics) -> float:
-    """Time a token, for ratios."""
-    return time_spent(run) / float(run.training[-1]["tokens"])
-
-
 def mean_candidates(run: RunMetrics, steps: range | None = None) -> int | None:
     """Mean number of candidates, over the run or `steps`; None for a vanilla run."""
     logged = [record for record in run.training if steps is None or record["step"] - 1 in steps]
@@ -57,12 +52,7 @@ def mean_candidates(run: RunMetrics, steps: range | None = None) -> int | None:
 
 
 MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": tokens_per_second, "candidates": mean_candidates}
-
-
-def measure_columns(run: RunMetrics, columns: Mapping[str, str]) -> Row:
-    """Column values by title: one of MEASURES, else a score of the last evaluation."""
-    last = run.validation[-1]
-    return {title: MEASURES[name](run) if name in MEASURES else last[name] for title, name in columns.items()}
+"""Columns of a grid's table that are no score of the last evaluation."""
 
 
 def evaluation_scores(record: Mapping[str, Any]) -> Row:

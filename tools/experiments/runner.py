@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TextIO
 import yaml
 from rich.console import Console
 
-from experiments.measures import Chart, Row, cost_per_token, draw_charts, group_points, measure_columns, time_spent
+from experiments.measures import MEASURES, Chart, Row, draw_charts, group_points, time_spent
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -56,8 +56,10 @@ class Cell(NamedTuple):
     run: RunMetrics
 
     def row(self, columns: Mapping[str, str]) -> Row:
-        """A table row: the values of the axes, and the measurements `columns`."""
-        return self.values | measure_columns(self.run, columns)
+        """A table row: the values of the axes, and of `columns`, by title, MEASURES or last scores."""
+        run, last = self.run, self.run.validation[-1]
+        measured = {title: MEASURES[name](run) if name in MEASURES else last[name] for title, name in columns.items()}
+        return self.values | measured
 
 
 @dataclass(frozen=True)
@@ -356,6 +358,6 @@ def _cost(run: RunMetrics, seconds: float) -> float:
     """Cost of a token in the first `seconds` of training, without those before the first log line."""
     first, *others = [record for record in run.training if record["seconds"] <= seconds] or [run.training[0]]
     if not others:
-        return cost_per_token(run)
+        return time_spent(run) / float(run.training[-1]["tokens"])
     last = others[-1]
     return (time_spent(run, last["step"]) - time_spent(run, first["step"])) / float(last["tokens"] - first["tokens"])

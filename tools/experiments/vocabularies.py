@@ -15,7 +15,6 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
-from megahead.data.tokenizer import load_tokenizer
 from megahead.evaluate.perplexity import evaluate_on_datasets
 from megahead.files import write_atomically
 from megahead.report.read import RunMetrics
@@ -39,7 +38,6 @@ class Text:
     """The text in one vocabulary: overrides, and the held-out datasets by language."""
 
     settings: list[str]
-    tokenizer: Path
     train: IndexedDataset
     held_out: dict[str, Path]
 
@@ -61,10 +59,7 @@ def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) ->
     chart = Chart(
         "Bits per byte", "vocabulary", group_points(scored_rows, "at equal", "vocabulary", "bits per byte"), True
     )
-    table_rows = [{name: value for name, value in row.items() if name not in LANGUAGES} for row in scored_rows]
-    runner.record("large_vocabularies", table_rows, chart)
-    languages = next(iter(texts.values())).held_out
-    runner.record("large_vocabularies-languages", [_language_row(one, scored_rows, texts) for one in languages])
+    runner.record("large_vocabularies", scored_rows, chart)
     vanilla = [
         row for size in VANILLA_SIZES if size in texts for row in _compare_with_vanilla(runner, size, texts[size])
     ]
@@ -102,7 +97,7 @@ def _prepare_text(runner: ExperimentRunner, source: Path, size: int) -> Text:
     held_out = {file.stem: folder / file.stem for file in sorted(source.glob("??.jsonl"))}
     settings = [f"data.train={folder / 'train'}", f"data.tokenizer={tokenizer}", f"model.vocab_size={size}"]
     settings.append(f"data.validation={next(iter(held_out.values()))}")  # only one language, to save time
-    return Text(settings, tokenizer, IndexedDataset(folder / "train"), held_out)
+    return Text(settings, IndexedDataset(folder / "train"), held_out)
 
 
 def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, first_num_tokens: int) -> Iterator[Row]:
@@ -122,7 +117,7 @@ def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, first_num_t
         bits = _bits_per_byte(runner, name, at, "pmi", text)
         megabytes = float(last["tokens"] / last["step"] * at * info.text_bytes / info.tokens / 1e6)
         row: Row = {"at equal": equal, "vocabulary": size, "steps": at, "MB of text": megabytes}
-        yield row | {"bits per byte": mean(bits.values()), "ms a step": _step_milliseconds(run), **bits}
+        yield row | {"bits per byte": mean(bits.values()), "ms a step": _step_milliseconds(run)}
 
 
 def _compare_with_vanilla(runner: ExperimentRunner, size: int, text: Text) -> list[Row]:
@@ -170,17 +165,3 @@ def _bits_per_byte(runner: ExperimentRunner, name: str, step: int, head: HeadNam
 def _step_milliseconds(run: RunMetrics) -> int:
     last = run.training[-1]
     return round(1e3 * float(last["tokens"]) / float(last["step"]) / tokens_per_second(run))
-
-
-def _language_row(language: str, scored_rows: Sequence[Row], texts: dict[int, Text]) -> Row:
-    """Bits per byte at equal text and time; tokens per whitespace-separated word of the held-out text, and the share of
-    words that are split."""
-    row: Row = {"language": language}
-    row |= {f"{one['vocabulary']:,}, equal {one['at equal']}": one[language] for one in scored_rows}
-    for size, text in texts.items():
-        dataset, tokenizer = IndexedDataset(text.held_out[language]), load_tokenizer(text.tokenizer)
-        documents = [tokenizer.decode(dataset[index][:-1]) for index in range(len(dataset))]
-        lengths = tokenizer.encode_flat([f" {word}" for document in documents for word in document.split()])[1]
-        row |= {f"{size:,}: tokens a word": float(lengths.mean())}
-        row |= {f"{size:,}: words split": float((lengths > 1).mean())}
-    return row

@@ -102,10 +102,6 @@ class Text:
         """A file that exists once the dataset is complete."""
         return self.prefix.with_suffix(".idx")
 
-    def why_not_trained(self) -> str:
-        need = "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
-        return "" if self.has_text else need
-
     def settings(self) -> tuple[str, ...]:
         """Overrides of a run that reads it."""
         validation = f"{self.prefix}-validation" if self.has_text else "null"
@@ -124,6 +120,7 @@ class Text:
                 writer.add_document(document)
 
 
+NEEDS_TEXT = "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
 PREFIX, WHOLE = "train-", "whole-"  # of names of parts
 TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
@@ -155,7 +152,7 @@ def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part
                 scale["slower"] * seconds,
                 tuple(template.get("packages", ())),
                 (text.index,) if template.get("reads") else (),
-                text.why_not_trained() if kind == "train" else "",
+                NEEDS_TEXT if kind == "train" and not text.has_text else "",
                 template.get("explains", "").format(**values),
             )
         )

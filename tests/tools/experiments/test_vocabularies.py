@@ -36,11 +36,9 @@ def test_large_vocabularies_are_scored_by_language(
     assert [row["steps"] for row in rows[:2]] == [4, 4]
     assert rows[2]["steps"] < rows[3]["steps"] == 4
     assert rows[2]["MB of text"] == pytest.approx(rows[0]["MB of text"], rel=0.2)
-    by_language = results(runner, "large_vocabularies-languages")
-    assert [row["language"] for row in by_language] == ["de", "sw"]
-    mean = sum(row["420, equal time"] for row in by_language) / 2
-    assert mean == pytest.approx(rows[3]["bits per byte"])
-    assert all(1 < row["420: tokens a word"] < row["300: tokens a word"] for row in by_language)
+    by_language = json.loads((runner.folder / "headless-420/held-out-4.json").read_text())
+    assert [*by_language] == ["de", "sw"]
+    assert sum(by_language.values()) / 2 == pytest.approx(rows[3]["bits per byte"])
     vanilla, equal_text, equal_time = results(runner, "large_vocabularies-vanilla")
     assert [row["objective"] for row in (vanilla, equal_text, equal_time)] == ["vanilla", "headless", "headless"]
     assert vanilla["steps"] == equal_text["steps"] == max(1, round(4 / vanilla["times headless"]))
