@@ -8,10 +8,10 @@ tools/gpu_report.py --dry                               tiny, on the CPU, as a t
 
 Parts run by priority: what a launch costs the host; whole steps of the engine, headless against vanilla, of three
 models and vocabularies, and with each way of computing them on or off; the loss beside third-party kernels; steps
-without an engine, plain and compiled; DeepSpeed's overhead; host waits; profiles of steps that miss their targets; with
-a text (of at most 50,277 ids) real trainings of 70 M parameters with 50,277 and 131,072 ids, of 80 M tokens each at
-25 % MFU of an H100, which also share the spare time; more steps and waits; and the tests that need a GPU. Each is a
-separate process with a time limit.
+without an engine, plain and compiled; DeepSpeed's overhead; host waits; profiles of steps; with a text (of at most
+50,277 ids) real trainings of 70 M parameters with 50,277 and 131,072 ids, of 80 M tokens each at 25 % MFU of an H100,
+which also share the spare time; more steps and waits; and the tests that need a GPU. Each is a separate process with a
+time limit.
 report.json and report.md are rewritten after each part; a second call runs the parts that are missing.
 """
 

@@ -7,15 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from gpu_parts.plan import Outcome
-
 
 def quiet() -> Console:
     return Console(file=io.StringIO())
-
-
-def outcome(name: str, lines: list[dict[str, Any]]) -> Outcome:
-    return Outcome(name, "what?", [], "measured", lines=lines)
 
 
 def line(objective: str, ms: float, operations: float) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpu_parts.page import step_rows, target_rows, training_rows, whole_rows
+from gpu_parts.page import step_rows, training_rows, whole_rows
 from gpu_parts.plan import DRY, FULL, RESULT, STARTUP_SECONDS, TOKENS, TRAINING_MFU, Outcome, Text, build_parts
 from gpu_parts.session import DRY_RUN, Session
 from megahead.config.loading import load_config
@@ -17,7 +16,7 @@ from megahead.config.plan import RunPlan, captures_micro_steps
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
-from support.gpu_parts import line, outcome, quiet
+from support.gpu_parts import line, quiet
 from support.small_checkpoint import save_tokenizer
 
 
@@ -123,28 +122,6 @@ def test_the_command_lists_its_parts_and_refuses_others(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr == "error: `--only` must name parts that --list has, but is step-9b instead.\n"
     assert not (tmp_path / "x").exists()
-
-
-def loss_line(form: str, hidden: int, seconds: float, **more: float) -> dict[str, Any]:
-    return {"N": 16384, "hidden": hidden, "form": form, "seconds": seconds} | more
-
-
-def test_each_target_is_met_or_missed_or_was_not_measured() -> None:
-    loss = [loss_line("ours", 512, 1.0, **{"of rate": 0.6}), loss_line("ours", 2048, 1.0, **{"of rate": 0.6})]
-    loss += [loss_line("liger", 512, 0.9)]
-    steps = [line("headless", 10, 100), line("vanilla", 37, 400)]
-    rows = target_rows(
-        [outcome("loss", loss), outcome("step-70m", steps), outcome("waits-1", [{"who": "megahead", "a step": 3.0}])]
-    )
-    assert [(row["part"], row["found"], row[""]) for row in rows] == [
-        ("loss", "0.6", "met"),
-        ("loss", "0.6", "missed"),
-        ("loss", "0.9", "missed"),
-        ("loss", None, "not measured"),
-        ("step-70m", "0.925", "met"),
-        ("step-70m", "0.41", "met"),
-        ("waits-1", "3", "missed"),
-    ]
 
 
 def test_steps_are_compared_with_what_operations_alone_would_give() -> None:

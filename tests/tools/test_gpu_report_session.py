@@ -14,7 +14,7 @@ import pytest
 from gpu_parts import session
 from gpu_parts.plan import RESULT, SECONDS, STARTUP_SECONDS, Part
 from gpu_parts.session import Session, run_part
-from support.gpu_parts import line, outcome, quiet
+from support.gpu_parts import quiet
 
 WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
 
@@ -48,17 +48,6 @@ class Instant:
 @pytest.fixture
 def instant() -> Instant:
     return Instant()
-
-
-def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: Instant) -> None:
-    explaining = [Part(f"profile-{size}", "what?", ("p",), 30, explains=f"step-{size}") for size in ("70m", "410m")]
-    session = Session(tmp_path, quiet(), launch=instant)
-    lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
-    session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
-    session.run_parts(explaining, 100)
-    assert session.outcomes["profile-70m"].why == "step-70m has nothing to explain: its targets were met."
-    assert session.outcomes["profile-410m"].state == "measured"
-    assert "## Targets" in (tmp_path / "report.md").read_text()
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:

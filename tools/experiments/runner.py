@@ -84,22 +84,23 @@ class ExperimentRunner:
         """Overrides for the text in a vocabulary of this size (byte-level BPE; for encoders WordPiece with special
         tokens). Builds the tokenizer and the dataset if they are missing."""
         size = vocabulary or self.vocabulary
-        if not encoder:
-            return [*self._build_dataset(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
-        words = f"wordpiece-{size}"
-        settings = self._build_dataset(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
-        return [*settings, *_encoder_ids(self.folder.parent / words / "tokenizer.json")]
+        name, kind = (f"wordpiece-{size}", ("--type", "wordpiece", "--encoder")) if encoder else (f"bpe-{size}", ())
+        tokenizer = self.folder.parent / name / "tokenizer.json"
+        self.make(tokenizer, "train_tokenizer.py", "--input", self.require_text(), *kind, "--vocab-size", size)
+        if encoder:
+            return self._tokenize_for_encoder(name, tokenizer)
+        return [*self._tokenize(name, tokenizer), f"model.vocab_size={size}"]
 
     def data_with_tokenizer(self, tokenizer: Path, *, encoder: bool = False) -> list[str]:
         """Overrides for the text in the ids of an existing tokenizer."""
         name = f"of-{tokenizer.stem}"
         if encoder:
-            return [*self._tokenize(name, tokenizer, ["--end-token", "[SEP]"]), *_encoder_ids(tokenizer)]
+            return self._tokenize_for_encoder(name, tokenizer)
         vocabulary = ByteVocabulary.open(tokenizer)
         end_id = vocabulary.id_of_role("end")
         if end_id is None:
             raise FieldError("--tokenizer", "have a special token that ends a text", got=str(tokenizer))
-        settings = self._tokenize(name, tokenizer, ["--end-token", vocabulary.spellings[end_id] or ""])
+        settings = self._tokenize(name, tokenizer, "--end-token", vocabulary.spellings[end_id] or "")
         return [*settings, f"data.end_token={end_id}", f"model.vocab_size={len(vocabulary.spellings)}"]
 
     def require_text(self) -> Path:
@@ -108,16 +109,15 @@ class ExperimentRunner:
             raise FieldError("--text", "name what this experiment reads", got="missing")
         return self.text
 
-    def _build_dataset(
-        self, name: str, size: int, tokenizer_options: Sequence[str], end_options: Sequence[str]
-    ) -> list[str]:
-        tokenizer = self.folder.parent / name / "tokenizer.json"
-        self.make(
-            tokenizer, "train_tokenizer.py", "--input", self.require_text(), *tokenizer_options, "--vocab-size", size
-        )
-        return self._tokenize(name, tokenizer, end_options)
+    def _tokenize_for_encoder(self, name: str, tokenizer_file: Path) -> list[str]:
+        """Overrides of the text, the special tokens and the number of ids."""
+        settings = self._tokenize(name, tokenizer_file, "--end-token", "[SEP]")
+        tokenizer = load_tokenizer(tokenizer_file)
+        ids: Row = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
+        ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
+        return [*settings, *to_overrides(ids), "masking.special_tokens=[]"]
 
-    def _tokenize(self, name: str, tokenizer: Path, end_options: Sequence[str]) -> list[str]:
+    def _tokenize(self, name: str, tokenizer: Path, *end_options: str) -> list[str]:
         dataset = self.folder.parent / name / "text"
         how = ["--tokenizer", tokenizer, *end_options, "--holdout", self.held_out]
         self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", self.require_text(), *how, output=dataset)
@@ -291,14 +291,6 @@ def grid_points(grid: Mapping[str, Any], axis_values: Mapping[str, Sequence[Any]
 def run_name(name: str) -> str:
     """Turns text into a valid run name: `32,768 ids` into `32768-ids`."""
     return re.sub("[,%]", "", name.replace(", ", "-").replace(" ", "-").replace("/", "_"))
-
-
-def _encoder_ids(tokenizer_file: Path) -> list[str]:
-    """Overrides of an encoder's special tokens and number of ids."""
-    tokenizer = load_tokenizer(tokenizer_file)
-    ids: Row = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
-    ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
-    return [*to_overrides(ids), "masking.special_tokens=[]"]
 
 
 def to_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -1,12 +1,12 @@
-"""The page of tools/gpu_report.py: summary tables of targets, steps and trainings, then every part with its output."""
+"""The page of tools/gpu_report.py: summary tables of steps and trainings, then every part with its output."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,86 +30,6 @@ def step_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 row["of it"] = f"{speedup / flops_ratio:.0%}"
                 rows.append(row | {name: headless.get(name) for name in ("MFU", "of rate", "loss", "peak MB")})
     return rows
-
-
-TARGET_OUTPUTS = 16384  # N of the loss that targets are about: a micro-batch of training
-
-
-class Target(NamedTuple):
-    """A threshold for one measurement of a part."""
-
-    part: str
-    metric: str
-    threshold: float
-    measure: Callable[[Outcome], float | None]  # None: not measured
-    is_maximum: bool = False  # whether the threshold is an upper bound
-
-
-def target_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """A row for each target of the parts in `outcomes`."""
-    by_name = {outcome.name: outcome for outcome in outcomes}
-    rows: list[dict[str, Any]] = []
-    for part, metric, threshold, measure, is_maximum in TARGETS:
-        if outcome := by_name.get(part):
-            value = measure(outcome) if outcome.lines else None
-            reached = value is not None and (value <= threshold if is_maximum else value >= threshold)
-            state = "not measured" if value is None else "met" if reached else "missed"
-            row = {"part": part, "what": metric, "wanted": f"at {'most' if is_maximum else 'least'} {threshold:g}"}
-            rows.append(row | {"found": None if value is None else f"{value:.3g}", "": state})
-    return rows
-
-
-def misses_targets(part: str, outcomes: Sequence[Outcome]) -> bool:
-    """Whether any target of this part was missed or not measured."""
-    states = [row[""] for row in target_rows(outcomes) if row["part"] == part]
-    return not states or set(states) != {"met"}
-
-
-def _loss_rate(hidden: int) -> Callable[[Outcome], float | None]:
-    return lambda outcome: _loss_value(outcome, hidden, "ours", "of rate")
-
-
-def _speedup_over(other: str) -> Callable[[Outcome], float | None]:
-    def speedup(outcome: Outcome) -> float | None:
-        our_seconds, other_seconds = (_loss_value(outcome, 512, name, "seconds") for name in ("ours", other))
-        return other_seconds / our_seconds if our_seconds and other_seconds else None
-
-    return speedup
-
-
-def _loss_value(outcome: Outcome, hidden: int, form: str, name: str) -> float | None:
-    key = {"N": TARGET_OUTPUTS, "hidden": hidden, "form": form}
-    values = [line.get(name) for line in outcome.lines or [] if key.items() <= line.items()]
-    return values[0] if values else None
-
-
-def _share_of_flops_ratio(outcome: Outcome) -> float | None:
-    """The best speed-up of a headless step as a share of the FLOPs ratio."""
-    return max((row["times as fast"] / row["by operations"] for row in step_rows([outcome])), default=None)
-
-
-def _mfu(outcome: Outcome) -> float | None:
-    shares = [line["MFU"] for line in outcome.lines or [] if str(line.get("objective")).startswith("headless")]
-    return max((float(share.rstrip("%")) / 100 for share in shares), default=None)
-
-
-def _our_waits(outcome: Outcome) -> float | None:
-    return sum(float(line["a step"]) for line in outcome.lines or [] if line.get("who") == "megahead")
-
-
-TARGETS = (
-    Target("loss", "share of the matrix rate at hidden 512", 0.55, _loss_rate(512)),
-    Target("loss", "share of the matrix rate at hidden 2,048", 0.70, _loss_rate(2048)),
-    Target("loss", "times as fast as Liger's", 1.0, _speedup_over("liger")),
-    Target("loss", "times as fast as Apple's", 1.0, _speedup_over("cut")),
-    *(
-        Target(f"step-{size}", "of the ratio by operations", 0.90, _share_of_flops_ratio)
-        for size in ("70m", "410m", "160m", "bert-base-512")
-    ),
-    Target("step-70m", "MFU", 0.40, _mfu),
-    Target("step-410m", "MFU", 0.50, _mfu),
-    *(Target(f"waits-{stage}", "our waits a step", 2, _our_waits, is_maximum=True) for stage in (0, 1, 3)),
-)
 
 
 def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
@@ -164,7 +84,6 @@ def render_page(title: str, machine: Mapping[str, str], outcomes: Sequence[Outco
         row = {"part": outcome.name, "state": outcome.state, "took": format_duration(outcome.seconds)}
         part_rows.append(row | {"because": outcome.why.partition("\n")[0]})
     tables = {
-        "Targets": target_rows(outcomes),
         "Whole steps of the engine": whole_rows(folder, measured),
         "Steps, headless against vanilla": step_rows(outcomes),
         "Trainings, headless against vanilla": training_rows(folder, measured),

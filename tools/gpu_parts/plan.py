@@ -46,7 +46,6 @@ class Part:
     packages: tuple[str, ...] = ()  # required; else the part is left out
     files: tuple[Path, ...] = ()  # required, too
     unsupported_reason: str = ""  # why it cannot run, if known beforehand
-    explains: str = ""  # the part whose missed targets it explains; left out if they were met
 
     @property
     def uses_spare_time(self) -> bool:
@@ -153,7 +152,6 @@ def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part
                 tuple(template.get("packages", ())),
                 (text.index,) if template.get("reads") else (),
                 NEEDS_TEXT if kind == "train" and not text.has_text else "",
-                template.get("explains", "").format(**values),
             )
         )
     return parts

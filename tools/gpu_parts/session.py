@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpu_parts.page import misses_targets, render_page
+from gpu_parts.page import render_page
 from gpu_parts.plan import STARTUP_SECONDS, Outcome, Part, State
 from megahead import __version__
 from megahead.files import write_atomically
@@ -154,8 +154,6 @@ class Session:
         """Runs `part`, or leaves it out; `upcoming`: parts from this one on."""
         if reason := part.missing_requirement():
             return part.outcome("left out", why=reason)
-        if part.explains and not misses_targets(part.explains, list(self.outcomes.values())):
-            return part.outcome("left out", why=f"{part.explains} has nothing to explain: its targets were met.")
         reserved, least = 2 * part.seconds, MIN_SECONDS
         if part.uses_spare_time:  # spare time is split among such parts
             spare = seconds_left - sum(other.seconds for other in upcoming)
