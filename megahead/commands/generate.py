@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -38,12 +39,10 @@ def main() -> None:
     from megahead.evaluate.language_models import sampling_options
 
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
-    console = terminal(soft_wrap=True)
-    if arguments.interactive:
-        run_interactive(console, load_model(arguments.model, arguments.seed, arguments.passes), arguments)
-        return
-    prompts = read_prompts(arguments.prompt, arguments.file)
+    console, prompts = terminal(soft_wrap=True), read_prompts(arguments.prompt, arguments.file)
     continue_text = load_model(arguments.model, arguments.seed, arguments.passes)
+    if arguments.interactive:
+        run_interactive(console, continue_text, sampling, arguments)
     for prompt in prompts:
         console.print(prompt, style="bold", end="")
         text = continue_text(prompt, arguments.max_new_tokens, sampling)
@@ -51,31 +50,29 @@ def main() -> None:
         append_sample(arguments.output, prompt, text)
 
 
-def run_interactive(console: Console, continue_text: Callable[..., str], arguments: argparse.Namespace) -> None:
+def run_interactive(
+    console: Console, continue_text: Callable[..., str], sampling: Mapping[str, Any], arguments: argparse.Namespace
+) -> None:
     """Alternates between the user and the model: each appends to the text; prints tokens as they are generated."""
-    from megahead.evaluate.language_models import sampling_options
-
-    text, temperature = "", arguments.temperature
+    text, stream = "", partial(console.print, end="")
     for line in input_lines(console):
         if line == "/new":
             text = ""
-            continue
-        if line.startswith("/"):
+        elif line.startswith("/"):
             try:
-                temperature = parse_temperature(line)
+                sampling = change_temperature(line, arguments)
             except UserError as error:
                 console.print(str(error))
-            continue
-        text += line
-        sampling = sampling_options(temperature, arguments.top_k, arguments.top_p)
-        continuation = continue_text(text, arguments.max_new_tokens, sampling, stream=partial(console.print, end=""))
-        console.print("\n")
-        append_sample(arguments.output, text, continuation)
-        text += continuation
+        else:
+            text += line
+            continuation = continue_text(text, arguments.max_new_tokens, sampling, stream=stream)
+            console.print("\n")
+            append_sample(arguments.output, text, continuation)
+            text += continuation
 
 
-def parse_temperature(line: str) -> float:
-    """X of `/temperature X`; UserError for another command, or an invalid number."""
+def change_temperature(line: str, arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """The options of sampling after `/temperature X`; UserError for another command, or an invalid number."""
     from megahead.evaluate.language_models import sampling_options
 
     command, _, value = line.partition(" ")
@@ -85,8 +82,7 @@ def parse_temperature(line: str) -> float:
         temperature = float(value)
     except ValueError:
         raise FieldError("/temperature", "be followed by a number", got=value or "nothing") from None
-    sampling_options(temperature, 0, 1)
-    return temperature
+    return sampling_options(temperature, arguments.top_k, arguments.top_p)
 
 
 def append_sample(output: Path | None, prompt: str, text: str) -> None:
