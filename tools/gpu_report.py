@@ -2,7 +2,6 @@
 
 tools/gpu_report.py                                     45 minutes, without trainings
 tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on the dataset of `make gpu-text`
-tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
@@ -32,16 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=45, help="for all parts together (default: 45)")
     parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
-    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as preprocess.py made it")
-    parser.add_argument("--text", type=_existing_path, nargs="+", default=[], metavar="F", help="what to train on")
-    parser.add_argument("--tokenizer", type=_existing_path, metavar="JSON", help="tokenizer.json for --text")
+    parser.add_argument("--dataset", type=_prefix, metavar="PREFIX", help="what to train on, as preprocess.py made it")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
     parser.add_argument("--list", action="store_true", help="name the parts and stop")
     parser.add_argument("--again", action="store_true", help="also measure what an earlier call has measured")
     parser.add_argument("--dry", action="store_true", help="everything tiny, on the CPU")
     arguments = parser.parse_args()
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
-    text = Text(folder, tuple(arguments.text), arguments.tokenizer, arguments.dataset and arguments.dataset.absolute())
+    text = Text(folder, arguments.dataset)
     parts = build_parts(DRY if arguments.dry else FULL, text, folder)
     console = terminal()
     if arguments.list:
@@ -56,9 +53,9 @@ def main() -> None:
     console.print(f"wrote {folder}/report.md and report.json", soft_wrap=True)
 
 
-def _existing_path(text: str) -> Path:
-    """An absolute path, since parts run in the project's root."""
-    return existing_path(text).absolute()
+def _prefix(text: str) -> Path:
+    """The absolute prefix of a dataset, since parts run in the project's root."""
+    return existing_path(f"{text}.idx").absolute().with_suffix("")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ WRONG: dict[str, str] = {
     "tools/configuration_page.py": "",
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
-    "tools/gpu_report.py": "--text nowhere.jsonl",
+    "tools/gpu_report.py": "--dataset nowhere",
     "tools/gpu_wheels.py": "",
     "tools/pictures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,40 +76,23 @@ _DOCUMENT_TOKENS = 500
 
 @dataclass(frozen=True)
 class Text:
-    """A dataset: an existing one, or one in `folder`, which a part builds from `sources` and a tokenizer."""
+    """A dataset: an existing one, or Zipf-distributed tokens in `folder`, on which nothing is trained."""
 
     folder: Path
-    sources: tuple[Path, ...] = ()
-    tokenizer: Path | None = None
     dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
 
     @property
-    def is_built(self) -> bool:
-        """Whether a part builds it."""
-        return self.dataset is None and bool(self.sources) and self.tokenizer is not None
-
-    @property
-    def has_text(self) -> bool:
-        return self.dataset is not None or self.is_built
-
-    @property
     def prefix(self) -> Path:
-        return self.dataset or self.folder / ("text" if self.has_text else "zipf")
+        return self.dataset or self.folder / "zipf"
 
     @property
     def index(self) -> Path:
         """A file that exists once the dataset is complete."""
         return self.prefix.with_suffix(".idx")
 
-    def settings(self) -> tuple[str, ...]:
-        """Overrides of a run that reads it."""
-        validation = f"{self.prefix}-validation" if self.has_text else "null"
-        tokenizer = self.tokenizer or "null"
-        return f"data.train={self.prefix}", f"data.validation={validation}", f"data.tokenizer={tokenizer}"
-
     def write_zipf(self, tokens: int) -> None:
-        """Writes Zipf-distributed tokens, in documents that end with 0, unless there is a text already."""
-        if self.has_text or self.index.exists():
+        """Writes Zipf-distributed tokens, in documents that end with 0, unless there is a dataset already."""
+        if self.dataset is not None or self.index.exists():
             return
         shape = tokens // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS
         documents = zipf_tokens(PYTHIA_VOCABULARY, shape, seed=0, excluded_id=0)
@@ -119,7 +102,7 @@ class Text:
                 writer.add_document(document)
 
 
-NEEDS_TEXT = "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
+NEEDS_TEXT = "a text must be given for it by --dataset, but is not."
 PREFIX, WHOLE = "train-", "whole-"  # of names of parts
 TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
@@ -130,13 +113,10 @@ def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part
     """All parts of a scale; `folder`: for runs."""
     parts: list[Part] = []
     for kind, name, options, seconds, *more_options in scale["parts"]:
-        if kind == "text" and not text.is_built:
-            continue
         words, device = " ".join([options, *more_options]).split(), scale["device"].split()
-        replacements = {"{options}": words, "{set}": _set_options(words), "{device}": device, "{where}": device[:2]}
-        replacements |= {"{data}": _set_options(text.settings()), "{sources}": [str(path) for path in text.sources]}
+        set_options = [option for word in words for option in ("--set", word)]
+        replacements = {"{options}": words, "{set}": set_options, "{device}": device, "{where}": device[:2]}
         template, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
-        values |= {"tokenizer": text.tokenizer}
         values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
         command = [
             argument
@@ -151,11 +131,7 @@ def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part
                 scale["slower"] * seconds,
                 tuple(template.get("packages", ())),
                 (text.index,) if template.get("reads") else (),
-                NEEDS_TEXT if kind == "train" and not text.has_text else "",
+                NEEDS_TEXT if kind == "train" and text.dataset is None else "",
             )
         )
     return parts
-
-
-def _set_options(settings: Iterable[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
