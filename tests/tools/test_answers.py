@@ -38,7 +38,6 @@ WRONG: dict[str, str] = {
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
     "tools/bench_step.py": "--preset pythia-14m --data nowhere",
     "tools/configuration_page.py": "",
-    "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
     "tools/gpu_report.py": "--dataset nowhere",
     "tools/gpu_wheels.py": "",

@@ -66,7 +66,7 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
         "-m"  # pytest
     ]
     assert len({part.name for part in full}) == len(full)
-    for name in ("tools/bench_loss.py", "tools/bench_step.py", "tools/bench_engine.py", "tools/count_waits.py"):
+    for name in ("tools/bench_loss.py", "tools/bench_step.py", "tools/bench_engine.py", "tools/profile_step.py"):
         told = run_script(name, "--help").stdout
         used = {word for part in full if part.command[0] == name for word in part.command if word.startswith("--")}
         assert used

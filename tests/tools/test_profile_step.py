@@ -1,14 +1,72 @@
-"""The profiler's command writes a trace that a browser can open, and names what was done."""
+"""The profiler writes a trace that a browser can open, and names what was done; who is held to have waited for the GPU:
+that it counts is tested on one (tests/gpu)."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import warnings
+from collections import Counter
 from pathlib import Path
+from traceback import FrameSummary
 
+import torch
+from profile_step import count_waits, find_wait_site, record_waits
+
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from support.commands import config_file
 from support.forked import run_script
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
+
+OURS = FrameSummary("/src/megahead/megahead/train/step.py", 52, "train_step")
+THEIRS = FrameSummary("/venv/lib/deepspeed/runtime/engine.py", 9, "backward")
+TORCH = FrameSummary("/venv/lib/torch/_tensor.py", 3, "item")
+BACKWARD = FrameSummary("/venv/lib/torch/autograd/graph.py", 7, "_engine_run_backward")
+
+
+def test_the_innermost_package_that_can_be_asked_waited() -> None:
+    assert find_wait_site([OURS, TORCH]) == ("megahead", "megahead/train/step.py:52 in train_step")
+    assert find_wait_site([OURS, THEIRS, TORCH]) == ("DeepSpeed", "deepspeed/runtime/engine.py:9 in backward")
+    assert find_wait_site([THEIRS, OURS]) == ("megahead", "megahead/train/step.py:52 in train_step")
+    assert find_wait_site([OURS, THEIRS, BACKWARD])[0] == "backward pass"
+    assert find_wait_site([OURS, THEIRS, BACKWARD, OURS])[0] == "megahead"  # a backward function of ours
+    assert find_wait_site([TORCH])[0] == "other"
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = run_script("tools/profile_step.py", "--config", "configs/pythia-70m-headless.yaml", "--waits")
+    assert done.returncode == 2
+    assert done.stderr == "error: the machine must have a CUDA device to count waits on, but has none.\n"
+
+
+def test_warnings_and_explicit_waits_are_noted_inside_alone(monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    waits: Counter[tuple[str, str]] = Counter()
+    with record_waits(waits):
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert sum(waits.values()) == 3
+    assert modes == ["warn", "default"]
+
+
+def steps_counted(group: Group, config: RunConfig) -> tuple[int, list[str]]:
+    modes: list[str] = []
+    torch.cuda.set_sync_debug_mode = modes.append
+    return count_waits(config, 2).total(), modes
+
+
+def test_steps_are_those_of_a_run(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(1, steps_counted, small_config(tmp_path)) == [(0, ["warn", "default"] * 2)]
+    assert not (tmp_path / "run").exists()
 
 
 def test_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
