@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,13 +223,11 @@ def fine_tune(
     def batches() -> Iterator[list[EncodedExample]]:
         yield from ([train[row] for row in rows] for rows in training_batches(lengths, settings.batch_size, order))
 
-    def loss(batch: Sequence[EncodedExample]) -> Tensor:
-        return classifier.loss(batch, balanced=settings.loss == "balanced")
-
     def scores() -> dict[str, dict[str, float]]:
         return {name: classifier.scores(rows, 2 * settings.batch_size) for name, rows in evaluation_sets.items()}
 
     steps = math.ceil(len(train) / settings.batch_size)
+    loss = partial(classifier.loss, balanced=settings.loss == "balanced")
     yield from train_epochs(classifier.model, batches, steps, loss, scores, settings)
 
 

@@ -74,15 +74,17 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     samples = EvenlySpacedSamples(open_held_out(config), rows)
     reader = BatchReader(samples, held_out_collator(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
-    spread, shares = _Spread(), _Share()
+    spread, norms_2 = _Spread(), torch.zeros(2, dtype=torch.float64)
     for first in range(0, samples.count, per_group):
         batch = reader.read(range(first, min(first + per_group, samples.count)))
         if len(batch.target_ids_N):
             outputs_ND = _outputs(pretraining, batch)
             spread.add(outputs_ND)
-            shares.add(outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
+            _add_gradient_norms_(norms_2, outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
     table = _Spread(model.blocks(EMBEDDING, config.model.vocab_size))
-    return Geometry(shares.share(), spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
+    total, projected = norms_2.tolist()
+    share = min(projected / total, 1.0) if total else 1.0
+    return Geometry(share, spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
 
 
 def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> None:
@@ -122,28 +124,20 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     return table_VD[candidates.ids_U], candidates
 
 
-class _Share:
-    """Accumulates squared norms of gradients by scores, and of their projections on the span of the rows' columns."""
-
-    def __init__(self) -> None:
-        self._total = self._projected = 0.0
-
-    @torch.no_grad()
-    def add(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> None:
-        """Adds the outputs of one candidate group."""
-        basis_UD = rows_UD @ _whitening(rows_UD)
-        step = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
-        counted_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
-        parts = (each_N.split(step.chunk_size) for each_N in (outputs_ND, candidates.target_N, counted_N))
-        for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
-            _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)
-            gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]
-            self._total += float(gradient_nU.square().sum(dtype=torch.float64))
-            self._projected += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))
-
-    def share(self) -> float:
-        """Returns the share of the projections, at most 1."""
-        return min(self._projected / self._total, 1.0) if self._total else 1.0
+@torch.no_grad()
+def _add_gradient_norms_(
+    norms_2: Tensor, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float
+) -> None:
+    """Adds squared norms of gradients by scores, and of their projections on the span of the rows' columns."""
+    basis_UD = rows_UD @ _whitening(rows_UD)
+    step = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
+    counted_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
+    parts = (each_N.split(step.chunk_size) for each_N in (outputs_ND, candidates.target_N, counted_N))
+    for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
+        _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)
+        gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]
+        for index, each in enumerate((gradient_nU, gradient_nU @ basis_UD)):
+            norms_2[index] += each.square().sum(dtype=torch.float64)
 
 
 def _whitening(rows_UD: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def evaluate_with_lm_eval(
     """Scores a model on one of lm-eval's tasks with the data in `file`; batch_size None: see `fitting_batch_size`."""
     free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
     if not batch_size:
-        tokens = _max_example_tokens(name, file, model.tokenizer)
+        longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
+        tokens = len(model.tokenizer(longest, verbose=False)["input_ids"])
         batch_size = fitting_batch_size(model.model, tokens, int(free_bytes))
     with tempfile.TemporaryDirectory() as folder, _quiet():
         manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
@@ -113,11 +114,6 @@ def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     num_floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * intermediate_size + 8 * config.hidden_size)
     return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * num_floats)))
-
-
-def _max_example_tokens(name: str, file: Path, tokenizer: Any) -> int:
-    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
-    return len(tokenizer(longest, verbose=False)["input_ids"])
 
 
 def _to_task_result(task: str, output: Mapping[str, Any], limit: int | None, num_truncated: int) -> TaskResult:

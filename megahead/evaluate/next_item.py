@@ -46,17 +46,11 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
         raise DataError(f"`{file.with_suffix('.json')}` must name the number of ids, but is missing.")
     model, num_ids = ItemModel(model_dir), info.vocab_size
     model.require_ids(num_ids)
-    size = batch_size or model.batch_size(sequences)
     ranks = []
-    for batch in _batches(sequences, size):
+    for batch in model.batches(sequences, batch_size):
         contexts_UD = model.contexts([ids[:-1] for ids in batch])
         ranks.append(rank_next_items(model.vectors_ND, contexts_UD, batch, num_ids))
     return TaskResult("next_item", len(sequences), summarize(ranks, num_ids - 1), limit)
-
-
-def _batches(sequences: Sequence[Array], size: int) -> Iterator[Sequence[Array]]:
-    for start in range(0, len(sequences), size):
-        yield sequences[start : start + size]
 
 
 class ItemModel:
@@ -82,10 +76,12 @@ class ItemModel:
                 "instead; preprocess the sequences with `--items` of the model's training data."
             )
 
-    def batch_size(self, sequences: Sequence[Array]) -> int:
-        """Sequences at once: 16,384 tokens."""
+    def batches(self, sequences: Sequence[Array], size: int | None = None) -> Iterator[Sequence[Array]]:
+        """Yields `size` sequences at once; None: 16,384 tokens."""
         longest = min(context_length(self._model), max(map(len, sequences), default=1))
-        return max(1, _MAX_BATCH_TOKENS // longest)
+        size = size or max(1, _MAX_BATCH_TOKENS // longest)
+        for start in range(0, len(sequences), size):
+            yield sequences[start : start + size]
 
     @torch.inference_mode()
     def logits(self, ids: Array) -> Tensor:
@@ -221,7 +217,7 @@ def write_vectors(
     items = ItemModel(ensure_decoder_folder(model))
     items.require_ids(max(len(vocabulary), *(int(ids.max()) + 1 for ids in sequences), 0))
     vectors_ND = items.vectors_ND[: len(vocabulary)].cpu()
-    contexts = [items.contexts(batch).cpu() for batch in _batches(sequences, items.batch_size(sequences))]
+    contexts = [items.contexts(batch).cpu() for batch in items.batches(sequences)]
     contexts_UD = torch.cat([torch.empty(0, vectors_ND.shape[1]), *contexts])
     error = _largest_error(items, sequences[:_COMPARED_SEQUENCES], contexts_UD, vectors_ND)
     tensors = {"items": vectors_ND[END_ID + 1 :].contiguous(), "contexts": contexts_UD.contiguous()}

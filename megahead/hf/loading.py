@@ -24,7 +24,7 @@ from transformers.utils import logging
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
 from megahead.hf.llama import LLAMA
-from megahead.hf.published import max_positions, read_hf_config
+from megahead.hf.published import max_positions, read_hf_config, require_tokenizer
 from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER
 from megahead.hf.settings import HFSettings
 
@@ -140,12 +140,11 @@ def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[
 def load_tokenizer_folder(folder: Path) -> Any:
     """Returns the tokenizer in `folder`, without dropout; an encoder's with special tokens from the folder's other
     files. CheckpointError without a tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
+    file = require_tokenizer(folder / "tokenizer.json", folder)
     with _quiet():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     if is_encoder(folder):
-        ids = HFSettings.from_folder(folder).special_ids(folder / "tokenizer.json")
+        ids = HFSettings.from_folder(folder).special_ids(file)
         for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
     if getattr(tokenizer.backend_tokenizer.model, "dropout", None):

@@ -341,6 +341,11 @@ def load_input_embedding(path: Path) -> tuple[Tensor, Path]:
         model = TrainedModel.open(path)
         weight_VD = model.weight(EMBEDDING)[: model.config.model.vocab_size]
         tokenizer = model.tokenizer_path()
-    if tokenizer is None or not tokenizer.is_file():
-        raise CheckpointError(f"`{path}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
-    return weight_VD, tokenizer
+    return weight_VD, require_tokenizer(tokenizer, path)
+
+
+def require_tokenizer(file: Path | None, folder: Path) -> Path:
+    """Returns the tokenizer's file of `folder`; CheckpointError without one."""
+    if file is None or not file.is_file():
+        raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
+    return file

@@ -19,7 +19,7 @@ from megahead.config.run import RunConfig
 from megahead.data.vocabulary_map import ROLES, ByteVocabulary, VocabularyMap, map_vocabulary
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
-from megahead.hf.published import from_hf, save_initial_checkpoint
+from megahead.hf.published import from_hf, require_tokenizer, save_initial_checkpoint
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
@@ -144,11 +144,7 @@ def _open_model(model_dir: Path, scratch: Path) -> Iterator[TrainedModel]:
 
 
 def _old_vocabulary(model: TrainedModel, model_dir: Path) -> ByteVocabulary:
-    tokenizer = model.tokenizer_path()
-    if tokenizer is None:
-        raise CheckpointError(
-            f"`{model_dir}` must hold a tokenizer.json, but has none; put the model's tokenizer there."
-        )
+    tokenizer = require_tokenizer(model.tokenizer_path(), model_dir)
     old, num_rows = ByteVocabulary.open(tokenizer), model.config.model.vocab_size
     if len(old.spellings) > num_rows:
         raise DataError(
