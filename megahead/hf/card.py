@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import ModelCardData
+
 from megahead import __version__
 from megahead.checkpoints.reading import Checkpoint
 from megahead.config.auxiliary import AuxiliarySettings
@@ -56,7 +58,7 @@ def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> 
     path = json.dumps(metadata.path, ensure_ascii=False)
     return _CARD_TEMPLATE.format(
         name=target.model.config.name,
-        header="\n".join(_header(use, metadata, is_headless=is_headless)),
+        header=_header(use, metadata, is_headless=is_headless),
         family=target.family.title,
         parameters=f"{_num_parameters(target):,}",
         ability=use.ability,
@@ -73,15 +75,11 @@ def _is_headless(config: RunConfig) -> bool:
     return config.objective.name == "headless" or config.init is not None or config.objective.output_bias
 
 
-def _header(use: _Use, metadata: CardMetadata, *, is_headless: bool) -> list[str]:
-    """Returns the card's metadata for the Hub, in lines of YAML."""
-    license_, languages = metadata.license, metadata.languages
+def _header(use: _Use, metadata: CardMetadata, *, is_headless: bool) -> str:
+    """Returns the card's metadata for the Hub, as YAML."""
     tags = [*(_SENTENCE_TAGS if metadata.pooling else ()), *(_TAGS if is_headless else ())]
-    lines = [f"library_name: {use.library}"]
-    lines += [f"pipeline_tag: {use.tag}"] if use.tag else []
-    lines += [f"license: {json.dumps(license_)}"] if license_ else []  # quoted: Norwegian's `no` is no boolean
-    lines += [f"language: {json.dumps(languages)}"] if languages else []
-    return [*lines, f"tags: [{', '.join(tags)}]"] if tags else lines
+    model: dict[str, Any] = {"library_name": use.library, "pipeline_tag": use.tag or None, "tags": tags or None}
+    return ModelCardData(**model, license=metadata.license, language=[*metadata.languages] or None).to_yaml()
 
 
 class _Use(NamedTuple):

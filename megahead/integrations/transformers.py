@@ -203,12 +203,7 @@ class Headless(nn.Module):
         return log_unigram(self.target_counts, self.target_counts.numel())
 
     def save(
-        self,
-        folder: str | Path,
-        head: HeadName,
-        tokenizer: Any = None,
-        *,
-        state_dict: dict[str, Tensor] | None = None,
+        self, folder: str | Path, head: HeadName, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
 
