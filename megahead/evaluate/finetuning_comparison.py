@@ -75,14 +75,12 @@ class FineTuningResults:
 
     def add(self, run: PlannedRun, epochs: Sequence[EpochScores]) -> FineTuningResult:
         """Stores a finished run, in place of an earlier one with the same settings."""
-        initial_model, data, _, seed = run
-        result = FineTuningResult(
-            initial_model.name, data.name, seed, len(data.train), data.trains_on_dev, list(epochs)
-        )
-        fields = {"train_rows": result.train_rows, "halved": data.trains_on_dev, "metric": data.task.metric}
-        values = {**fields, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
-        self._cache.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
-        return result
+        data, key = run[1], _key(*run)
+        fields = {"train_rows": len(data.train), "halved": data.trains_on_dev, "metric": data.task.metric}
+        best_epoch = _best_index(data.name, epochs) + 1
+        values = {**fields, "best_epoch": best_epoch, "epochs": [asdict(epoch) for epoch in epochs]}
+        self._cache.add(key, values, replaces=("model", "task", "seed", "settings"))
+        return _from_entry({**key, **values})
 
 
 @dataclass(frozen=True)
@@ -254,15 +252,14 @@ def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
 def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     """Returns a row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
+    times: dict[str, object] = {"task": "training"}
     for model in dict.fromkeys(result.model for result in results):
         model_results = [result for result in results if result.model == model]
         tasks_on_dev = {result.task for result in model_results if result.trains_on_dev}
         for summary in summarise(model_results):
             task = summary.task + (" (half of dev)" if summary.task in tasks_on_dev else "")
             test = "" if summary.evaluation_set == summary.task.split("/")[-1] else summary.evaluation_set
-            names = {"task": task, "test": test, "metric": summary.metric}
-            rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
-        time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = format_duration(sum(result.seconds() for result in model_results))
-    rows["training", "", ""] = rows.pop(("training", "", ""))
-    return list(rows.values())
+            names: dict[str, object] = {"task": task, "test": test, "metric": summary.metric}
+            rows.setdefault((task, test, summary.metric), names)[model] = str(summary)
+        times[model] = format_duration(sum(result.seconds() for result in model_results))
+    return [*rows.values(), times]

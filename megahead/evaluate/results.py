@@ -129,8 +129,8 @@ class ResultsFile:
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Stores `result`, in place of the model's earlier result on that task with that limit."""
-        values: dict[str, Any] = {"samples": result.samples, "scores": [asdict(score) for score in result.scores]}
-        values["cut"] = result.num_truncated
+        scores = [asdict(score) for score in result.scores]
+        values = {"samples": result.samples, "scores": scores, "cut": result.num_truncated}
         key = _key(model, folder, result.task, file, result.limit)
         self._cache.add(key, values, replaces=("model", "task", "limit"))
 

@@ -72,9 +72,8 @@ def load_encoder(folder: Path, *, random_weights: bool = False) -> Any:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         return AutoModel.from_config(config, dtype=torch.float32, **options).eval()
     model, report = _load_with_report(AutoModel, folder, torch.float32, options)
-    if report["missing_keys"]:
-        missing = sorted(map(str, report["missing_keys"]))[0]
-        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing}.")
+    if missing := sorted(map(str, report["missing_keys"])):
+        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
     return model.eval()
 
 
