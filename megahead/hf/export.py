@@ -133,7 +133,8 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
     """Yields every tensor of the export, the head's last."""
     model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
     backbone = [name for name in model.shapes if name.startswith(BACKBONE) and name != EMBEDDING]
-    for hf_name in dict.fromkeys(map(family.names.to_hf, (EMBEDDING, *backbone))):
+    hf_names = dict.fromkeys(map(family.names.to_hf, (EMBEDDING, *backbone)))
+    for hf_name in hf_names:
         names = family.parameter_names(hf_name)
         num_rows, *columns = model.shapes[names[0]]
         shape = (vocab_size if names == (EMBEDDING,) else num_rows * len(names), *columns)
@@ -142,8 +143,9 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
         if hf_name.endswith(family.transposed_names):
             shape, chunks = shape[::-1], partial(_transposed, chunks)
         yield StreamedTensor(exported_name, shape, chunks)
-    for name, size in family.zero_biases(model.config.model).items():
-        yield _streamed(name, torch.zeros(size))
+        bias = hf_name.removesuffix("weight") + "bias"
+        if hf_name.endswith(family.weights_with_bias) and bias not in hf_names:
+            yield _streamed(bias, torch.zeros(shape[0]))
     for name, tensor in (head.transform or {}).items():
         exported = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
         yield _streamed(family.names.to_hf(name), exported)

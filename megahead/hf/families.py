@@ -203,8 +203,8 @@ class Family:
     to_stored: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
     """From a parameter of megahead, with its name, to the stored tensor."""
 
-    zero_biases: Callable[[ModelConfig], dict[str, int]] = lambda _: {}
-    """Sizes, by name, of biases that Hugging Face's class has and ours lacks."""
+    weights_with_bias: tuple[str, ...] = ()
+    """Endings of names of weights beside which Hugging Face's class has a bias, where ours may lack one."""
 
     def head_class(self) -> str:
         """Returns the name of the class with a head."""

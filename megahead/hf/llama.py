@@ -192,20 +192,6 @@ def ernie_tensor(model: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     return pairs.flatten(0, 2)
 
 
-def ernie_zero_biases(model: ModelConfig) -> dict[str, int]:
-    """Returns the sizes of the biases that `model` lacks, by their names in ERNIE."""
-    key_size = model.key_heads() * model.head_size()
-    sizes = {"self_attn.o_proj": model.hidden_size} if model.attention_bias != "all" else {}
-    if model.attention_bias == "none":
-        sizes |= {"self_attn.q_proj": model.num_heads * model.head_size()}
-        sizes |= {"self_attn.k_proj": key_size, "self_attn.v_proj": key_size}
-    if not model.mlp_bias:
-        sizes |= {"mlp.gate_proj": model.mlp_size(), "mlp.up_proj": model.mlp_size()}
-        sizes |= {"mlp.down_proj": model.hidden_size}
-    layers = range(model.num_layers)
-    return {f"model.layers.{layer}.{part}.bias": size for layer in layers for part, size in sizes.items()}
-
-
 _TITLES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 LLAMAS = {"llama": LLAMA} | {
     name: replace(LLAMA, title=title, class_prefix=title, model_settings=partial(llama_settings, model_type=name))
@@ -220,7 +206,7 @@ LLAMA_WITH_HEAD_BIAS = replace(
     hf_config=ernie_config,
     head_bias_name="lm_head.bias",
     to_stored=ernie_tensor,
-    zero_biases=ernie_zero_biases,
+    weights_with_bias=("_proj.weight",),
 )
 
 
