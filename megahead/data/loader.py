@@ -56,25 +56,15 @@ class Blend(RowSource):
         self.sequence_length = parts[0].sequence_length
         self._part_P, self._ordinal_P = build_schedule(self.quotas)
 
-    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """The samples' tokens, int64 [B, T+1]."""
+    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+        """As `RowSource.read`."""
         part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
         rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
+        document_starts = np.empty(rows.shape, bool)
         for part in np.unique(part_B):
-            rows[part_B == part] = self.parts[part].rows(index_B[part_B == part])
-        return rows
-
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where documents begin, false for datasets without boundaries; None if all are without."""
-        part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
-        parts = np.unique(part_B).tolist()
-        starts_by_part = {part: self.parts[part].document_starts(index_B[part_B == part]) for part in parts}
-        if all(starts is None for starts in starts_by_part.values()):
-            return None
-        document_starts = np.zeros((len(part_B), self.sequence_length + 1), bool)
-        for part, starts in starts_by_part.items():
-            document_starts[part_B == part] = False if starts is None else starts
-        return document_starts
+            in_part_B = part_B == part
+            rows[in_part_B], document_starts[in_part_B] = self.parts[part].read(index_B[in_part_B])
+        return rows, document_starts
 
     def locate(self, indices_B: Array) -> tuple[Array, Array]:
         """(number of the dataset, index of its sample) for each sample; constant time per sample."""
@@ -208,7 +198,7 @@ class BatchReader:
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
-        rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
+        rows, document_starts = self.samples.read(sample_indices)
         return self.collator.batch(rows, sample_indices, document_starts)
 
 

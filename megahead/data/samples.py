@@ -101,13 +101,10 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
 class RowSource:
     """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
 
-    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """int64 [B, T+1]; PADDING where a row is empty."""
+    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array | None]:
+        """(tokens, int64 [B, T+1], PADDING where a row is empty; bool [B, T+1]: where a document is known to begin, or
+        None: the only sign of that is the end token before it)."""
         raise NotImplementedError
-
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
-        return None
 
 
 class Samples(RowSource):
@@ -123,27 +120,27 @@ class Samples(RowSource):
             )
         self.dataset, self.sequence_length, self.rows_per_epoch = dataset, sequence_length, rows_per_epoch
 
-    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        """The samples' tokens, int64 [B, T+1]; index // `rows_per_epoch` is the epoch. O(B T), whatever the dataset."""
+    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+        """As `RowSource.read`; index // `rows_per_epoch` is the epoch. O(B T), whatever the dataset."""
         indices_B = np.asarray(sample_indices, np.int64)
         if indices_B.size and indices_B.min() < 0:
             raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
         rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
+        starts = np.zeros(rows.shape, bool)
         epochs_B, positions_B = np.divmod(indices_B, self.rows_per_epoch)
         for epoch in set(epochs_B.tolist()):
-            (index,) = np.nonzero(epochs_B == epoch)
-            self._fill(rows, index, epoch, positions_B[index])
-        return rows
+            in_epoch_B = epochs_B == epoch
+            rows[in_epoch_B], starts[in_epoch_B] = self._read(epoch, positions_B[in_epoch_B])
+        return rows, starts
 
-    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
-        """Writes the samples at `positions` of this epoch into `rows[index]`."""
+    def _read(self, epoch: int, positions: Array) -> tuple[Sequence[Array] | Array, Array | bool]:
+        """The rows at `positions` of this epoch, and where in them documents are known to begin (False: nowhere)."""
         length = self.sequence_length + 1
         first_tokens = self._first_tokens(epoch, positions).tolist()
         if self.dataset.random_access:
             for first in first_tokens:  # all at once, so that the disk reads them in parallel
                 self.dataset.prefetch(first, length)
-        for row, first in zip(index.tolist(), first_tokens, strict=True):
-            rows[row] = self.dataset.read(first, length)
+        return [self.dataset.read(first, length) for first in first_tokens], False
 
     def _first_tokens(self, epoch: int, positions: Array) -> Array:
         """The index in the dataset of the first token of each sample at `positions` of this epoch."""
@@ -189,9 +186,8 @@ class StoredSamples(Samples):
         for i in (0, -1):
             self._read_row(i)
 
-    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
-        for row, position in zip(index.tolist(), positions.tolist(), strict=True):
-            rows[row] = self._read_row(position)
+    def _read(self, epoch: int, positions: Array) -> tuple[Sequence[Array], bool]:
+        return [self._read_row(position) for position in positions.tolist()], False
 
     def _read_row(self, i: int) -> Array:
         row, length = self.dataset[i], self.sequence_length
@@ -216,15 +212,8 @@ class EvenlySpacedSamples(RowSource):
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
 
-    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
-        return self._samples.rows(self._index(sample_indices))
-
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        return self._samples.document_starts(self._index(sample_indices))
-
-    def _index(self, sample_indices: Sequence[int] | Array) -> Array:
-        index: Array = np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count
-        return index
+    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+        return self._samples.read(np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count)
 
 
 # Complete documents packed into rows (`pack: best_fit`), and the table of these rows on disk.
@@ -272,25 +261,18 @@ class PackedSamples(Samples):
         self.table = table
         self._order = epoch_orders(len(table), seed)
 
-    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
-        """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
-        epochs_B, positions_B = np.divmod(np.asarray(sample_indices, np.int64), self.rows_per_epoch)
-        document_starts = np.zeros((len(positions_B), self.sequence_length + 1), bool)
-        for i, (epoch, position) in enumerate(zip(epochs_B.tolist(), positions_B.tolist(), strict=True)):
-            (row,) = self._order(epoch).take(np.array([position]))
-            lengths = self.table.lengths_P[self.table.starts_R1[row] : self.table.starts_R1[row + 1]]
-            document_starts[i, np.cumsum(lengths) - lengths] = True
-        return document_starts
-
-    def _fill(self, rows: Array, index: Array, epoch: int, positions: Array) -> None:
-        rows[index] = PADDING
-        table = self.table
-        for i, row in zip(index.tolist(), self._order(epoch).take(positions).tolist(), strict=True):
+    def _read(self, epoch: int, positions: Array) -> tuple[Array, Array]:
+        """Documents begin where pieces do, whether or not they are closed by end tokens."""
+        rows, table = np.full((len(positions), self.sequence_length + 1), PADDING, np.int64), self.table
+        document_starts = np.zeros(rows.shape, bool)
+        for i, row in enumerate(self._order(epoch).take(positions).tolist()):
             start = 0
             for piece in range(table.starts_R1[row], table.starts_R1[row + 1]):
                 length = int(table.lengths_P[piece])
                 rows[i, start : start + length] = self.dataset.read(int(table.first_token_P[piece]), length)
+                document_starts[i, start] = True
                 start += length
+        return rows, document_starts
 
 
 def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:

@@ -67,17 +67,17 @@ def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: l
     parts = [StreamSamples(dataset, 10, seed) for seed, dataset in enumerate(datasets)]
     blend = Blend(parts, [2.0, 1.0, 5.0])
     indices = np.arange(PERIOD - 100, PERIOD + 300)  # over the border of a period
-    rows = blend.rows(indices)
+    rows = blend.read(indices)[0]
     part_B, own_B = blend.locate(indices)
     assert (rows[:, 0] // 10_000 == part_B).all()
     for part in range(3):
         own = own_B[part_B == part]
         assert np.array_equal(own, np.arange(own[0], own[0] + len(own)))
-        assert np.array_equal(rows[part_B == part], parts[part].rows(own))
+        assert np.array_equal(rows[part_B == part], parts[part].read(own)[0])
     shuffled = np.random.default_rng(0).permutation(len(indices))
-    assert np.array_equal(blend.rows(indices[shuffled]), rows[shuffled])
+    assert np.array_equal(blend.read(indices[shuffled])[0], rows[shuffled])
     with pytest.raises(IndexError):
-        blend.rows([-1])
+        blend.read([-1])
 
 
 def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
@@ -127,7 +127,7 @@ def test_a_config_asks_for_a_blend(datasets: list[IndexedDataset]) -> None:
 
     assert samples().requested_shares == pytest.approx([1000 / 4400, 400 / 4400, 3000 / 4400])  # by tokens
     assert samples(blend_temperature=1e6).requested_shares == pytest.approx([1 / 3] * 3, rel=1e-3)
-    assert np.array_equal(samples().rows(range(50)), samples().rows(range(50)))
+    assert np.array_equal(samples().read(range(50))[0], samples().read(range(50))[0])
     assert len({part.seed for part in samples().parts}) == 3  # type: ignore[attr-defined]
 
 
@@ -137,5 +137,5 @@ def test_one_prefix_is_no_blend(flat_dataset: Callable[[int], Path], order: str)
     data = DataConfig.model_validate({"train": "x", "sequence_length": 6 if order == "stored" else 3, "order": order})
     samples = training_samples(data, [dataset], seed=3)
     assert not isinstance(samples, Blend)
-    assert samples.rows([0]).shape[1] == data.sequence_length + 1
+    assert samples.read([0])[0].shape[1] == data.sequence_length + 1
     assert relative_epochs(samples) == [1.0]

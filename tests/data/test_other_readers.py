@@ -70,7 +70,7 @@ def test_their_files_are_read(tmp_path: Path, code: int) -> None:
     dataset = IndexedDataset(write_pair(tmp_path / "theirs", sequences, [0, 2, 4], code))
     assert [sequence.tolist() for sequence in dataset] == sequences
     assert dataset.document_index.tolist() == [0, 2, 4]
-    assert StreamSamples(dataset, 2, 0).rows([0, 1]).dtype == np.int64
+    assert StreamSamples(dataset, 2, 0).read([0, 1])[0].dtype == np.int64
 
 
 @pytest.fixture
@@ -85,11 +85,11 @@ def test_preshuffled_rows_keep_their_order(preshuffled: IndexedDataset) -> None:
     assert documents == [0]
     data = DataConfig(train="x", sequence_length=16, order="stored")
     samples = training_samples(data, [preshuffled], seed=99)
-    step = samples.rows(range(8, 16))  # step 1 of 8 rows
+    step = samples.read(range(8, 16))[0]  # step 1 of 8 rows
     assert step.tolist() == rows[8:16]
-    assert samples.rows([29, 30]).tolist() == [rows[29], rows[0]]  # a second epoch begins again
+    assert samples.read([29, 30])[0].tolist() == [rows[29], rows[0]]  # a second epoch begins again
     held_out = held_out_samples(preshuffled, 16)
-    assert held_out.rows(range(30)).tolist() == rows
+    assert held_out.read(range(30))[0].tolist() == rows
 
 
 def test_stored_rows_are_never_joined_or_cut(preshuffled: IndexedDataset, tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_stored_rows_are_never_joined_or_cut(preshuffled: IndexedDataset, tmp_pa
     uneven = IndexedDataset(write_pair(tmp_path / "uneven", [[1] * 5, [1] * 4, [1] * 6, [1] * 5], [0], 8))
     assert uneven.num_tokens == 4 * 5
     with pytest.raises(DataError, match=r"must have sequences of 5 tokens .* but sequence 1 has 4"):
-        StoredSamples(uneven, 4).rows(range(4))
+        StoredSamples(uneven, 4).read(range(4))

@@ -54,7 +54,7 @@ def test_every_target_inside_a_document_is_met_once(
             writer.add_document(text)
     dataset = IndexedDataset(prefix)
     samples = PackedSamples(dataset, T, 1, pack_table(dataset, T, most))
-    rows = samples.rows(range(samples.rows_per_epoch))
+    rows = samples.read(range(samples.rows_per_epoch))[0]
     pairs = [(a, b) for row in rows.tolist() for a, b in pairwise(row) if a > 0 and b >= 0]
     assert sorted(pairs) == sorted((a, b) for text in texts for a, b in pairwise(text))
     if most is not None:
@@ -92,10 +92,10 @@ def test_epochs_differ_and_resume_anywhere(write_dataset: Write) -> None:
     dataset = IndexedDataset(write_dataset(documents([9] * 60), vocab_size=5000))
     samples = PackedSamples(dataset, 20, 5, pack_table(dataset, 20))
     n = samples.rows_per_epoch
-    rows = samples.rows(range(2 * n))
+    rows = samples.read(range(2 * n))[0]
     assert not np.array_equal(rows[:n], rows[n:])
     assert np.array_equal(np.sort(rows[:n], axis=0), np.sort(rows[n:], axis=0))
-    assert np.array_equal(PackedSamples(dataset, 20, 5, pack_table(dataset, 20)).rows([n + 3])[0], rows[n + 3])
+    assert np.array_equal(PackedSamples(dataset, 20, 5, pack_table(dataset, 20)).read([n + 3])[0][0], rows[n + 3])
 
 
 def test_a_damaged_table_is_refused_and_other_data_gets_its_own(write_dataset: Write) -> None:
@@ -179,7 +179,7 @@ def test_a_blend_keeps_what_its_parts_know(write_dataset: Write) -> None:
     assert positions is not None
     assert positions.tolist() == [[0, 1, 2] * 3] * 12
     stream = training_samples(data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1)
-    assert stream.document_starts(range(5)) is None
+    assert not stream.read(range(5))[1].any()
 
 
 def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) -> None:
@@ -189,7 +189,7 @@ def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) 
     masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
     for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
         collator = MaskingCollator(EncoderRowBuilder(masking, 9, isolate), Uniform(), 20, seed=0)
-        rows, document_starts = samples.rows([0]), samples.document_starts([0])
+        rows, document_starts = samples.read([0])
         assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
         found = collator.batch(rows, [0], document_starts).positions_BT
         assert found is not None

@@ -39,11 +39,11 @@ TOKEN_COUNTS = torch.arange(60)
 class Rows(RowSource):
     """Eight rows of random text with documents of all lengths; the last two hold no targets at all."""
 
-    def rows(self, indices: range) -> np.ndarray[Any, Any]:
+    def read(self, indices: range) -> tuple[np.ndarray[Any, Any], None]:
         generator = np.random.default_rng(0)
         tokens = generator.integers(1, 60, (8, LENGTH + 1)) * (generator.random((8, LENGTH + 1)) > 0.3)
         tokens[6:] = 0
-        return tokens[np.asarray(indices) % 8]
+        return tokens[np.asarray(indices) % 8], None
 
 
 def ragged_config(**objective: Any) -> RunConfig:
@@ -113,7 +113,7 @@ def test_a_group_holds_the_targets_of_its_samples_with_their_counts() -> None:
 
 
 def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:
-    return causal_batch(Rows().rows(indices), end_token=0, isolate_documents=True, boundary_targets=False)
+    return causal_batch(Rows().read(indices)[0], end_token=0, isolate_documents=True, boundary_targets=False)
 
 
 def paper_gradients(config: RunConfig) -> tuple[float, dict[str, Tensor]]:

@@ -94,8 +94,8 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
 class Numbered(RowSource):
     """Rows of their own numbers."""
 
-    def rows(self, indices: range) -> np.ndarray[Any, Any]:
-        return np.repeat(np.asarray(indices)[:, None], 25, axis=1)
+    def read(self, indices: range) -> tuple[np.ndarray[Any, Any], None]:
+        return np.repeat(np.asarray(indices)[:, None], 25, axis=1), None
 
 
 def test_steps_read_every_sample_once_and_in_order_from_the_first_on(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_steps_read_every_sample_once_and_in_order_from_the_first_on(tmp_path: P
 class SameText(RowSource):
     """Rows that are all alike, whatever their numbers."""
 
-    def rows(self, indices: range) -> np.ndarray[Any, Any]:
-        return np.tile(np.arange(1, 26), (len(indices), 1))
+    def read(self, indices: range) -> tuple[np.ndarray[Any, Any], None]:
+        return np.tile(np.arange(1, 26), (len(indices), 1)), None
 
 
 @pytest.mark.parametrize("group_samples", [1, 4, 8])
@@ -234,11 +234,11 @@ class FewTargets(RowSource):
     def __init__(self, targets: int) -> None:
         self.targets = targets
 
-    def rows(self, indices: range) -> np.ndarray[Any, Any]:
+    def read(self, indices: range) -> tuple[np.ndarray[Any, Any], None]:
         rows = np.zeros((len(indices), 25), np.int64)
         if 0 in indices:
             rows[indices.index(0), : self.targets] = 7
-        return rows
+        return rows, None
 
 
 @pytest.mark.parametrize("targets", [0, 1, 2])
@@ -263,7 +263,7 @@ def test_weighed_targets_are_averaged_by_their_weights_and_keep_them_in_any_grou
     samples, rule = StreamSamples(text, config.sample_length(), config.seed), build_objective(config.objective, 63)
     options = {"group_samples": group_samples, "collator": training_collator(config, [text])}
     step = StepLoader(samples, rule, config.data, config.batch, Group(), **options).step(0)  # type: ignore[arg-type]
-    tokens = int((samples.rows(range(8)) != 0).sum())
+    tokens = int((samples.read(range(8))[0] != 0).sum())
     assert [micro.loss_weight for micro in step.micro_batches] == pytest.approx([4 / tokens] * 4)
     assert step.targets == sum(len(micro.batch.target_ids_N) for micro in step.micro_batches) != tokens
     for micro in step.micro_batches:

@@ -84,7 +84,7 @@ def first_loss(folder: Path) -> float:
 
 
 def their_loss(model: Any, folder: Path) -> float:
-    rows = EvenlySpacedSamples(SequentialSamples(IndexedDataset(folder / "text"), 24), 10).rows(range(10))
+    rows = EvenlySpacedSamples(SequentialSamples(IndexedDataset(folder / "text"), 24), 10).read(range(10))[0]
     ids = torch.from_numpy(rows)
     with torch.no_grad():
         logits: Tensor = model(ids[:, :-1]).logits
@@ -210,7 +210,7 @@ def test_a_modernbert_guesses_held_out_tokens_as_transformers_does(tmp_path: Pat
     on_ranks(2, run, config)
     collator, text = held_out_collator(config), IndexedDataset(tmp_path / "text")
     assert collator is not None
-    rows = EvenlySpacedSamples(SequentialSamples(text, config.sample_length()), 10).rows(range(10))
+    rows = EvenlySpacedSamples(SequentialSamples(text, config.sample_length()), 10).read(range(10))[0]
     batch = collator.batch(rows, range(10))
     with torch.no_grad():
         logits = model(batch.input_ids_BT).logits.flatten(0, 1)[batch.target_index_N]

@@ -37,7 +37,7 @@ def opened(group: Group, folder: Path, changes: dict[str, Any]) -> tuple[int, in
         return pack(*arguments)
 
     packing.best_fit_rows = counted
-    rows = open_datasets(small_config(folder, changes), group).samples.rows([0, 1])
+    rows = open_datasets(small_config(folder, changes), group).samples.read([0, 1])[0]
     return int(rows.sum()), made
 
 

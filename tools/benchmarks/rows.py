@@ -38,7 +38,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
     if prefix:
         data = config.data.model_copy(update={"train": prefix})
         samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
-        return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+        return [samples.read(range(k * size, (k + 1) * size))[0] for k in range(count)]
     end_token = config.data.end_token  # a row is one document
     return list(zipf_tokens(config.model.vocab_size, (count, size, length + 1), config.seed, excluded_id=end_token))
 
@@ -92,9 +92,8 @@ class _InMemoryRows(RowSource):
 
     array: np.ndarray[Any, Any]
 
-    def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        rows: np.ndarray[Any, Any] = self.array[np.asarray(sample_indices)]
-        return rows
+    def read(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], None]:
+        return self.array[np.asarray(sample_indices)], None
 
 
 def build_run_objective(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
