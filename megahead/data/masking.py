@@ -59,8 +59,11 @@ class MaskingCollator(RowCollator):
     ) -> Batch:
         """As `batch`, for `rows` of this text; `adapt_strategy` replaces the strategy of this step."""
         rng = CounterRng(self.seed, sample_indices)
-        step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
-        budget = self._budget(text, sample_indices)
+        step_B = np.asarray(sample_indices) // self.samples_per_step
+        step = int(step_B[0]) if len(text) else 0
+        progress_B = (step_B - self.steps_before_masking) / max(self.steps - 1 - self.steps_before_masking, 1)
+        rate_B = np.array([self.config.rate_at(progress) for progress in progress_B.tolist()])
+        budget = rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
         strategy = self.strategy.at(step)
         strategy = strategy if adapt_strategy is None else adapt_strategy(strategy)
         is_target_BT = self._select_targets(strategy, rows.tokens_BT, rows.maskable_BT, budget, rng)
@@ -69,17 +72,10 @@ class MaskingCollator(RowCollator):
         token_subsets = () if subsets is None else subsets.select(is_target_BT, input_ids_BT, text, step, rng)
         return replace(rows.to_batch(is_target_BT, input_ids_BT), token_subsets=token_subsets)
 
-    def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
-        """(share of tokens to select, number of tokens to select), both [B]."""
-        step_B = np.asarray(sample_indices) // self.samples_per_step
-        progress_B = (step_B - self.steps_before_masking) / max(self.steps - 1 - self.steps_before_masking, 1)
-        rate_B = np.array([self.config.rate_at(progress) for progress in progress_B.tolist()])
-        return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
-
     def _select_targets(
         self, strategy: Strategy, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], rng: CounterRng
     ) -> Array:
-        """bool [B, T]: the targets.
+        """bool [B, T]: the targets; `budget`: (share of tokens to select, number of tokens to select), both [B].
 
         With `count: bernoulli` each unit is drawn independently, with `_probabilities`. With `count: fixed` units are
         sorted randomly, each being first with a probability proportional to its weight (exponential clocks), and
@@ -215,20 +211,16 @@ class TokenDropping:
     def select(self, input_ids_BT: Array, text: Array, step: int, rng: CounterRng) -> SubsetIndex:
         """The tokens that are kept; `text`, int64 [B, T - 2], is negative where a row is empty."""
         length = input_ids_BT.shape[1]
+        kind_BT = np.where(np.isin(input_ids_BT, self.row_builder.unmaskable()), _SPECIAL, _TEXT)
+        kind_BT[input_ids_BT == self.row_builder.masking.mask_token] = _MASK
+        kind_BT[np.arange(length) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
         draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
         weights_BT = self.importance.at(step).weights(input_ids_BT)
         sort_key_BT = draw_BT if weights_BT is None else -weights_BT
-        order_BT = np.lexsort((draw_BT, sort_key_BT, self._token_kinds(input_ids_BT, text)))
+        order_BT = np.lexsort((draw_BT, sort_key_BT, kind_BT))
         mask_BT = np.zeros(input_ids_BT.shape, bool)
         np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
         return SubsetIndex.from_mask(mask_BT, self.layers, first_layer_attends_to_all=True)
-
-    def _token_kinds(self, input_ids_BT: Array, text: Array) -> Array:
-        """int64 [B, T]: _MASK, _SPECIAL, _TEXT or _EMPTY."""
-        kind_BT = np.where(np.isin(input_ids_BT, self.row_builder.unmaskable()), _SPECIAL, _TEXT)
-        kind_BT[input_ids_BT == self.row_builder.masking.mask_token] = _MASK
-        kind_BT[np.arange(input_ids_BT.shape[1]) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
-        return kind_BT
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class Selection:
 
     def text(self, record: Any) -> str | None:
         """The document's text; None for a record that is filtered out. InvalidRecord for a record without text."""
-        if (self.keep or self.drop) and not self._is_selected(record):
+        is_kept = all((key, _value_as_text(record, key)) in self.keep for key, _ in self.keep)
+        if not is_kept or any((key, _value_as_text(record, key)) in self.drop for key, _ in self.drop):
             return None
         if isinstance(record, str):
             return record
@@ -75,10 +76,6 @@ class Selection:
 
     def _text_keys(self) -> tuple[str, ...]:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
-
-    def _is_selected(self, record: Any) -> bool:
-        is_kept = all((key, _value_as_text(record, key)) in self.keep for key, _ in self.keep)
-        return is_kept and not any((key, _value_as_text(record, key)) in self.drop for key, _ in self.drop)
 
 
 def parse_conditions(field: str, texts: Sequence[str]) -> tuple[Condition, ...]:

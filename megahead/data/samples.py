@@ -295,7 +295,12 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int
 def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | None) -> PackTable:
     """Packs the whole dataset into rows of at most `capacity` tokens and `max_documents` documents."""
     boundaries = dataset.document_boundaries()
-    first_token_P, lengths_P = cut_documents(boundaries[:-1], np.diff(boundaries), capacity)
+    has_tokens, step = np.diff(boundaries) > 0, capacity - 1
+    first_tokens, sizes = boundaries[:-1][has_tokens], np.diff(boundaries)[has_tokens]
+    num_pieces = np.maximum(-(-(sizes - 1) // step), 1)  # of each document
+    piece_number = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    first_token_P = np.repeat(first_tokens, num_pieces) + piece_number * step
+    lengths_P = np.minimum(np.repeat(sizes, num_pieces) - piece_number * step, capacity)
     starts, pieces = array("q", [0]), array("q")
     for low in range(0, len(first_token_P), WINDOW):
         for row in best_fit(lengths_P[low : low + WINDOW], capacity, max_documents):
@@ -303,16 +308,6 @@ def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | N
             starts.append(len(pieces))
     order = np.frombuffer(pieces, np.int64) if pieces else np.empty(0, np.int64)
     return PackTable(np.frombuffer(starts, np.int64), first_token_P[order], lengths_P[order].astype(np.int32))
-
-
-def cut_documents(first_tokens: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
-    """(index of the first token, length) of the pieces of all documents, in order; empty documents have none."""
-    first_tokens, sizes = first_tokens[sizes > 0], sizes[sizes > 0]
-    step = capacity - 1
-    pieces = np.maximum(-(-(sizes - 1) // step), 1)
-    piece_number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offsets = piece_number * step
-    return np.repeat(first_tokens, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
 
 
 def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[list[int]]:

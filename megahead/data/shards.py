@@ -44,7 +44,9 @@ def preprocess_shards(
     `folder`, if it was begun with another recipe, or if two inputs would write the same files.
     """
     folder = Path(folder)
-    pinned_urls = _pin_urls(inputs, ShardManifest.open(folder, recipe))
+    known_urls = ShardManifest.open(folder, recipe).pinned_urls  # an unfinished folder stays at its first commit
+    urls = [str(item) for item in inputs if is_hub_url(str(item))]
+    pinned_urls = {url: known_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
     shards = _find_shards([pinned_urls.get(str(item), item) for item in inputs], recipe)
     lock = AtomicFile(folder / "in-use")
     try:
@@ -119,12 +121,6 @@ class ShardManifest:
         content: dict[str, Any] = {"format": FORMAT, "recipe": self.recipe, "shards": self.shards}
         content |= {"pinned_urls": self.pinned_urls} if self.pinned_urls else {}
         write_atomically(self.folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
-
-
-def _pin_urls(inputs: Sequence[str | Path], manifest: ShardManifest) -> dict[str, str]:
-    """The pinned URL of each input of the Hub: an unfinished folder stays at the commit with which it began."""
-    urls = [str(item) for item in inputs if is_hub_url(str(item))]
-    return {url: manifest.pinned_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
 
 
 def _find_shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:

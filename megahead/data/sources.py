@@ -137,7 +137,17 @@ def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
     patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
-    return [item for pattern in patterns for item in _inputs_of(str(pattern))]
+    inputs: list[Input] = []
+    for pattern in map(str, patterns):
+        if not is_hub_url(pattern):
+            inputs += map(_make_input, _expand_pattern(pattern))
+            continue
+        split = HubSplit.parse(pattern).pin()
+        names = split.shard_names()
+        for index, name in enumerate(names):
+            chunker, url = partial(split.chunk_shard, index, len(names)), split.shard_url(index, len(names))
+            inputs.append(Input(Path(name), (), name, 0, chunker, url))
+    return inputs
 
 
 def input_names(patterns: Sequence[str | Path]) -> str:
@@ -204,17 +214,6 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
         for file in sorted(file for file in files if not file.startswith(".")):
             (readable if file.endswith(tuple(CHUNKERS)) else unknown).append(current / file)
     return readable, unknown
-
-
-def _inputs_of(pattern: str) -> Iterator[Input]:
-    if not is_hub_url(pattern):
-        yield from map(_make_input, _expand_pattern(pattern))
-        return
-    split = HubSplit.parse(pattern).pin()
-    names = split.shard_names()
-    for index, name in enumerate(names):
-        chunker, url = partial(split.chunk_shard, index, len(names)), split.shard_url(index, len(names))
-        yield Input(Path(name), (), name, 0, chunker, url)
 
 
 def _expand_pattern(pattern: str) -> list[Path]:

@@ -257,7 +257,9 @@ class WholeWords(EqualWeights):
         char_M, last_char_M, kind_C, base_C = self._characters(tokens_M)
         previous_M = np.roll(last_char_M, 1)
         continues_character_M = (char_M == previous_M) | (kind_C[char_M] == _MARK)
-        is_same_word_M = _is_same_word(kind_C[base_C[char_M]], kind_C[base_C[previous_M]])
+        kinds_2M = kind_C[base_C[char_M]], kind_C[base_C[previous_M]]
+        min_M, max_M = np.minimum(*kinds_2M), np.maximum(*kinds_2M)
+        is_same_word_M = (min_M == _DIGIT) | ((min_M >= _LETTER) & (min_M == max_M))
         return continues_character_M | is_same_word_M, continues_character_M
 
     def _characters(self, tokens_M: Array) -> tuple[Array, Array, Array, Array]:
@@ -272,13 +274,6 @@ class WholeWords(EqualWeights):
         kind_C = _character_kinds()[_code_points(byte_K, np.flatnonzero(is_lead_K))]
         base_C = np.maximum.accumulate(np.where(kind_C == _MARK, 0, np.arange(len(kind_C))))
         return char_K[last_M + 1 - size_M], char_K[last_M], kind_C, base_C
-
-
-def _is_same_word(kind_M: Array, previous_kind_M: Array) -> Array:
-    """bool [M]: whether adjacent characters of these kinds belong to one word."""
-    min_M, max_M = np.minimum(kind_M, previous_kind_M), np.maximum(kind_M, previous_kind_M)
-    is_same_M: Array = (min_M == _DIGIT) | ((min_M >= _LETTER) & (min_M == max_M))
-    return is_same_M
 
 
 def _code_points(byte_K: Array, lead_C: Array) -> Array:

@@ -136,14 +136,11 @@ def _wordpiece_decoder(prefix: str) -> Callable[[str], bytes]:
     def decode(spelled: str) -> bytes:
         if spelled.startswith(prefix) and spelled != prefix:
             return spelled.removeprefix(prefix).encode()
-        return (spelled if _is_word_without_spaces(spelled) else f" {spelled}").encode()
+        # punctuation and ideographs are words without spaces around them in BERT
+        is_sign = len(spelled) == 1 and (unicodedata.category(spelled)[0] in "PS" or ord(spelled) in _IDEOGRAPHS)
+        return (spelled if is_sign else f" {spelled}").encode()
 
     return decode
-
-
-def _is_word_without_spaces(spelled: str) -> bool:
-    """Whether BERT makes it a word without spaces around it: punctuation, and ideographs."""
-    return len(spelled) == 1 and (unicodedata.category(spelled)[0] in "PS" or ord(spelled) in _IDEOGRAPHS)
 
 
 @cache
