@@ -1,11 +1,10 @@
-"""Times steps of the engine against a plain torch loop, and of several ranks against one.
+"""Times steps of the engine against a plain torch loop, and launches.
 
 OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, and a plain torch loop
-OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks, and two single ranks at once
 tools/bench_engine.py --launches --device cuda          what a launch costs the host: an operator, a graph, the loss
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
-Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread a rank. Variants
+Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread. Variants
 take single steps in turn, so that noise affects all alike. Ratios are medians over rounds of a step's time over the
 first variant's in the same round; CPU time, unlike wall time, excludes waiting for other programs.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from benchmarks.command import PYTHIA_VOCABULARY, build_config, build_parser, parse_integers, report
 from megahead.config.model import NAMED_SIZES
-from megahead.errors import FieldError, run_command
+from megahead.errors import run_command
 from megahead.estimate import count_parameters
 from megahead.wording import pluralize
 
@@ -24,12 +23,11 @@ SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 1228
 def main() -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--preset", choices=NAMED_SIZES, help="a named decoder (default: 25 M parameters)")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
+    parser.add_argument("--rows", type=int, default=8, help="rows of the micro-batch (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
     parser.add_argument(
         "--stages", type=parse_integers, default=[0, 1, 2, 3], help="ZeRO stages to time (default: 0,1,2,3)"
     )
-    parser.add_argument("--ranks", type=int, default=1, help="compare this many ranks with one (default: stages only)")
     parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
@@ -42,16 +40,14 @@ def main() -> None:
 
         report(time_launches(torch.device(arguments.device), 2 * arguments.rounds), output=arguments.output)
         return
-    if arguments.device == "cuda" and arguments.ranks > 1:
-        raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
     shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
     engine_settings = f"engine.device={arguments.device}", f"engine.precision={arguments.precision}"
     config = build_config(shape, arguments.rows, arguments.sequence_length, *engine_settings)
     from benchmarks.engines import time_engines
 
-    rows = time_engines(config, arguments.stages, arguments.ranks, arguments.rounds)
-    batch_text = f"{arguments.rows} x {pluralize(arguments.sequence_length, 'token')} a rank"
-    device_text = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
+    rows = time_engines(config, arguments.stages, arguments.rounds)
+    batch_text = f"{arguments.rows} x {pluralize(arguments.sequence_length, 'token')}"
+    device_text = "one thread" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
     print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {batch_text}, {device_text}")
     report(rows, output=arguments.output)
 

@@ -45,7 +45,7 @@ def built_module(config: RunConfig) -> Pretraining:
 def gradient_bytes(group: Group, stage: int | None, changes: Mapping[str, Any] | None = None) -> float:
     """Bytes a parameter of a micro-step, but for the weights': 2 each, read in the forward and in the backward pass."""
     config = config_at(stage or 0, 256, "batch.global_size=3", "engine.device=cpu")
-    micro, counter = zipf_micro_batch(config, 0), OperationCounter()
+    micro, counter = zipf_micro_batch(config), OperationCounter()
     if stage is None:
         module = built_module(config)
         with counter:

@@ -1,4 +1,4 @@
-"""The engine's benchmark takes real steps, alone and on ranks, and its ratios are those of the steps it timed."""
+"""The engine's benchmark takes real steps, and its ratios are those of the steps it timed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[engines.Rounds]:
 
 
 def test_stages_are_timed_beside_a_loop_without_an_engine(rounds: list[engines.Rounds]) -> None:
-    bare, engine = engines.time_engines(build_config(SHAPE, 2, 16, "engine.device=cpu"), [1], num_ranks=1, num_rounds=3)
+    bare, engine = engines.time_engines(build_config(SHAPE, 2, 16, "engine.device=cpu"), [1], num_rounds=3)
     assert (bare[""], bare["wall ratio"], bare["CPU ratio"]) == ("bare torch", "1.000", "1.000")
     assert engine[""] == "ZeRO 1"
     ratios = sorted(steps[1][1] / steps[0][1] for steps in rounds[0])
     assert engine["CPU ratio"] == f"{ratios[1]:.3f}"
-    assert "efficiency" not in engine
-
-
-def test_ranks_are_timed_together_and_apart() -> None:
-    lines = engines.time_engines(build_config(SHAPE, 2, 16, "engine.device=cpu"), [0], num_ranks=2, num_rounds=2)
-    assert [line[""] for line in lines] == ["1 rank", "2 apart", "2 ranks, ZeRO 0"]
-    assert lines[0]["efficiency"] == "100%"
-    assert all(float(str(line["wall ratio"])) > 0 for line in lines)

@@ -55,8 +55,8 @@ def test_a_finished_step_is_reused_and_says_so(copying: Copying) -> None:
 
 def test_a_console_without_markup_is_printed_to_as_well(tmp_path: Path) -> None:
     output = io.StringIO()
-    StepRunner(tmp_path, Console(file=output, markup=False)).run("step", lambda: "[done]", about="[1/2] what?")
-    assert output.getvalue().splitlines() == ["▸ step [1/2] what?", "✓ step done (0s): [done]"]
+    StepRunner(tmp_path, Console(file=output, markup=False)).run("step", lambda: "[done]")
+    assert output.getvalue().splitlines() == ["▸ step", "✓ step done (0s): [done]"]
 
 
 @pytest.mark.parametrize(

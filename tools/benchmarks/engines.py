@@ -34,7 +34,7 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
 from megahead.sharded_embedding.table import plan_rows
-from megahead.wording import pluralize, to_milliseconds
+from megahead.wording import to_milliseconds
 
 if TYPE_CHECKING:
     from megahead.engine.engine import Engine
@@ -52,8 +52,7 @@ class StepProcesses:
         self, name: str, step_builders: list[tuple[Callable[..., StepFunction], tuple[Any, ...]]], device: str = "cpu"
     ) -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-        self.name, self.ranks = name, len(step_builders)
-        self._pipes: list[Connection] = []
+        self.name, self._pipes = name, list[Connection]()
         self.processes: list[BaseProcess] = []
         for build_step, arguments in step_builders:
             parent_end, child_end = context.Pipe()
@@ -105,33 +104,15 @@ def _timing_columns(rounds: Rounds, index: int) -> dict[str, object]:
     return medians | {f"{name} ratio": f"{ratio:.3f}" for name, ratio in ratios.items()}
 
 
-def time_engines(config: RunConfig, stages: Sequence[int], num_ranks: int, num_rounds: int) -> list[dict[str, object]]:
-    """Times steps of the engine at each ZeRO stage; returns a row for each variant.
-
-    One rank is compared with a plain torch loop, several with one rank and with as many independent ones at once."""
-    device, one_rank = config.engine.device, (build_engine_step, (config, 0))
-    with tempfile.TemporaryDirectory() as folder:
-        if num_ranks == 1:
-            variants = [StepProcesses("bare torch", [(build_torch_step, (config,))], device)]
-            variants += [
-                StepProcesses(f"ZeRO {stage}", [(build_engine_step, (config, stage))], device) for stage in stages
-            ]
-        else:
-            variants = [
-                StepProcesses("1 rank", [one_rank]),
-                StepProcesses(f"{num_ranks} apart", [one_rank] * num_ranks),
-            ]
-            for stage in stages:
-                rendezvous = [(rank, num_ranks, f"{folder}/store-{stage}") for rank in range(num_ranks)]
-                step_builders = [(build_engine_step, (config, stage, r)) for r in rendezvous]
-                variants.append(StepProcesses(f"{pluralize(num_ranks, 'rank')}, ZeRO {stage}", step_builders))
-        rounds = run_interleaved_steps(variants, num_rounds)
-        for variant in variants:
-            variant.stop()
-    rows = [{"": variant.name} | _timing_columns(rounds, index) for index, variant in enumerate(variants)]
-    if num_ranks > 1:  # weak scaling: each rank adds its own tokens
-        rows = [row | {"efficiency": f"{1 / float(str(row['wall ratio'])):.0%}"} for row in rows]
-    return rows
+def time_engines(config: RunConfig, stages: Sequence[int], num_rounds: int) -> list[dict[str, object]]:
+    """Times steps of a plain torch loop and of the engine at each ZeRO stage; returns a row for each."""
+    device = config.engine.device
+    variants = [StepProcesses("bare torch", [(build_torch_step, (config,))], device)]
+    variants += [StepProcesses(f"ZeRO {stage}", [(build_engine_step, (config, stage))], device) for stage in stages]
+    rounds = run_interleaved_steps(variants, num_rounds)
+    for variant in variants:
+        variant.stop()
+    return [{"": variant.name} | _timing_columns(rounds, index) for index, variant in enumerate(variants)]
 
 
 def init_distributed(rendezvous: Rendezvous) -> None:
@@ -143,7 +124,7 @@ def init_distributed(rendezvous: Rendezvous) -> None:
 def build_torch_step(config: RunConfig) -> StepFunction:
     """A step of plain torch: forward (bf16 by autocast), backward, clipping, AdamW."""
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
-    module, micro = build_parallel_model(config, Group(), device), zipf_micro_batch(config, 0)
+    module, micro = build_parallel_model(config, Group(), device), zipf_micro_batch(config)
     load_weights_(module, Group(), initial_weights(config))
     optimizer = build_optimizer(module, config.optimizer)
 
@@ -158,16 +139,12 @@ def build_torch_step(config: RunConfig) -> StepFunction:
     return step
 
 
-def build_engine_step(config: RunConfig, stage: int, rendezvous: Rendezvous | None = None) -> StepFunction:
+def build_engine_step(config: RunConfig, stage: int) -> StepFunction:
     """The same step by the engine, with the project's DeepSpeed config of that stage."""
-    rank, world_size, _ = rendezvous or (0, 1, "")
-    if rendezvous:
-        init_distributed(rendezvous)
-    rows, settings = config.batch.global_size * world_size, DEEPSPEED_CONFIGS / f"zero{stage}.json"
-    config = with_overrides(config, f"batch.global_size={rows}", f"engine.deepspeed={settings}")
+    config = with_overrides(config, f"engine.deepspeed={DEEPSPEED_CONFIGS / f'zero{stage}.json'}")
     mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
-    engine = build_engine(config, mesh, device, deepspeed_config(config, world_size, device.type))
-    micro = zipf_micro_batch(config, rank)
+    engine = build_engine(config, mesh, device, deepspeed_config(config, 1, device.type))
+    micro = zipf_micro_batch(config)
 
     def step() -> None:
         engine.micro_step(micro)
@@ -213,10 +190,10 @@ def build_rank_step(
     return step
 
 
-def zipf_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
-    """The rank's micro-batch of Zipf-distributed tokens, on its device."""
-    rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    return micro_batch(config, build_run_objective(config, rows), rows[rank]).prepare_for(device).to(device)
+def zipf_micro_batch(config: RunConfig) -> MicroBatch:
+    """A micro-batch of Zipf-distributed tokens, on the run's device."""
+    (rows,), device = token_rows(config, None, count=1), torch.device(config.engine.device)
+    return micro_batch(config, build_run_objective(config, [rows]), rows).prepare_for(device).to(device)
 
 
 def _serve(pipe: Connection, build_step: Callable[..., StepFunction], arguments: tuple[Any, ...]) -> None:

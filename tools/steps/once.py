@@ -63,12 +63,11 @@ class StepRunner:
         settings: Mapping[str, Any] | None = None,
         inputs: Sequence[Path] = (),
         outputs: Sequence[Path] = (),
-        about: str = "",
         describe_result: Callable[[Any], str] = str,
     ) -> FinishedStep:
         """Runs `work`, which returns its result, or reuses the result of an earlier run.
 
-        Prints `about` before and `describe_result(result)` after. Nothing is recorded if `work` raises. A result is
+        Prints `describe_result(result)` after. Nothing is recorded if `work` raises. A result is
         reused if `settings` (JSON values) and size and time of every file of `inputs` are the same, and those of
         `outputs` have not changed since. Waits while another process runs the same step.
         """
@@ -78,7 +77,7 @@ class StepRunner:
             finished = self._find_reusable(name, key, outputs)
             if finished is None:
                 record.unlink(missing_ok=True)
-                self._print(("▸", "cyan"), name, about)
+                self._print(("▸", "cyan"), name, "")
                 start, result = time.monotonic(), work()
                 finished = FinishedStep(name, time.monotonic() - start, result)
                 content: dict[str, Any] = {"key": key, "outputs": self._files_hash(outputs)}
