@@ -112,7 +112,7 @@ def exchange_variants(config: RunConfig, ranks: int, steps: int) -> Iterator[Var
     """Exchanges of one micro-batch's negatives a rank: as ids, like a run, and as embeddings, whose gradients are sent
     back."""
     targets = config.batch.micro_size * config.data.sequence_length
-    for form in EXCHANGES:
+    for form in ("ids", "embeddings"):
         arguments = (form, targets, config.model.hidden_size)
         yield {"negatives as": form, "targets a rank": targets}, build_exchange, arguments
 
@@ -152,37 +152,21 @@ def build_linked_step(
 def build_exchange(
     form: str, targets: int, features: int, rank: int, world_size: int, store: str, namespace: str
 ) -> StepFunction:
-    """Runs in a new process of one thread: the exchange of this rank's negatives."""
+    """Runs in a new process of one thread: the exchange of this rank's negatives, `ids` as by a run's candidate groups,
+    `embeddings` by an all-gather of fp32 rows and a reduce-scatter of their gradients."""
     enter_namespace(namespace)
     init_distributed((rank, world_size, store))
-    return EXCHANGES[form](targets, features, Group.world())
-
-
-def _exchange_ids(targets: int, features: int, group: Group) -> StepFunction:
-    """The exchange of a run's candidate groups."""
-    target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)
+    group, rows_ND = Group.world(), torch.randn(targets, features)
+    target_ids, counts_RA = [torch.arange(targets)], torch.full((world_size, 1), targets)
 
     def exchange() -> None:
-        gather_targets(target_ids, counts_RA, group)
+        if form == "ids":
+            gather_targets(target_ids, counts_RA, group)
+        else:
+            gathered_RND: Tensor = group.all_gather(rows_ND)
+            group.reduce_scatter(gathered_RND.flatten(0, 1))
 
     return exchange
-
-
-def _exchange_embeddings(targets: int, features: int, group: Group) -> StepFunction:
-    """All-gathers fp32 rows, and reduce-scatters their gradients."""
-    rows_ND = torch.randn(targets, features)
-
-    def exchange() -> None:
-        gathered_RND: Tensor = group.all_gather(rows_ND)
-        group.reduce_scatter(gathered_RND.flatten(0, 1))
-
-    return exchange
-
-
-EXCHANGES: dict[str, Callable[[int, int, Group], StepFunction]] = {
-    "ids": _exchange_ids,
-    "embeddings": _exchange_embeddings,
-}
 
 
 def parse_ways(text: str) -> list[EmbeddingAndStage]:

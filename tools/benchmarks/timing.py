@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from megahead.wording import pluralize
+
 Result = TypeVar("Result")
 Cost = tuple[float, float]  # seconds, and MiB of peak memory above that at the start
 
@@ -69,8 +71,7 @@ def describe_device(device: torch.device) -> str:
     """The GPU's name, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    return pluralize(torch.get_num_threads(), "CPU thread")
 
 
 def run_in_child(work: Callable[[], Result]) -> Result:

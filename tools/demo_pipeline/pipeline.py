@@ -68,10 +68,12 @@ class Text:
             outputs=[self.tokenizer],
         )
         stages.run("index", self._index, inputs=[train, held_out, self.tokenizer], outputs=[self.data])
-        stages.run("cloze", lambda: self._cloze(held_out), inputs=[held_out], outputs=[self.cloze])
-
-    def _cloze(self, held_out: Path) -> str:
-        return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
+        stages.run(
+            "cloze",
+            lambda: f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed",
+            inputs=[held_out],
+            outputs=[self.cloze],
+        )
 
     def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
         make_tokenizer([text], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
@@ -148,14 +150,10 @@ class Pipeline:
     def _train_vanilla(self) -> None:
         """Trains for as many steps as fit in the time of the headless run, with a schedule of that length."""
         seconds = read_metrics(self.folder / "runs/headless").training[-1]["seconds"]
-        config = load_config("demo-vanilla", self.settings("vanilla"))
-
-        def train() -> float:
-            return step_seconds(config.model_dump(mode="json", exclude_unset=True), ranks=RANKS)
-
+        config = load_config("demo-vanilla", self.settings("vanilla")).model_dump(mode="json", exclude_unset=True)
         step_time = self.stages.run(
             "time vanilla",
-            train,
+            lambda: step_seconds(config, ranks=RANKS),
             settings={"seconds": seconds},
             describe_result=lambda seconds: f"{seconds:.2f} s a step",
         )

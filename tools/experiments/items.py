@@ -124,9 +124,10 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
     plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
     plan |= {"num_ids": table.num_ids, "settings": _rival_settings(runner, table)}
     plan_file.write_text(json.dumps(plan, indent=1) + "\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}  # this checkout's
     with log.open("a") as output:
         command = [python, "-m", "experiments.item_rivals", str(plan_file)]
-        code = subprocess.run(command, cwd=ROOT / "tools", env=_environment(), stdout=output, stderr=output).returncode
+        code = subprocess.run(command, cwd=ROOT / "tools", env=environment, stdout=output, stderr=output).returncode
     if code:
         raise UserError(f"training {' and '.join(models)} must come to its end, but failed; see {log}.")
     rows: list[Row] = json.loads(plan_file.with_name("rivals-rows.json").read_text())
@@ -140,8 +141,3 @@ def _rival_settings(runner: ExperimentRunner, table: _Table) -> dict[str, int]:
     batch = ceil(table.num_users / table.steps_an_epoch)
     length = table.sequence_length
     return shape | {"epochs": GRIDS["items"]["epochs"], "batch_size": batch, "session_max_len": length}
-
-
-def _environment() -> dict[str, str]:
-    """In which `megahead` and `experiments` are those of this checkout."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}
