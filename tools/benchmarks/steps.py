@@ -42,14 +42,8 @@ Muon for the matrices of the blocks."""
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
 # Settings that headless and vanilla objectives share
 SHARED_SETTINGS = (
-    "score",
-    "temperature",
-    "learned_temperature",
-    "replaced_tokens",
-    "phrases",
-    "retromae",
-    "tsdae",
-    "multi_token",
+    *("score", "temperature", "learned_temperature"),
+    *("replaced_tokens", "phrases", "retromae", "tsdae", "multi_token"),
 )
 
 

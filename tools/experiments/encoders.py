@@ -110,18 +110,15 @@ def _model_row(model: str, results: Sequence[FineTuningResult]) -> Row:
     own_results = [result for result in results if result.model == model]
     english: list[float] = []
     target: list[float] = []
+    by_language: dict[str, list[float]] = {language: [] for language in LANGUAGES}
     for seed in sorted({result.seed for result in own_results}):
-        scores_by_language = {
-            result.task.removeprefix("xnli/"): result.scores() for result in own_results if result.seed == seed
-        }
-        english.append(mean(scores["accuracy"] for scores in scores_by_language["en"].values()))
-        target.append(mean(scores_by_language[language][language]["accuracy"] for language in scores_by_language))
+        scores = {result.task.removeprefix("xnli/"): result.scores() for result in own_results if result.seed == seed}
+        english.append(mean(tested["accuracy"] for tested in scores["en"].values()))
+        target.append(mean(scores[language][language]["accuracy"] for language in scores))
+        for language in LANGUAGES:
+            by_language[language].append(scores[language][language]["accuracy"])
     row: Row = {"model": Path(model).name, "English only": percent(english), "target language": percent(target)}
-    for language in LANGUAGES:
-        row[language] = percent(
-            [result.scores()[language]["accuracy"] for result in own_results if result.task == f"xnli/{language}"]
-        )
-    return row
+    return row | {language: percent(shares) for language, shares in by_language.items()}
 
 
 def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:

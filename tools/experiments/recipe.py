@@ -30,9 +30,7 @@ SEEDS = (0, 1)
 FINAL_SEEDS = (0, 1, 2)
 LONG_RUN_FACTOR = 10
 ROUNDS = 2  # over all settings, at most
-MIN_GAIN = (
-    0.005  # relative, of perplexity. Two seeds differ by two or three times as much: a single move may be chance.
-)
+MIN_GAIN = 0.005  # relative, of perplexity; two seeds differ by two or three times as much: a move may be chance
 SCORES = ("perplexity", "bits_per_byte", "accuracy")  # encoders have no bits per byte
 
 
@@ -94,9 +92,7 @@ class CoordinateSearch:
     kind_name: str
     side: str
     rows: list[Row] = field(default_factory=list)
-    perplexity_by_recipe: dict[tuple[tuple[str, Any], ...], float] = field(
-        default_factory=dict
-    )  # keys: items of the recipe
+    perplexity_by_recipe: dict[Any, float] = field(default_factory=dict)  # keys: items of the recipe
 
     def __post_init__(self) -> None:
         self.kind = KINDS[self.kind_name]
