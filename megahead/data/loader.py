@@ -126,14 +126,9 @@ def build_schedule(quotas: Array) -> tuple[Array, Array]:
     return part_P, ordinal_P
 
 
-def training_samples(
-    data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int | None = None
-) -> Samples | Blend:
-    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens.
-
-    length: by default data.sequence_length; masked rows have less (`RunConfig.sample_length`).
-    """
-    length = length or data.sequence_length
+def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int) -> Samples | Blend:
+    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens
+    (`RunConfig.sample_length`: masked rows have less)."""
     parts: list[Samples] = []
     for number, dataset in enumerate(datasets):
         part_seed = seed if isinstance(data.train, str) else derive_seed(seed, number, DATASET_SEED)

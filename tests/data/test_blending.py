@@ -121,7 +121,7 @@ def test_a_config_asks_for_a_blend(datasets: list[IndexedDataset]) -> None:
     def samples(**settings: object) -> Blend:
         parts = [{"prefix": str(dataset.prefix)} for dataset in datasets]
         data = DataConfig.model_validate({"train": parts, "sequence_length": 10, **settings})
-        built = training_samples(data, datasets, seed=7)
+        built = training_samples(data, datasets, 7, data.sequence_length)
         assert isinstance(built, Blend)
         return built
 
@@ -135,7 +135,7 @@ def test_a_config_asks_for_a_blend(datasets: list[IndexedDataset]) -> None:
 def test_one_prefix_is_no_blend(flat_dataset: Callable[[int], Path], order: str) -> None:
     dataset = IndexedDataset(flat_dataset(7))
     data = DataConfig.model_validate({"train": "x", "sequence_length": 6 if order == "stored" else 3, "order": order})
-    samples = training_samples(data, [dataset], seed=3)
+    samples = training_samples(data, [dataset], 3, data.sequence_length)
     assert not isinstance(samples, Blend)
     assert samples.read([0])[0].shape[1] == data.sequence_length + 1
     assert relative_epochs(samples) == [1.0]

@@ -84,7 +84,7 @@ def test_preshuffled_rows_keep_their_order(preshuffled: IndexedDataset) -> None:
     _, rows, documents = read_pair(preshuffled.prefix)
     assert documents == [0]
     data = DataConfig(train="x", sequence_length=16, order="stored")
-    samples = training_samples(data, [preshuffled], seed=99)
+    samples = training_samples(data, [preshuffled], 99, data.sequence_length)
     step = samples.read(range(8, 16))[0]  # step 1 of 8 rows
     assert step.tolist() == rows[8:16]
     assert samples.read([29, 30])[0].tolist() == [rows[29], rows[0]]  # a second epoch begins again

@@ -158,7 +158,7 @@ def test_documents_without_end_tokens_never_see_each_other(
         for text in texts:
             writer.add_document(text)
     data = DataConfig(train=str(prefix), sequence_length=15, pack="best_fit", boundary_targets=False)
-    samples = training_samples(data, [IndexedDataset(prefix)], seed)
+    samples = training_samples(data, [IndexedDataset(prefix)], seed, data.sequence_length)
     batch = BatchReader(samples, CausalCollator(data)).read(range(samples.rows_per_epoch))
     inputs, positions = batch.input_ids_BT, batch.positions_BT
     if positions is None:
@@ -174,11 +174,13 @@ def test_a_blend_keeps_what_its_parts_know(write_dataset: Write) -> None:
     packed, closed = write_dataset([[5, 5, 5]] * 39, name="packed"), write_dataset([[6, 6, 0]] * 39, name="closed")
     parts = [BlendPart(prefix=str(packed)), BlendPart(prefix=str(closed))]
     data = DataConfig(train=parts, sequence_length=9, pack="best_fit")
-    blend = training_samples(data, [IndexedDataset(packed), IndexedDataset(closed)], 1)
+    blend = training_samples(data, [IndexedDataset(packed), IndexedDataset(closed)], 1, data.sequence_length)
     positions = BatchReader(blend, CausalCollator(data)).read(range(12)).positions_BT
     assert positions is not None
     assert positions.tolist() == [[0, 1, 2] * 3] * 12
-    stream = training_samples(data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1)
+    stream = training_samples(
+        data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1, data.sequence_length
+    )
     assert not stream.read(range(5))[1].any()
 
 

@@ -35,7 +35,8 @@ from support.small_run import VOCABULARY, small_config, write_text
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
     """(inputs of each micro-batch, global targets, loss scale) of three steps."""
     datasets = [IndexedDataset(part.prefix) for part in config.data.parts()]
-    samples, collator = training_samples(config.data, datasets, config.seed), training_collator(config, datasets)
+    samples = training_samples(config.data, datasets, config.seed, config.sample_length())
+    collator = training_collator(config, datasets)
     rule = build_objective(config.objective, 60)
     loader = StepLoader(samples, rule, config.data, config.batch, group.new_gloo_group(), collator=collator)
     steps = loader.steps(first_sample=16)
