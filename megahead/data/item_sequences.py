@@ -380,17 +380,11 @@ def _write_datasets(
                 tokens, lengths = _closed_documents(ids_N, first, end)
                 writers[name].add_documents(tokens, lengths)
                 report.documents[name] += len(lengths)
-        _require_documents(report)
-
-
-def _require_documents(report: EventReport) -> None:
-    """FieldError if a dataset has no document."""
-    for name in ("train", "validation", "test"):
-        if not report.documents[name]:
+        if missing := [name for name in prefixes if not report.documents[name]]:
             lost = "".join(f", {count:,} {reason}" for reason, count in report.dropped.items() if count)
             got = f"{report.events:,} events of {report.users:,} users{lost}, which leave none"
             hint = "`last` needs users with four events, `time` users with two before and one after both cuts"
-            raise FieldError("--split", f"leave a sequence for {name}", got=got, hint=hint)
+            raise FieldError("--split", f"leave a sequence for {missing[0]}", got=got, hint=hint)
 
 
 def _without_unknown(

@@ -210,7 +210,14 @@ def training_collator(
     text. Some strategies read the text to count bigrams; `target_error_counts` is for those that adapt.
     """
     if config.masked_inputs is not None:
-        _require_absent(config.masked_inputs.mask_token, datasets)
+        mask_token = config.masked_inputs.mask_token
+        for dataset in datasets:  # masked inputs would look like text
+            counts = () if dataset.info is None else dataset.info.token_counts
+            if mask_token < len(counts) and counts[mask_token]:
+                rule = f"be an id that {dataset.prefix} does not have"
+                hint = "take the tokenizer's mask token, or raise model.vocab_size by one for an id of its own"
+                got = f"{mask_token} ({counts[mask_token]:,} times)"
+                raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
         return MaskedInputCollator(config.masked_inputs, config.data, config.seed)
     text = TrainingText(config, datasets, "masking.strategy", target_error_counts)
     return _make_collator(config, text, steps_before_masking)
@@ -243,17 +250,6 @@ def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_be
         steps_before_masking=steps_before_masking,
         subsets=TokenSubsets.from_settings(row_builder, config.model, text),
     )
-
-
-def _require_absent(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
-    """ConfigError if a dataset is known to contain the token: masked inputs would look like text."""
-    for dataset in datasets:
-        counts = () if dataset.info is None else dataset.info.token_counts
-        if mask_token < len(counts) and counts[mask_token]:
-            rule = f"be an id that {dataset.prefix} does not have"
-            hint = "take the tokenizer's mask token, or raise model.vocab_size by one for an id of its own"
-            got = f"{mask_token} ({counts[mask_token]:,} times)"
-            raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
 
 
 # Checks that the config's end token closes the documents. With another id nothing would fail, but documents in one row

@@ -90,11 +90,6 @@ class ByteVocabulary:
             return self.tokenizer.special_ids[role]
         return next((self.special_ids[name] for name in ROLES[role] if name in self.special_ids), None)
 
-    def role_of(self, id_: int) -> str | None:
-        """The role of a special token."""
-        roles = (role for role in ROLES if self.id_of_role(role) == id_ or self.spellings[id_] in ROLES[role])
-        return next(roles, None)
-
 
 def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
     """The bytes of each id below `count`; None for special tokens and unused ids. DataError as of
@@ -206,7 +201,7 @@ def _find_old_id(id_: int, old: ByteVocabulary, new: ByteVocabulary, roles: Mapp
         return old.id_by_bytes_and_spelling.get((text, spelled), old.id_by_bytes.get(text))
     if spelled in old.special_ids:
         return old.special_ids[spelled]
-    role = new.role_of(id_)
+    role = next((role for role in ROLES if new.id_of_role(role) == id_ or spelled in ROLES[role]), None)
     return None if role is None else roles.get(role, old.id_of_role(role))
 
 
