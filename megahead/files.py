@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 
 from megahead.errors import FieldError, UserError
 
-# Reading, flushing and checksums.
-
 
 def fsync(path: Path) -> None:
     """Waits until a file, or a folder's list of names, is on disk."""
@@ -48,9 +46,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-# Errors in writing files.
 
 
 class WriteError(UserError, OSError):
@@ -170,18 +165,11 @@ def _open_locked(partial: Path) -> BinaryIO | None:
                 if partial.stat().st_size == 0:  # made by this attempt
                     partial.unlink()
             return None
-        if _is_same_file(file, partial):
-            file.truncate(0)
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), partial.stat()):
+                file.truncate(0)
+                return file
         file.close()  # another process published or removed it between opening and locking
-
-
-def _is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Whether the open `file` is still at `path`."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 # Atomic folders: written under another name, flushed to disk, renamed.

@@ -116,9 +116,6 @@ def _secrets() -> Iterator[str]:
             yield value
 
 
-# Opening URLs with fsspec.
-
-
 _SCHEMES_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 """Object stores without folders: creating a folder could create a bucket."""
 
@@ -179,9 +176,6 @@ def _install_hint(scheme: str) -> str:
     return f"pip install {module}" if module and module != "fsspec" else "install it"
 
 
-# A remote store with a timeout for every request.
-
-
 T = TypeVar("T")
 
 _print = partial(print, flush=True)
@@ -220,7 +214,7 @@ class Store:
             infos = self._call(lambda: self._files.find(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {self._relative_name(path): int(info["size"]) for path, info in infos.items()}
+        return {path.removeprefix(self._root).lstrip("/"): int(info["size"]) for path, info in infos.items()}
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
@@ -260,9 +254,7 @@ class Store:
             self._files.pipe_file(path, content)
             return
         folder, _, name = path.rpartition("/")
-        temporary_path = (
-            f"{folder}/.{name}.partial"  # a fixed name, so that the file of a killed session is overwritten
-        )
+        temporary_path = f"{folder}/.{name}.partial"  # fixed, so that the file of a killed session is overwritten
         try:
             self._files.pipe_file(temporary_path, content)
             with suppress(FileNotFoundError):  # `write` detects the loss
@@ -350,12 +342,6 @@ class Store:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
-
-    def _relative_name(self, path: str) -> str:
-        return path.removeprefix(self._root).lstrip("/")
-
-
-# Verified downloads.
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 _CHECKPOINTS = "checkpoints"
 
@@ -15,14 +14,8 @@ class _File:
 
     name: str
 
-    @overload
-    def __get__(self, run: None, owner: type[RunFolder]) -> _File: ...
-
-    @overload
-    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path: ...
-
-    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Path | _File:
-        return self if run is None else run / self.name
+    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Path:
+        return Path(self.name) if run is None else run / self.name
 
 
 @dataclass(frozen=True)

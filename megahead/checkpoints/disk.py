@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,8 +48,6 @@ from megahead.errors import CheckpointError, UserError
 from megahead.files import is_full, publish_folder, write_atomically
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
-
-# The storage.
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,6 @@ class DiskStorage(Storage):
                 self.remove(folder.name)
             else:
                 folder.rename(successor)
-
-
-# Lookup by path.
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -198,9 +194,7 @@ def write_collectively(
     results of `write` by rank. With `rules` it becomes `latest`, and older ones are removed by them. Collective; errors
     as in `write_snapshot`."""
     partial_folder = disk.partial_folder(name)
-
-    def describe_error(error: Exception) -> str:
-        return describe_write_error(error, partial_folder, num_bytes)
+    describe_error = partial(describe_write_error, partial_folder=partial_folder, num_bytes=num_bytes)
 
     def finish() -> None:
         write_manifest(partial_folder, results)

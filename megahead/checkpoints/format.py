@@ -168,9 +168,6 @@ def check_lengths(folder: Path, manifest: Manifest) -> None:
             )
 
 
-# Snapshots: what each rank writes of a checkpoint.
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """This rank's share of a checkpoint's tensors, and the manifest entries of all of them."""
@@ -234,32 +231,26 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-# Verification of files against the checksums of a manifest.
-
-
 _BLOCK_BYTES = 1 << 20
 """Bytes per read, into one buffer."""
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
     """Reads `files`, about 1 GB per second, and yields after each block; CheckpointError for the first damaged one."""
+    block = memoryview(bytearray(_BLOCK_BYTES))
     for name, entry in files.items():
-        yield from _check(folder / name, entry.sha256)
-
-
-def _check(path: Path, sha256: str) -> Iterator[None]:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while size := file.readinto(block):
-                digest.update(block[:size])
-                yield
-    except OSError as error:
-        raise CheckpointError(f"`{path}` must be readable, but is not ({error.strerror}).") from None
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(
-            f"`{path}` must match its checksum, but does not; it was damaged, use another checkpoint."
-        )
+        path, digest = folder / name, hashlib.sha256()
+        try:
+            with path.open("rb", buffering=0) as file:
+                while size := file.readinto(block):
+                    digest.update(block[:size])
+                    yield
+        except OSError as error:
+            raise CheckpointError(f"`{path}` must be readable, but is not ({error.strerror}).") from None
+        if digest.hexdigest() != entry.sha256:
+            raise CheckpointError(
+                f"`{path}` must match its checksum, but does not; it was damaged, use another checkpoint."
+            )
 
 
 def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntry]:

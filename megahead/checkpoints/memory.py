@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -42,12 +41,10 @@ from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 from megahead.wording import format_gib, pluralize
 
-# Each rank sends its replica to a peer rank on the next node.
-
 
 @dataclass(frozen=True)
 class Peers:
-    """The peers of all ranks, given each rank's node."""
+    """The peers to which ranks send their replicas, given each rank's node."""
 
     nodes: Sequence[str]
 
@@ -92,7 +89,7 @@ class NodeMemory:
     def of(run: RunFolder) -> NodeMemory:
         """The memory folder of a run, unique to the path of the run folder."""
         path = run.path.resolve()
-        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+        digest = sha256(os.fsencode(path)).hexdigest()[:12]
         return NodeMemory(ROOT / f"megahead-{path.name[:_MAX_NAME_LENGTH]}-{digest}")
 
     @staticmethod
@@ -148,7 +145,7 @@ class NodeMemory:
                 self.folder.rmdir()
 
     def _session(self, session_id: str) -> Path:
-        return self.folder / hashlib.sha256(session_id.encode()).hexdigest()[:16]
+        return self.folder / sha256(session_id.encode()).hexdigest()[:16]
 
     def _is_owned(self) -> bool:
         """Whether the folder exists, is not a link, and belongs to this user; anyone can write to ROOT."""
@@ -293,9 +290,6 @@ def _done_file(shared_disk: NodeMemory, session_id: str, launch: Launch, rank: i
     return shared_disk.rank_folder(session_id, rank).with_name(f"done-{rendezvous}-{rank}")
 
 
-# Writing replicas during training.
-
-
 DISCARD_SECONDS = 5.0
 """How long to wait for a cancelled replica."""
 
@@ -393,9 +387,8 @@ class ReplicaWriter:
         sender_files = {other_rank: names[other_rank] for other_rank in self.peers.senders_to(rank)}
 
         def allocate_files() -> None:
-            received.update(
-                {other_rank: _allocate(folder / name, files[name].bytes) for other_rank, name in sender_files.items()}
-            )
+            for other_rank, name in sender_files.items():
+                received[other_rank] = _allocate(folder / name, files[name].bytes)
 
         run_on_all_ranks(self._group, allocate_files)
         sent = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
@@ -412,9 +405,6 @@ def _allocate(path: Path, size: int) -> Tensor:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-# Recovery of the newest complete replica as a checkpoint on disk.
 
 
 def recover_replica(

@@ -121,21 +121,21 @@ class Checkpoint:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            derived = _derive(self, name)
-            return join_blocks(derived.blocks, derived.shape)
+            shape, blocks = _derive(self, name)
+            return join_blocks(blocks, shape)
         return interleave_shards([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """Reads the tensor in consecutive blocks of rows, one of them in memory at a time."""
         entry = self.tensors.get(name)
         if entry is None:
-            return _derive(self, name).blocks
+            return _derive(self, name)[1]
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of a tensor; CheckpointError if the name is unknown."""
         entry = self.tensors.get(name)
-        return _derive(self, name).shape if entry is None else entry.shape
+        return _derive(self, name)[0] if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as in `read`."""
@@ -193,31 +193,24 @@ def _derivable_names(tensor_names: Iterable[str]) -> list[str]:
     return [name for name in names if name.split("/")[0] not in (LAST_STEP, RATES)]
 
 
-@dataclass(frozen=True)
-class _DerivedTensor:
-    """A tensor computed from saved ones."""
-
-    shape: tuple[int, ...]
-    blocks: Iterator[Tensor]
-
-
-def _derive(checkpoint: Checkpoint, name: str) -> _DerivedTensor:
-    """The tensor `name`, which was not saved, computed from saved tensors; CheckpointError if these are missing. Reads
-    blocks on iteration."""
-    if f"{_PENDING_PREFIX}{name}" in checkpoint.tensors:
-        return _DerivedTensor(checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape, _updated_blocks(checkpoint, name))
-    kind, _, parameter = name.removeprefix(_PENDING_PREFIX).partition("/")
-    is_dense = name.startswith(_PENDING_PREFIX) and f"weight/{parameter}" in checkpoint.tensors
+def _derive(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, ...], Iterator[Tensor]]:
+    """Shape and blocks of the tensor `name`, which was not saved, computed from saved tensors; CheckpointError if these
+    are missing. Reads blocks on iteration."""
+    tensors = checkpoint.tensors
+    if f"{_PENDING_PREFIX}{name}" in tensors:
+        return tensors[f"{_PENDING_PREFIX}{name}"].shape, _updated_blocks(checkpoint, name)
+    dense_name = name.removeprefix(_PENDING_PREFIX)
+    kind, _, parameter = dense_name.partition("/")
+    is_dense = name.startswith(_PENDING_PREFIX) and f"weight/{parameter}" in tensors
     if is_dense and kind == LAST_STEP:
-        rows = checkpoint.tensors[f"weight/{parameter}"].shape[:1]
+        rows = tensors[f"weight/{parameter}"].shape[:1]
         last_step = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
-        return _DerivedTensor(rows, iter([last_step]))
+        return rows, iter([last_step])
     if is_dense and kind == RATES:
         rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
-        return _DerivedTensor(rates.shape, iter([rates]))
-    if is_dense and f"{kind}/{parameter}" in checkpoint.tensors:
-        dense_name = f"{kind}/{parameter}"
-        return _DerivedTensor(checkpoint.tensors[dense_name].shape, checkpoint.blocks(dense_name))
+        return rates.shape, iter([rates])
+    if is_dense and dense_name in tensors:
+        return tensors[dense_name].shape, checkpoint.blocks(dense_name)
     raise CheckpointError(
         f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
     )
@@ -236,9 +229,6 @@ def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
             rows, checkpoint.read_rows(f"{_PENDING_PREFIX}{LAST_STEP}/{parameter}", block)
         )
         yield rows[kind]
-
-
-# Checkpoints recovered from storages other than the disk.
 
 
 @dataclass(frozen=True)
@@ -268,9 +258,6 @@ class RecoveryResult:
     def fields(self) -> dict[str, Any]:
         """For the log."""
         return {"problems": self.problems, **self.details}
-
-
-# Counters that checkpoints of earlier versions lack.
 
 
 def target_samples(checkpoint: Checkpoint) -> int:

@@ -211,9 +211,6 @@ class Ancestry:
         return is_ancestor(name, self.parents) or name in self.orphaned
 
 
-# Events of storages.
-
-
 @dataclass(frozen=True)
 class Event:
     """An event of a checkpoint in a storage."""
@@ -258,17 +255,13 @@ class RetentionRules:
 
 def retain(storage: Storage, rules: RetentionRules) -> None:
     """Removes checkpoints of the history by `rules`; orphans stay. Reads manifests only for `rules.best`."""
-    newest, *others = history(storage)
-    earlier: dict[int, str] = {}
-    resaved = []
-    for name in others:
-        if step_of(name) == step_of(newest) or step_of(name) in earlier:
-            resaved.append(name)  # saved again since, with an evaluation
-        else:
-            earlier[step_of(name)] = name
-    unique = [*earlier.values()]
-    best = _best(storage, [newest, *unique], rules.best)
-    surplus = [name for name in unique[rules.newest - 1 :] if name not in best and not rules.keeps(name)]
+    names, newest_by_step = history(storage), dict[int, str]()
+    for name in names:
+        newest_by_step.setdefault(step_of(name), name)
+    unique = [*newest_by_step.values()]
+    best = _best(storage, unique, rules.best)
+    surplus = [name for name in unique[rules.newest :] if name not in best and not rules.keeps(name)]
+    resaved = [name for name in names if name not in unique]  # saved again since, with an evaluation
     for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
         storage.remove(name)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -228,25 +229,20 @@ def exchange_bytes(
     """
     outgoing_chunks = outgoing.split(CHUNK_BYTES)
     incoming_chunks = {rank: buffer.split(CHUNK_BYTES) for rank, buffer in incoming.items()}
+    send = partial(dist.isend, group=group.handle, group_dst=destination)
     cancelled, cancelled_sources = False, set[int]()
     num_chunks = max(map(len, (outgoing_chunks, *incoming_chunks.values())))
     for index, chunk in zip_longest(range(num_chunks), outgoing_chunks):
         works = []
         if chunk is not None and not cancelled:
             cancelled = is_cancelled()
-            works = _send(group, torch.tensor([not cancelled]), destination)
-            works += [] if cancelled else _send(group, chunk, destination)
+            works = [send(torch.tensor([not cancelled]))] + ([] if cancelled else [send(chunk)])
         for rank, buffers in incoming_chunks.items():
             if index < len(buffers) and rank not in cancelled_sources and not _receive(group, buffers[index], rank):
                 cancelled_sources.add(rank)
-        for work in works:
+        for work in filter(None, works):
             work.wait()
     return not cancelled and not cancelled_sources
-
-
-def _send(group: Group, tensor: Tensor, destination: int) -> list[dist.Work]:
-    work = dist.isend(tensor, group=group.handle, group_dst=destination)
-    return [] if work is None else [work]
 
 
 def _receive(group: Group, buffer: Tensor, source: int) -> bool:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megahead.background import submit
 from megahead.errors import UserError
+from megahead.wording import format_numbers
 
 T = TypeVar("T")
 
@@ -51,10 +52,7 @@ class LostRankError(UserError):
         ranks_by_reason: dict[str, list[int]] = {}
         for rank, reason in lost.items():
             ranks_by_reason.setdefault(reason, []).append(rank)
-        sentences = [
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {reason}"
-            for reason, ranks in ranks_by_reason.items()
-        ]
+        sentences = [f"{format_numbers('rank', ranks)} {reason}" for reason, ranks in ranks_by_reason.items()]
         problem = "; ".join(sentences) or "each waits for the others"
         super().__init__(f"all ranks must take part in the run, but {problem}; start again to resume.")
 
@@ -234,9 +232,7 @@ class RankMonitor:
         return self._ranks - self._lost.keys() - self._timed_out - self._finished
 
     def _send_all(self, *message: Any) -> None:
-        for rank in sorted(
-            self._connections, reverse=True
-        ):  # rank 0 last: its process, which runs the monitor, may exit
+        for rank in sorted(self._connections, reverse=True):  # rank 0 last: its process, the monitor's, may exit
             self._connections[rank].send(*message)
 
 
