@@ -35,7 +35,7 @@ from megahead.hf.other_programs import possible_heads, serving_support
 from megahead.hf.published import from_hf
 from megahead.hf.trained import TrainedModel
 from megahead.sharing import check_push, complete_card
-from megahead.train.describe import describe_run
+from megahead.train.preflight import describe_run
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 REPOSITORY = "someone/small"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megahead.config.plan import RunPlan
-from megahead.train.describe import describe_run
+from megahead.train.preflight import describe_run
 from megahead.wording import (
     format_duration,
     format_gib,

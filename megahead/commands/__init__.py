@@ -71,7 +71,7 @@ def checkpoint_path(text: str) -> Path:
     from megahead.remote_files import is_remote
 
     if is_remote(text):
-        from megahead.checkpoints.fetch import fetch_to_cache  # needs torch
+        from megahead.checkpoints.transfer import fetch_to_cache  # needs torch
 
         return fetch_to_cache(text)
     path = Path(text)

@@ -82,11 +82,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def describe(config: RunConfig, world_size: int) -> str:
     """The resolved run and its missing files; UserError for a file that cannot be used."""
-    from megahead.train.preflight import check_available_files, describe_files
+    from megahead.train.preflight import check_available_files, describe_assumed_device, describe_files, describe_run
 
     check_available_files(config)
-    from megahead.train.describe import describe_assumed_device, describe_run
-
     plan = RunPlan.of(config, world_size)
     lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)

@@ -120,11 +120,13 @@ def _offsets(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
         offset += parameter.numel()
 
 
-def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int) -> Fragment:
-    """The fragment of a matrix of `numel` elements from `offset` on in a partition from `partition_offset` on."""
+def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int, base: int = 0) -> Fragment:
+    """The fragment of a matrix of `numel` elements from `offset` on in a partition from `partition_offset` on, which
+    begins at index `base` of the rank's."""
     start = min(max(offset, partition_offset), partition_offset + partition_size)
     stop = max(min(offset + numel, partition_offset + partition_size), start)
-    return Fragment(slice(start - partition_offset, stop - partition_offset), slice(start - offset, stop - offset))
+    shift = base - partition_offset
+    return Fragment(slice(start + shift, stop + shift), slice(start - offset, stop - offset))
 
 
 def _partitioned_per_parameter(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> PartitionedMatrices:
@@ -133,14 +135,8 @@ def _partitioned_per_parameter(optimizer: Any, data_group: Group, dims: Mapping[
         if optimizer.param_groups[optimizer.sub_group_to_group_id[index]]["is_muon"]:
             matrices, offset = [], 0
             for parameter in optimizer.fp16_groups[index]:
-                length = parameter.ds_tensor.numel()
-                fragments = [_fragment(offset, length, r, parameter.ds_numel) for r in range(data_group.size)]
+                length, ranks = parameter.ds_tensor.numel(), range(data_group.size)
+                fragments = [_overlap(0, parameter.ds_numel, rank * length, length, offset) for rank in ranks]
                 matrices.append(PartitionedMatrix(parameter.ds_shape, dims.get(parameter), fragments))
                 offset += length
             yield flat, matrices
-
-
-def _fragment(offset: int, length: int, rank: int, numel: int) -> Fragment:
-    """The fragment of rank `rank`: `length` elements (fewer at the end of the matrix) at `offset` of its partition."""
-    start, stop = min(rank * length, numel), min((rank + 1) * length, numel)
-    return Fragment(slice(offset, offset + stop - start), slice(start, stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -136,17 +137,16 @@ class PartitionedStates:
     frozen parameters, which have no master weight, and never write the model weight."""
 
     def __init__(self, frozen: FrozenWeights) -> None:
-        self._frozen = frozen
+        self._frozen, self._deepspeed = frozen, import_module("deepspeed")
 
     def get(self, parameter: nn.Parameter, state_key: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
         if not parameter.requires_grad:
             stored = self._frozen.read(parameter)
             return self._get_model_weight(parameter) if stored is None else stored
+        utils = self._deepspeed.utils
         if state_key == WEIGHT:
-            return cast(Tensor, safe_get_full_fp32_param(parameter))
-        return cast(Tensor, safe_get_full_optimizer_state(parameter, state_key))
+            return cast(Tensor, utils.safe_get_full_fp32_param(parameter))
+        return cast(Tensor, utils.safe_get_full_optimizer_state(parameter, state_key))
 
     def set(self, parameter: nn.Parameter, state_key: str, value: Tensor) -> None:
         if parameter.requires_grad:
@@ -154,50 +154,38 @@ class PartitionedStates:
         elif parameter.dtype != torch.float32:
             self._frozen.store(parameter, value)
         if state_key == WEIGHT:
-            self._set_model_weight(parameter, value)
+            with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing before stage 3
+                parameter.data.copy_(value)
 
     def _get_model_weight(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
 
-    def _set_model_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        parameter.data.copy_(value)
-
     def _set_partition(self, parameter: nn.Parameter, state_key: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
+        utils = self._deepspeed.utils
         if state_key == WEIGHT:
-            safe_set_full_fp32_param(parameter, value)
+            utils.safe_set_full_fp32_param(parameter, value)
         else:
-            safe_set_full_optimizer_state(parameter, value, state_key)
+            utils.safe_set_full_optimizer_state(parameter, value, state_key)
 
 
 class ShardedStates(PartitionedStates):
     """Stage 3: the model weight is partitioned too; reading gathers it, setting broadcasts it from the first rank."""
 
     def _get_model_weight(self, parameter: nn.Parameter) -> Tensor:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
-
-    def _set_model_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data.copy_(value)
 
     def _set_partition(self, parameter: nn.Parameter, state_key: str, value: Tensor) -> None:
         """Sets this rank's slice; DeepSpeed's accessors of full tensors fail for slices that end beyond the tensor."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
         length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         start = length * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
         part = value.flatten()[start : start + length]
         part = functional.pad(part, (0, length - len(part)))
+        utils = self._deepspeed.utils
         if state_key == WEIGHT:
-            safe_set_local_fp32_param(parameter, part)
+            utils.safe_set_local_fp32_param(parameter, part)
         else:
-            safe_set_local_optimizer_state(parameter, part, state_key)
+            utils.safe_set_local_optimizer_state(parameter, part, state_key)
 
 
 class FullState:

@@ -171,12 +171,10 @@ class StragglerDetector:
         return SlowRank(slowest, self._hosts[slowest], medians[slowest], usual) if is_slow and is_new else None
 
 
-# Compares replicated weights, which differ between ranks if a bit has flipped on one of them.
-
-
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """Ranks whose weights differ from most replicas (all ranks, if there is no majority), and the weights' names."""
+    """Ranks whose weights differ from most replicas (all ranks, if there is no majority), and the weights' names. They
+    differ if a bit has flipped on one of them."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
@@ -203,9 +201,6 @@ def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch 
             differing.add(name)
             ranks |= {d * tensor_size + t for d in range(data_size) if 2 * count <= data_size or sums[d] != majority}
     return ReplicaMismatch(tuple(sorted(ranks)), tuple(name for name in names if name in differing)) if ranks else None
-
-
-# Faults that do not affect the loss: slow ranks, and replicas of weights that differ.
 
 
 class HealthMonitor:

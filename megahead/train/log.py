@@ -122,11 +122,9 @@ class LogInterval:
             "skipped_steps": state.skipped_steps,
         }
         if self._auxiliary is not None:
-            step_means = [self._auxiliary.means(r.auxiliary_sums) for r in reports]
-            names = step_means[0]
-            means |= {
-                f"{self._auxiliary.metric_prefix}_{name}": _mean(step[name] for step in step_means) for name in names
-            }
+            prefix = self._auxiliary.metric_prefix
+            step_means = [self._auxiliary.means(r.gathered.auxiliary_sums) for r in reports]
+            means |= {f"{prefix}_{name}": _mean(step[name] for step in step_means) for name in step_means[0]}
             means |= self._auxiliary.derived_metrics(means)
         return means | {name: _mean(r.engine_metrics[name] for r in reports) for name in reports[0].engine_metrics}
 
@@ -191,11 +189,8 @@ def held_out_line(
 
 def describe_fault(report: StepReport, step: int, bad: BadSamples, state: TrainingState) -> str:
     """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
-    sources = [
-        f"{'' if rank is None else f'rank {rank}, '}{format_range('sample', samples)}"
-        for rank, samples in bad[:_MAX_LISTED]
-    ]
-    sources += [f"{len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
+    texts = [f"{'' if rank is None else f'rank {rank}, '}{format_range('sample', samples)}" for rank, samples in bad]
+    sources = texts[:_MAX_LISTED] + ([f"{len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else [])
     kind = report.fault.kind if report.fault else "good"
     return (
         f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
@@ -271,9 +266,8 @@ class RunLogger:
             fields["mesh_before"] = previous
         lines = [*lines, *start.banner_lines(), *start.describe_schedule_change(config)]
         if orphaned := history.orphaned_by_next_save():
-            lines.append(
-                ("orphaned", f"from the next save on: {', '.join(orphaned)}, which this run does not continue")
-            )
+            names = ", ".join(orphaned)
+            lines.append(("orphaned", f"from the next save on: {names}, which this run does not continue"))
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         for board in self._boards:
             board.discard_after(last_valid_step)
@@ -354,10 +348,8 @@ class RunLogger:
         }
         scores = [(result.task, score) for result in results for score in result.scores]
         message = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
-        lines = [
-            f"tasks at step {state.step:,}: {message}",
-            *filter(None, (result.truncation_note() for result in results)),
-        ]
+        notes = filter(None, (result.truncation_note() for result in results))
+        lines = [f"tasks at step {state.step:,}: {message}", *notes]
         curves = {f"{task}/{score.metric}": score.value for task, score in scores}
         self.log_event("tasks", fields, state, "\n".join(lines), curves)
 

@@ -1,15 +1,174 @@
-"""Checks before training that the files which a run reads later fit its settings; without torch, also for dry runs."""
+"""What can be said and checked of a run before it trains, without torch: its banner, and whether its files fit."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from megahead.config.embedding import dense_embedding_lr_ratio, describe_embedding
 from megahead.config.masking import MaskingConfig
+from megahead.config.model import ModelConfig
+from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
+from megahead.config.token_subsets import describe_token_subsets
 from megahead.config.training import TasksConfig
 from megahead.errors import ConfigError, DataError, FieldError
+from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
+from megahead.hf.other_programs import serving_support
 from megahead.remote_files import is_remote, local_file
+from megahead.wording import GIB, format_gib, pluralize
+
+# Lines that describe a run, for the banner and for a dry run.
+
+
+def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
+    """(name, value) lines of the run. `group_samples`: samples in a candidate group (whose targets are candidates for
+    each other) of a resumed run; by default the config's."""
+    config, steps = plan.config, plan.config.training.steps
+    batch, schedule = config.batch, config.schedule
+    group_samples = group_samples or plan.group_samples()
+    warmup_steps = schedule.num_warmup_steps(steps)
+    warm_up = f"{pluralize(warmup_steps, 'step')} of warm-up" if warmup_steps else "no warm-up"
+    precision = f"{config.engine.precision}{' (by auto)' if plan.precision_was_auto else ''}"
+    decay = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
+    return [
+        ("run", f"{config.name} -> {config.folder()}"),
+        ("model", _shape(config.model)),
+        ("parameters", _parameters(config)),
+        ("objective", _objective(config, group_samples)),
+        *describe_phases(config),
+        (
+            "batch",
+            f"{pluralize(batch.global_size, 'row')} x {config.data.sequence_length} = "
+            f"{pluralize(config.tokens_per_step(), 'token')} a step; {pluralize(batch.micro_size, 'row')} x "
+            f"{plan.accumulation_steps} accumulation x {pluralize(plan.data_ranks, 'data rank')}",
+        ),
+        ("length", f"{pluralize(steps, 'step')}, {pluralize(steps * config.tokens_per_step(), 'token')}"),
+        ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{decay}"),
+        *_learning_rates(config),
+        *describe_embedding(config, plan.ranks),
+        ("mesh", f"{config.parallel.tensor} tensor x {pluralize(plan.data_ranks, 'data rank')}"),
+        ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
+        ("memory", _memory(rank_memory(plan))),
+        ("serving", serving_support(phases_of(config)[-1].config)),
+    ]
+
+
+def describe_assumed_device(plan: RunPlan) -> tuple[str, str]:
+    """The device that a dry run assumes, since it does not import torch to detect one."""
+    if plan.config.engine.device == "cpu":
+        return "on", f"{plan.ranks} x cpu"
+    return "on", f"{plan.ranks} x cuda, assumed (engine.device: cpu plans for processors)"
+
+
+LAUNCH_MILLISECONDS_PER_LAYER = {False: 4.2, True: 2.8}
+"""The host's time to launch a GPU's kernels for one micro-batch, by `engine.compile`: computed from the number of
+operators and a server processor's time per operator."""
+
+TYPICAL_UTILIZATION = 0.5
+"""The share of its peak that a device reaches if it does not wait for the host."""
+
+
+def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[str, str]]:
+    """The note about micro-batches that take longer to launch than to compute; none if the device's peak FLOPS are
+    unknown."""
+    if device_peak is None:
+        return []
+    config = plan.config
+    tokens = config.batch.micro_size * config.data.sequence_length
+    flops = run_flops(config, candidate_rows(config)).total * tokens / config.parallel.tensor
+    compute_ms = 1000 * flops / (TYPICAL_UTILIZATION * device_peak)
+    launch_ms = LAUNCH_MILLISECONDS_PER_LAYER[bool(config.engine.compile)] * config.model.num_layers
+    if compute_ms >= launch_ms:
+        return []
+    fix = "a larger batch.micro_size"
+    if config.objective.name == "headless":
+        fix += f" with objective.group_samples={plan.group_samples()} keeps the candidates and"
+    problem = f"a micro-batch takes the device about {compute_ms:.1f} ms, launching it the host about {launch_ms:.0f}"
+    return [("note", f"{problem}: {fix} fills the device")]
+
+
+def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
+    """The line with each phase's objective and steps, if there is more than one phase."""
+    phases = phases_of(config)
+    pairs = zip(phase_names(phases), phases, strict=True)
+    parts = [f"{name} for {pluralize(len(phase.steps), 'step')}" for name, phase in pairs]
+    return [("phases", ", then ".join(parts))] if len(phases) > 1 else []
+
+
+def _learning_rates(config: RunConfig) -> list[tuple[str, str]]:
+    """The line about parameters with their own optimizer or learning rate."""
+    optimizer = config.optimizer
+    embedding_ratio, parts = dense_embedding_lr_ratio(config), []
+    if optimizer.name == "muon":
+        ratio = optimizer.muon.learning_rate_ratio
+        parts.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
+    if embedding_ratio != 1:
+        head = " and head" if phases_of(config)[-1].config.objective.trains_head() else ""
+        parts.append(f"{embedding_ratio:g} times the learning rate for embedding{head}")
+    return [("optimizer", "; ".join(parts))] if parts else []
+
+
+def _shape(model: ModelConfig) -> str:
+    layers, heads = pluralize(model.num_layers, "layer"), pluralize(model.num_heads, "head")
+    heads += f" ({model.key_heads()} of keys)" if model.key_heads() != model.num_heads else ""
+    table = f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})"
+    return f"{model.family}, {layers} x {model.hidden_size}, {heads}, {table}"
+
+
+def _memory(memory: RankMemory) -> str:
+    states = memory.weights + memory.gradients + memory.optimizer
+    parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
+    parts |= {name: size for name, size in (("table", memory.table), ("graphs", memory.graphs)) if size}
+    sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
+    return f"about {format_gib(memory.total)} a rank ({sizes}{offloaded})"
+
+
+def _parameters(config: RunConfig) -> str:
+    counts = run_parameters(config)
+    parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
+    parts += [f"{counts.head:,} head"] if counts.head else []
+    parts += [f"{counts.generator:,} generator"] if counts.generator else []
+    return f"{counts.total:,} ({', '.join(parts)})"
+
+
+def _objective(config: RunConfig, group_samples: int) -> str:
+    objective = config.objective
+    parts = ["headless" if objective.name == "headless" else f"vanilla, {'tied' if objective.tied else 'untied'}"]
+    if objective.name == "vanilla":
+        parts.append(f"all {config.model.vocab_size:,} ids")
+        parts += ["with a bias"] if objective.output_bias else []
+    else:
+        targets = pluralize(group_samples * config.targets_per_row(), "target")
+        parts.append(f"candidates from {pluralize(group_samples, 'row')} ({targets})")
+        parts += ["of a table of their own"] if objective.candidates == "own" else []
+        parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
+        parts += [pluralize(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
+        parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
+        parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
+    parts += _masking(config.model, config.masking) if config.masking else []
+    if config.masked_inputs is not None:
+        parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
+    parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
+    auxiliary = objective.auxiliary()
+    parts += [described] if auxiliary is not None and (described := auxiliary.describe()) else []
+    if objective.learned_temperature or objective.temperature != 1 or objective.score != "dot":
+        parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
+    return ", ".join(parts)
+
+
+def _masking(model: ModelConfig, masking: MaskingConfig) -> list[str]:
+    if model.is_causal:
+        return ["next tokens by causal attention"]
+    parts = ["masked diffusion" if masking.diffusion else f"{masking.rate:.0%} of the tokens masked"]
+    parts += [f"{masking.final_rate:.0%} at the last step"] if masking.final_rate else []
+    parts += [f"by {masking.strategy}"] if masking.strategy != "uniform" else []
+    return [*parts, *describe_token_subsets(model, masking)]
+
+
+# Checks that the files which a run reads later fit its settings.
+
 
 _SETTING_BY_OPTION = {
     "--tasks": "tasks.names",

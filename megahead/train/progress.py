@@ -137,11 +137,9 @@ class TrainingState:
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """The tensors of this state for a checkpoint, by name. Collective over the data ranks."""
         counts = {"state/target_counts": self.target_counts(group), "state/dataset_counts": self.dataset_counts}
-        return (
-            counts
-            if self.target_error_counts is None
-            else counts | {_ERROR_COUNTS: self.target_error_counts.state(group)}
-        )
+        if self.target_error_counts is not None:
+            counts[_ERROR_COUNTS] = self.target_error_counts.state(group)
+        return counts
 
     @property
     def evaluated(self) -> bool:
@@ -230,10 +228,10 @@ class RunHistory:
         """The history of a session in the run `folder` that starts from `resumed`, which may be None or outside of it.
         `remote_names`: the checkpoints in the remote store."""
         disk = DiskStorage(folder.checkpoints)
-        run, existing_names = RunHistory(disk.root, Ancestry()), (disk.names(), remote_names)
-        if resumed is None or not run.contains(resumed):
-            return replace(run, ancestry=Ancestry.of(None, None, *existing_names))
-        return replace(run, ancestry=Ancestry.of(resumed.folder.name, resumed.manifest, *existing_names))
+        run, name, manifest = RunHistory(disk.root, Ancestry()), None, None
+        if resumed is not None and run.contains(resumed):
+            name, manifest = resumed.folder.name, resumed.manifest
+        return replace(run, ancestry=Ancestry.of(name, manifest, disk.names(), remote_names))
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """The checkpoint's folder name if it is in `root`, else its full path."""

@@ -41,10 +41,9 @@ from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import new_planning_group, shard_embedding_
 from megahead.train.boards import require_trackers
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, require_same_run
-from megahead.train.describe import describe_launches, describe_phases, describe_run
-from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, FaultPolicy, HealthMonitor, signal_handlers_restored
-from megahead.train.loop import Training, train
+from megahead.train.loop import Evaluation, TaskEvaluation, Training, train
+from megahead.train.preflight import describe_launches, describe_phases, describe_run
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, hand_over_replicas, require_shared_folder

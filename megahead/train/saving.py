@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import fetch_checkpoint, read_small_files
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import ReplicaWriter
 from megahead.checkpoints.reading import Checkpoint
 from megahead.checkpoints.remote import RemoteState, RemoteStorage, read_state, retry_seconds
 from megahead.checkpoints.store import Event, RetentionRules
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader, fetch_checkpoint, read_small_files
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
@@ -215,11 +215,8 @@ def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_
     validate = checkpoint_validator(resume, config, datasets)
     if url is None or not is_below(resume, url):
         return str(fetch_checkpoint(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
-
-    def files() -> dict[Path, bytes]:
-        log = [] if folder.metrics.exists() else [folder.metrics]
-        return read_small_files(url, world_group, *log, folder.run_id)
-
+    log = [] if folder.metrics.exists() else [folder.metrics]
+    files = partial(read_small_files, url, world_group, *log, folder.run_id)
     return str(fetch_checkpoint(resume, folder, world_group, validate, files))
 
 

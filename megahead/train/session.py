@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import exhaust_on_all_ranks, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica, share_replicas
 from megahead.checkpoints.reading import RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import Event, RetentionRules
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader, fetch_newer
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig

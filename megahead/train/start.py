@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.checkpoints.disk import find_checkpoint, orphaned_folders
-from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.reading import Checkpoint, RecoveryResult, newest_valid, open_verified
+from megahead.checkpoints.transfer import fetch_checkpoint
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -54,9 +54,8 @@ class ResumePoint:
     def group_samples(self, plan: RunPlan) -> int:
         """Samples per candidate group (whose targets are candidates for each other): the checkpoint's, or the plan's
         for a new run."""
-        return plan.group_samples(
-            None if self.checkpoint is None else self.checkpoint.state_value("group_samples", int)
-        )
+        checkpoint = self.checkpoint
+        return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
 
     def starts_phase(self, config: RunConfig) -> bool:
         """Whether the phase of `config` starts here, with the weights of another phase."""

@@ -81,14 +81,10 @@ class StepReport(StepResult):
     engine_metrics: Mapping[str, float]
     """The engine's metrics on this rank, by their names in the log."""
 
-    forward_seconds: list[float]
-    """The duration of each rank's forward passes."""
+    gathered: GatheredMetrics
 
     cpu_seconds: float
     """CPU time of this rank's process, including its loader's threads."""
-
-    auxiliary_sums: dict[str, float]
-    """An auxiliary objective's sums over the global batch, by name."""
 
 
 def train_step(
@@ -120,9 +116,8 @@ def train_step(
         targets=batches.targets,
         candidates=batches.candidates,
         engine_metrics=engine_metrics,
-        forward_seconds=gathered.forward_seconds,
+        gathered=gathered,
         cpu_seconds=time.process_time() - cpu_seconds,
-        auxiliary_sums=gathered.auxiliary_sums,
     )
 
 

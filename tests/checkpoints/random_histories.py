@@ -24,12 +24,11 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.disk import DiskStorage, write_snapshot
-from megahead.checkpoints.fetch import fetch_newer
 from megahead.checkpoints.format import MANIFEST, Header, Snapshot
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage, read_state
 from megahead.checkpoints.store import Ancestry, RetentionRules, history, new_checkpoint_name, orphans, step_of
-from megahead.checkpoints.upload import remove_superseded, upload_checkpoint
+from megahead.checkpoints.transfer import fetch_newer, remove_superseded, upload_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import Store

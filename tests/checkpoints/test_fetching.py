@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megahead import remote_files
-from megahead.checkpoints import fetch as downloading
-from megahead.checkpoints.fetch import fetch_checkpoint, fetch_newer
+from megahead.checkpoints import transfer as downloading
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.checkpoints.remote import RemoteStorage, read_state
+from megahead.checkpoints.transfer import fetch_checkpoint, fetch_newer
 from megahead.commands import checkpoint_path
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError

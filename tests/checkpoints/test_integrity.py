@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megahead.checkpoints import format as integrity
+from megahead.checkpoints import reading
 from megahead.checkpoints.format import FileEntry, share_of
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.store import RetentionRules
@@ -33,15 +33,15 @@ def impatient(group: Group, seconds: float) -> Group:
 
 def verify_slowly(group: Group, root: str) -> float:
     """A file takes rank 0 three times as long as ranks wait for each other; the others have nothing to do."""
-    check = integrity._check
+    check_files = reading.check_files
 
-    def slowly(path: Path, sha256: str) -> Iterator[None]:
-        for _ in range(30):
+    def slowly(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
+        for _ in range(30 if files else 0):
             time.sleep(0.1)
             yield
-        yield from check(path, sha256)
+        yield from check_files(folder, files)
 
-    integrity._check = slowly
+    reading.check_files = slowly
     started = time.monotonic()
     checkpoint, damage = newest_valid(Path(root), impatient(group, 1.0))
     assert checkpoint is not None
@@ -56,13 +56,13 @@ def test_no_rank_gives_up_on_another_that_reads_for_long(tmp_path: Path) -> None
 
 def read_and_count(group: Group, root: str) -> list[str]:
     """The files of which this rank read the checksum, of a checkpoint that it then reads all of."""
-    read, check = [], integrity._check
+    read, check_files = [], reading.check_files
 
-    def noted(path: Path, sha256: str) -> Iterator[None]:
-        read.append(path.name)
-        yield from check(path, sha256)
+    def noted(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
+        read.extend(files)
+        yield from check_files(folder, files)
 
-    integrity._check = noted
+    reading.check_files = noted
     checkpoint, _ = newest_valid(Path(root), group)
     assert checkpoint is not None
     assert all((checkpoint.read(f"weight/{k}") == k).all() for k in range(8))

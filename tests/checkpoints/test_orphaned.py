@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.transfer import fetch_checkpoint
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror, until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.checkpoints.remote import RemoteLease, RemoteStorage, read_state
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader
 from megahead.errors import CheckpointError, UserError
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoints.fetch import fetch_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import RetentionRules
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader, fetch_checkpoint
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults

@@ -10,7 +10,7 @@ import pytest
 from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan
 from megahead.estimate import rank_memory
-from megahead.train.describe import describe_run
+from megahead.train.preflight import describe_run
 from support.small_run import small_config
 
 MANY = {"model.vocab_size": 65536}

@@ -12,7 +12,7 @@ from megahead.config import plan as resolving
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.errors import ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
-from megahead.train.describe import describe_run
+from megahead.train.preflight import describe_run
 from megahead.train.run import explain_out_of_memory, pretrain
 from support.forked import forked
 from support.small_run import small_config, write_text

@@ -17,7 +17,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.hf.export import ensure_hf_folder
 from megahead.report.read import read_metrics
-from megahead.train.describe import describe_run
+from megahead.train.preflight import describe_run
 from megahead.train.run import pretrain
 from support.long import long
 from support.on_ranks import on_ranks

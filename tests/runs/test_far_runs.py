@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -211,7 +211,7 @@ def test_where_the_mirrors_newer_checkpoints_are_damaged_the_disks_newest_goes_t
 
 def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next session would take it for what the run had gone back to."""
-    monkeypatch.setattr("megahead.checkpoints.upload.RETRY_DELAYS", (0.0,))
+    monkeypatch.setattr("megahead.checkpoints.transfer.RETRY_DELAYS", (0.0,))
     write_text(tmp_path)
     changes = {"schedule.name": "constant", "training.remote_checkpoints": f"faulty://{tmp_path}/store"}
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
@@ -252,7 +252,7 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_text(tmp_path)
-    monkeypatch.setattr("megahead.checkpoints.upload.RETRY_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr("megahead.checkpoints.transfer.RETRY_DELAYS", (0.0, 0.0))
     config = mirrored(tmp_path, {"training.remote_checkpoints": f"{Faulty.protocol}://{tmp_path}/store"})
     assert on_ranks(2, run_in_bad_store, config, fault) == ["finished"] * 2
     assert "step 6 is not in the remote store, only in " in capfd.readouterr().out

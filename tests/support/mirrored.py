@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megahead.checkpoints import upload
-from megahead.checkpoints.fetch import fetch_newer
+from megahead.checkpoints import transfer
 from megahead.checkpoints.reading import RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
 from megahead.checkpoints.store import RetentionRules, step_of
-from megahead.checkpoints.upload import Uploader
+from megahead.checkpoints.transfer import Uploader, fetch_newer
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 from support.saved import save_checkpoint
@@ -49,7 +48,7 @@ def mirror(
     url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: RetentionRules | None = None
 ) -> Iterator[Uploader]:
     """A session's, without pauses between attempts; left when all is sent."""
-    pauses, upload.RETRY_DELAYS = upload.RETRY_DELAYS, (0.0, 0.0, 0.0)
+    pauses, transfer.RETRY_DELAYS = transfer.RETRY_DELAYS, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
         remote, folder = RemoteStorage.of(url, timeout=5), RunFolder(run)
@@ -65,7 +64,7 @@ def mirror(
         finish(sending)
         sending.close()
     finally:
-        upload.RETRY_DELAYS = pauses
+        transfer.RETRY_DELAYS = pauses
 
 
 def finish(sending: Uploader) -> None:

@@ -16,7 +16,7 @@ from megahead.distributed.tensors import FullTensors
 from megahead.engine.engine import Engine, StepResult
 from megahead.errors import CheckpointError
 from megahead.evaluate.perplexity import ValidationResult
-from megahead.train.evaluation import Evaluation
+from megahead.train.loop import Evaluation
 from megahead.train.run import pretrain
 from support.named import without_digits
 from support.on_ranks import on_ranks

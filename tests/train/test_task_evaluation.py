@@ -21,9 +21,9 @@ from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.results import TaskResult
 from megahead.hf.export import ensure_hf_folder
 from megahead.report.read import read_metrics
-from megahead.train.evaluation import TaskEvaluation
 from megahead.train.faults import StopRequest
 from megahead.train.log import RunLog
+from megahead.train.loop import TaskEvaluation
 from megahead.train.run import pretrain
 from support.long import long
 from support.on_ranks import on_ranks
