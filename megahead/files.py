@@ -76,9 +76,6 @@ def as_write_error(path: Path) -> Iterator[None]:
         raise WriteError(path, error) from error
 
 
-# Atomic files: written under another name, flushed to disk, renamed.
-
-
 class AtomicFile:
     """`PATH.partial`, which `publish` renames to `PATH` and `discard` removes; for files that are written over hours.
 
@@ -170,9 +167,6 @@ def _open_locked(partial: Path) -> BinaryIO | None:
                 file.truncate(0)
                 return file
         file.close()  # another process published or removed it between opening and locking
-
-
-# Atomic folders: written under another name, flushed to disk, renamed.
 
 
 @contextmanager

@@ -79,9 +79,6 @@ def redact_secrets(text: str) -> str:
     return re.sub(rf"(://[^\s'\"]*?{_NAMES}=)[^\s'\"&;]*", r"\1***", text, flags=re.IGNORECASE)
 
 
-# Errors of remote storage, without credentials.
-
-
 _NAME_OF_SECRET = re.compile(r"key|secret|token|passw|credential|signature|sas", re.IGNORECASE)
 _SHORTEST_SECRET = 6
 

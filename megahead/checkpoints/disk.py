@@ -154,9 +154,6 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-# Saving, on all ranks of a group.
-
-
 def save_untrained(root: Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
     """Saves full named tensors as a checkpoint of step 0, the first in `root`, from one process."""
     header = Header(new_checkpoint_name(0), 0, {"step": 0, "tokens": 0}, config)

@@ -59,9 +59,6 @@ def _is_legacy_name(name: str) -> bool:
     return match is not None and match[2] is None
 
 
-# Storages of checkpoints, and ancestry.
-
-
 @dataclass(frozen=True)
 class Latest:
     """The content of `latest`: a name per line, the newest checkpoint first."""
@@ -223,9 +220,6 @@ class Event:
 
     record: str = "mirror"
     """The key in the log: `mirror`, or `copy` for memory."""
-
-
-# Retention: the last few checkpoints of the history, and those that `RetentionRules` name.
 
 
 @dataclass(frozen=True)

@@ -236,9 +236,6 @@ class RankMonitor:
             self._connections[rank].send(*message)
 
 
-# A rank's client of the monitor.
-
-
 def connect(
     host: str, address: str, rank: int, timeout_seconds: float, host_timeout_seconds: float | None
 ) -> Connection:

@@ -90,9 +90,6 @@ def gradient_sums(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Gradien
     return DeepSpeedGradients(optimizer, parameters) if has_sums else FixedGradients(parameters)
 
 
-# Captures and replays.
-
-
 MicroStep = Callable[[], Tensor]
 """Forward and backward on static inputs; returns the detached loss."""
 

@@ -236,14 +236,12 @@ class FullState:
                 yield name, parameter
 
 
-# Checksums of weights, which differ between replicas if a bit has flipped in one of them.
-
-
 _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes per element."""
 
 
 def weight_checksums(weights: Iterable[Tensor]) -> Tensor:
-    """int64 [P] on the CPU: the sum of each tensor's elements, their bits read as integers. Reads the weights once."""
+    """int64 [P] on the CPU: the sum of each tensor's elements, their bits read as integers, which a flipped
+    bit changes. Reads the weights once."""
     sums = [weight.detach().view(_INT_DTYPES[weight.element_size()]).sum(dtype=torch.int64) for weight in weights]
     return torch.stack(sums).cpu()

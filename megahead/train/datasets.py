@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from megahead.data.strategy import TrainingText
 from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_fingerprint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, ConfigError, DataError
+from megahead.files import sha256_of
 from megahead.remote_files import local_file
 from megahead.train.preflight import check_run_files
 
@@ -195,7 +195,7 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
     return {
         "data.train": parts,
         TOKENIZER: None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-        "data.id_weights": None if weights is None else _sha256(weights),
+        "data.id_weights": None if weights is None else sha256_of(Path(local_file(weights))),
     }
 
 
@@ -248,10 +248,6 @@ def _require_same_phase(checkpoint: Checkpoint, phase: Phase, steps: int) -> Non
             f"least step {checkpoint.step:,}, but has it from step {start:,} to step {stop:,} instead; set "
             "training.steps or the share back."
         )
-
-
-def _sha256(path: str) -> str:
-    return hashlib.sha256(Path(local_file(path)).read_bytes()).hexdigest()
 
 
 def is_within(name: str, sections: tuple[str, ...]) -> bool:

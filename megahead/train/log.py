@@ -134,9 +134,6 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-# The lines that a run prints while it trains: progress, evaluations, and bad steps.
-
-
 BadSamples = Sequence[tuple[int | None, range]]
 """(rank, its samples) of each bad micro-batch; rank None: all ranks."""
 

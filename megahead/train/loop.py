@@ -35,8 +35,6 @@ from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
 from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, train_step
 
-# Evaluation on held-out text, and on tasks.
-
 
 class Evaluation:
     """Evaluates the validation dataset; in a headless run with the training-free head. For the paper's objective the
@@ -104,9 +102,6 @@ def _export(checkpoint: Path, folder: Path) -> None:
     from megahead.hf.trained import TrainedModel
 
     export(checkpoint, folder, best_head(TrainedModel.open(checkpoint)))
-
-
-# The loop.
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,6 @@ def shared_settings(config: RunConfig) -> dict[str, str]:
     return {name: str(value) for name, value in config.flat().items() if not is_within(name, _NODE_LOCAL)}
 
 
-# `engine.precision: auto` chooses the faster precision of the ranks' devices.
-
-
 def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
     """`config` with `auto` replaced by bf16 if that is faster on every rank's device, else fp32; then collective."""
     if config.engine.precision != "auto":
@@ -206,9 +203,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
         return True
     return getattr(error, "errno", None) == errno.ENOMEM or any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
-
-
-# The attention backend and torch.compile for a run's transformer blocks.
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,28 +6,17 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from math import inf
 from pathlib import Path
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
+from megahead.checkpoints.format import run_on_all_ranks
 from megahead.checkpoints.memory import ReplicaWriter
-from megahead.checkpoints.reading import Checkpoint
-from megahead.checkpoints.remote import RemoteState, RemoteStorage, read_state, retry_seconds
 from megahead.checkpoints.store import Event, RetentionRules
-from megahead.checkpoints.transfer import Uploader, fetch_checkpoint, read_small_files
-from megahead.config.run import RunConfig
-from megahead.distributed.group import Group
+from megahead.checkpoints.transfer import Uploader
 from megahead.errors import CheckpointError, UserError
 from megahead.files import read_if_exists, write_atomically
-from megahead.remote_files import is_below, is_remote
-from megahead.run_folder import RunFolder
-from megahead.train.datasets import RunDatasets, data_fingerprints, require_same_run
-from megahead.train.faults import Ending, StopRequest
 from megahead.train.progress import CapturedCheckpoint, Progress
 
 # A session's lease on its run's folder: of two sessions only the one that started later writes.
@@ -185,59 +174,3 @@ class Checkpointer:
         self.wait()
         if self._replicas is not None:
             self._replicas.discard()
-
-
-# Remote checkpoints: their state at the start of a session, fetching them, and the time limit of uploads.
-
-
-SECONDS_AFTER_SIGNAL = 20.0
-"""How long a session may wait for its uploads after torchrun's agent asked it to stop: the agent kills ranks after
-30 s. The next session uploads the rest."""
-
-
-def read_remote_state(resume: str, config: RunConfig, world_group: Group) -> RemoteState:
-    """The state of the run's remote checkpoints at the start of a session. Collective; CheckpointError if they are
-    another run's, or unreadable."""
-    url = config.training.remote_checkpoints
-    if url is None:
-        return RemoteState()
-    timeout = retry_seconds(world_group)
-    return run_on_first_rank(world_group, lambda: read_state(RemoteStorage.of(url, timeout), config.folder(), resume))
-
-
-def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
-    """Returns `resume`, with a checkpoint URL replaced by the local folder to which it is fetched. A checkpoint of the
-    run's own remote store is fetched into the run's checkpoints. Collective; CheckpointError if it is of another run,
-    or the store cannot be read."""
-    if not is_remote(resume):
-        return resume
-    url, folder = config.training.remote_checkpoints, config.folder()
-    validate = checkpoint_validator(resume, config, datasets)
-    if url is None or not is_below(resume, url):
-        return str(fetch_checkpoint(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
-    log = [] if folder.metrics.exists() else [folder.metrics]
-    files = partial(read_small_files, url, world_group, *log, folder.run_id)
-    return str(fetch_checkpoint(resume, folder, world_group, validate, files))
-
-
-def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
-    """A function that raises CheckpointError if the run cannot resume from a checkpoint at `url`."""
-    fingerprints = data_fingerprints(config, datasets)
-
-    def validate(checkpoint: Checkpoint) -> None:
-        try:
-            require_same_run(checkpoint, config, fingerprints)
-        except CheckpointError as error:
-            source = f"{url} (step {checkpoint.step:,})"
-            raise CheckpointError(str(error).replace(str(checkpoint.folder), source)) from None
-
-    return validate
-
-
-def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:
-    """Time on the monotonic clock until which a session that ends may wait for its uploads.
-
-    `restarts_ranks`: the launcher restarts ranks, and kills those that it asked to stop after some seconds."""
-    if ending != "stopped" or not restarts_ranks:
-        return inf
-    return (stop.received_at or time.monotonic()) + SECONDS_AFTER_SIGNAL

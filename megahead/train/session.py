@@ -7,10 +7,11 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -18,10 +19,10 @@ import yaml
 
 from megahead.checkpoints.format import exhaust_on_all_ranks, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica, share_replicas
-from megahead.checkpoints.reading import RecoveryResult
-from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage
+from megahead.checkpoints.reading import Checkpoint, RecoveryResult
+from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage, read_state, retry_seconds
 from megahead.checkpoints.store import Event, RetentionRules
-from megahead.checkpoints.transfer import Uploader, fetch_newer
+from megahead.checkpoints.transfer import Uploader, fetch_checkpoint, fetch_newer, read_small_files
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -31,20 +32,13 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
 from megahead.hf.settings import HFSettings
-from megahead.remote_files import is_remote, local_file
+from megahead.remote_files import is_below, is_remote, local_file
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import RunDatasets
+from megahead.train.datasets import RunDatasets, data_fingerprints, require_same_run
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
-from megahead.train.saving import (
-    Lease,
-    checkpoint_validator,
-    new_session_id,
-    read_remote_state,
-    resolve_resume,
-    upload_deadline,
-)
+from megahead.train.saving import Lease, new_session_id
 from megahead.train.start import ResumePoint, find_resume_point
 from megahead.wording import pluralize
 
@@ -81,10 +75,14 @@ class Session:
     def resume_points(self, resume: str) -> Iterator[ResumePoint]:
         """Yields the resume point of each phase: the first by `resume`, then the last checkpoint of the previous phase.
         Each `next` is collective."""
-        folder = self.plan.config.folder()
+        folder, url = self.plan.config.folder(), self.plan.config.training.remote_checkpoints
         if is_remote(resume):
             self._error_callbacks.callback(self._remove_fetched)
-        self._remote_state = read_remote_state(resume, self.plan.config, self.world_group)
+        if url is not None:
+            timeout = retry_seconds(self.world_group)
+            self._remote_state = run_on_first_rank(
+                self.world_group, lambda: read_state(RemoteStorage.of(url, timeout), folder, resume)
+            )
         local = resolve_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume_point(local, folder, self.world_group, (self._recover, self._fetch))
         while True:
@@ -215,6 +213,55 @@ class Session:
             print(message, flush=True)
 
 
+# Remote checkpoints: fetching them at the start of a session, and the time limit of uploads.
+
+
+SECONDS_AFTER_SIGNAL = 20.0
+"""How long a session may wait for its uploads after torchrun's agent asked it to stop: the agent kills ranks after
+30 s. The next session uploads the rest."""
+
+
+def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
+    """Returns `resume`, with a checkpoint URL replaced by the local folder to which it is fetched. A checkpoint of the
+    run's own remote store is fetched into the run's checkpoints. Collective; CheckpointError if it is of another run,
+    or the store cannot be read."""
+    if not is_remote(resume):
+        return resume
+    url, folder = config.training.remote_checkpoints, config.folder()
+    validate = checkpoint_validator(resume, config, datasets)
+    if url is None or not is_below(resume, url):
+        return str(fetch_checkpoint(resume, RunFolder(folder.fetched_checkpoints), world_group, validate))
+    log = [] if folder.metrics.exists() else [folder.metrics]
+    files = partial(read_small_files, url, world_group, *log, folder.run_id)
+    return str(fetch_checkpoint(resume, folder, world_group, validate, files))
+
+
+def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
+    """A function that raises CheckpointError if the run cannot resume from a checkpoint at `url`."""
+    fingerprints = data_fingerprints(config, datasets)
+
+    def validate(checkpoint: Checkpoint) -> None:
+        try:
+            require_same_run(checkpoint, config, fingerprints)
+        except CheckpointError as error:
+            source = f"{url} (step {checkpoint.step:,})"
+            raise CheckpointError(str(error).replace(str(checkpoint.folder), source)) from None
+
+    return validate
+
+
+def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:
+    """Time on the monotonic clock until which a session that ends may wait for its uploads.
+
+    `restarts_ranks`: the launcher restarts ranks, and kills those that it asked to stop after some seconds."""
+    if ending != "stopped" or not restarts_ranks:
+        return inf
+    return (stop.received_at or time.monotonic()) + SECONDS_AFTER_SIGNAL
+
+
+# Files in the run's folder.
+
+
 def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
     """Writes the config and the tokenizer to `folder`, and removes the last session's `ending.json`."""
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -249,9 +296,6 @@ def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
     yield
     if has_replicas:
         NodeMemory.of(config.folder()).remove()
-
-
-# Checks that all ranks have the same run folder, before they write to it.
 
 
 TIMEOUT_SECONDS = 10.0

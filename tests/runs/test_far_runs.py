@@ -21,7 +21,7 @@ from megahead.remote_files import Store
 from megahead.report.read import events_of, read_metrics, read_runs
 from megahead.train.datasets import open_datasets
 from megahead.train.run import pretrain
-from megahead.train.saving import resolve_resume
+from megahead.train.session import resolve_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
 from support.mirrored import steps_in_mirror

@@ -16,7 +16,7 @@ from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.train.faults import StopRequest, signal_handlers_restored
 from megahead.train.run import pretrain
-from megahead.train.saving import SECONDS_AFTER_SIGNAL, upload_deadline
+from megahead.train.session import SECONDS_AFTER_SIGNAL, upload_deadline
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megahead.checkpoints import format as integrity
+from megahead.checkpoints import reading
+from megahead.checkpoints.format import FileEntry
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.train_tokenizer import train_wordpiece
@@ -212,13 +213,13 @@ def test_a_folder_with_nothing_but_what_was_set_aside_does_not_start_anew(begun:
 def resumed_and_checked(group: Group, config: RunConfig) -> list[str]:
     """The files of which this rank read the checksum when the run resumed."""
     read: list[str] = []
-    check = integrity._check
+    check_files = reading.check_files
 
-    def noted(path: Path, sha256: str) -> Iterator[None]:
-        read.append(path.name)
-        yield from check(path, sha256)
+    def noted(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
+        read.extend(files)
+        yield from check_files(folder, files)
 
-    integrity._check = noted
+    reading.check_files = noted
     assert run(group, config) == "finished"
     return read
 
