@@ -269,14 +269,13 @@ def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntr
 
 
 T = TypeVar("T")
+DescribeError = Callable[[Exception], str]
 
 SYNC_SECONDS = 5.0
 """Interval of the ranks' synchronization."""
 
 
-def run_on_all_ranks(
-    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = message_of
-) -> list[T]:
+def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: DescribeError = message_of) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
     If it fails on any rank, all ranks raise a CheckpointError, or the same DamagedError, with the first failing rank's
@@ -300,16 +299,12 @@ def run_on_all_ranks(
     return [result for rank_results, _ in gathered for result in rank_results]
 
 
-def run_on_first_rank(
-    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = message_of
-) -> T:
+def run_on_first_rank(group: Group, action: Callable[[], T], describe_error: DescribeError = message_of) -> T:
     """Runs `action` on rank 0 as in `run_on_all_ranks`; returns its (small) result on all ranks. Collective."""
     return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
 
 
-def exhaust_on_all_ranks(
-    group: Group, work: Iterator[None], describe_error: Callable[[Exception], str] = message_of
-) -> list[Any]:
+def exhaust_on_all_ranks(group: Group, work: Iterator[None], describe_error: DescribeError = message_of) -> list[Any]:
     """Exhausts `work` on every rank as in `run_on_all_ranks`; returns the return values of generators in rank order.
     Collective.
 

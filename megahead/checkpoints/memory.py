@@ -181,9 +181,8 @@ class ReplicaSource(Source):
         self._writers: dict[str, dict[str, int]] = {}
         for replica in highest_first({replica for rank_files in valid_files_by_rank for replica in rank_files}):
             holders = [rank for rank, rank_files in enumerate(valid_files_by_rank) if replica in rank_files]
-            self._writers[replica] = {
-                name: rank for rank in reversed(holders) for name in valid_files_by_rank[rank][replica]
-            }
+            pairs = [(name, rank) for rank in reversed(holders) for name in valid_files_by_rank[rank][replica]]
+            self._writers[replica] = dict(pairs)
             manifest = self._manifests[replica] if group.rank == holders[0] else None
             (self._manifests[replica],) = filter(None, group.all_gather_objects(manifest))
         self._remaining = iter(self._writers)
@@ -255,9 +254,8 @@ def share_replicas(folder: RunFolder, launch: Launch) -> None:
     shared_disk = NodeMemory.on_shared_disk(folder)
     with suppress(OSError):
         for replica in NodeMemory.of(folder).replicas(session_id):
-            rank_folder = shared_disk.rank_folder(session_id, launch.rank).with_name(
-                f"rank-{launch.rank:05d}-of-{replica.parent.name}"
-            )
+            name = f"rank-{launch.rank:05d}-of-{replica.parent.name}"
+            rank_folder = shared_disk.rank_folder(session_id, launch.rank).with_name(name)
             is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
             if is_newer and not (rank_folder / replica.name).exists():
                 partial_folder = DiskStorage(rank_folder).partial_folder(replica.name)

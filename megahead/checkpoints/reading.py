@@ -225,9 +225,8 @@ def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
     kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape[0]
     for block in block_ranges(count):
         rows = {name: checkpoint.read_rows(f"{_PENDING_PREFIX}{name}/{parameter}", block) for name in kinds}
-        row_optimizer.apply_pending_updates_(
-            rows, checkpoint.read_rows(f"{_PENDING_PREFIX}{LAST_STEP}/{parameter}", block)
-        )
+        last_steps = checkpoint.read_rows(f"{_PENDING_PREFIX}{LAST_STEP}/{parameter}", block)
+        row_optimizer.apply_pending_updates_(rows, last_steps)
         yield rows[kind]
 
 

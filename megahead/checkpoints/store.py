@@ -261,7 +261,6 @@ def retain(storage: Storage, rules: RetentionRules) -> None:
 
 
 def _best(storage: Storage, names: Iterable[str], count: int) -> set[str]:
-    """The `count` checkpoints with the lowest held-out loss."""
     if not count:
         return set()
     losses = {name: loss for name in names if (loss := _held_out_loss(storage, name)) is not None}

@@ -353,9 +353,8 @@ class Uploader:
                 if not _is_gone(folder):
                     raise
             else:
-                self._events.put(
-                    Event({"step": step, "seconds": round(time.monotonic() - start_time, 3), "bytes": sent})
-                )
+                seconds = round(time.monotonic() - start_time, 3)
+                self._events.put(Event({"step": step, "seconds": seconds, "bytes": sent}))
 
         return self._attempt(action, {"step": step}, f"step {step:,} is not in the remote store, only in {folder}")
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite, nan
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from megahead.engine.deepspeed import (
     half_dtype,
     start_deepspeed,
 )
-from megahead.engine.graphs import CapturedMicroStep, build_capture, gradient_sums
+from megahead.engine.graphs import CapturedMicroStep, GradientSums, build_capture
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moment_names, open_parameter_states
 from megahead.models.parallel import shard_dims
@@ -228,9 +227,8 @@ class Engine:
 
     def capture_micro_steps(self) -> CapturedMicroStep:
         """Has micro-batches prepared with static shapes captured, where `captures_micro_steps`; returns what does."""
-        optimizer, device = self._deepspeed.optimizer, self._deepspeed.device
-        sums = gradient_sums(optimizer, self.module.parameters())
-        self._captured = CapturedMicroStep(self._run_micro_batch, sums, partial(build_capture, device))
+        sums = GradientSums(self._deepspeed.optimizer, self.module.parameters())
+        self._captured = CapturedMicroStep(self._run_micro_batch, sums, lambda: build_capture(self._deepspeed.device))
         self._reduces_gradients, self._deepspeed.enable_backward_allreduce = True, False
         return self._captured
 

@@ -39,55 +39,33 @@ def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
     return [("graphs", on_gpu if plan.device == "cuda" else "static inputs alone, since a CPU has no graphs")]
 
 
-# Gradients at fixed addresses, to which all micro-steps of a step add, captured or not.
-
-
 class GradientSums:
-    """Where the gradients of a step's micro-batches are summed."""
+    """Gradients at fixed addresses, to which all micro-steps of a step add, captured or not: the fp32 sums of
+    DeepSpeed's bf16 `optimizer`; with others (at ZeRO 0) `grad` of the `parameters`, whose memory is kept over steps,
+    while between them DeepSpeed sets `grad` to None."""
 
-    def prepare(self) -> None:
-        """Must be called before each micro-step."""
-
-    def end_replay(self) -> None:
-        """Sets what a micro-step sets in Python; must be called after each replay."""
-
-    def discard_capture(self) -> None:
-        """Discards what a failed capture left."""
-
-
-class FixedGradients(GradientSums):
-    """Sums in `grad` of the parameters, whose memory is kept over steps: between them DeepSpeed sets `grad` to None."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+        self._optimizer, self._in_optimizer = optimizer, hasattr(optimizer, "update_hp_grads")
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._sums = [] if self._in_optimizer else [torch.zeros_like(parameter) for parameter in self._parameters]
 
     def prepare(self) -> None:
-        """Sets `grad` to zeros at the first micro-step of a step."""
-        if self._parameters[0].grad is not self._sums[0]:
+        """Must be called before each micro-step: sets `grad` to zeros at the first one of a step."""
+        if not self._in_optimizer and self._parameters[0].grad is not self._sums[0]:
             torch._foreach_zero_(self._sums)
             for parameter, total in zip(self._parameters, self._sums, strict=True):
                 parameter.grad = total
 
-
-class DeepSpeedGradients(GradientSums):
-    """The fp32 sums of DeepSpeed's bf16 optimizer. A micro-step frees `grad`, a replay leaves it as it was."""
-
-    def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-        self._optimizer, self._parameters = optimizer, list(parameters)
-
     def end_replay(self) -> None:
-        mark_gradients(self._optimizer)
+        """Sets what a micro-step sets in Python; must be called after each replay."""
+        if self._in_optimizer:
+            mark_gradients(self._optimizer)
 
     def discard_capture(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-
-def gradient_sums(optimizer: Any, parameters: Iterable[nn.Parameter]) -> GradientSums:
-    """Where DeepSpeed's `optimizer`, at ZeRO 0 or 1, sums the gradients of `parameters`."""
-    has_sums = hasattr(optimizer, "update_hp_grads")
-    return DeepSpeedGradients(optimizer, parameters) if has_sums else FixedGradients(parameters)
+        """Discards what a failed capture left in `grad`, which a micro-step frees and a replay leaves as it was."""
+        if self._in_optimizer:
+            for parameter in self._parameters:
+                parameter.grad = None
 
 
 MicroStep = Callable[[], Tensor]

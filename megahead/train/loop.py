@@ -310,7 +310,6 @@ def _evaluate(run: Training) -> bool:
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
-    """Evaluates the tasks with the run's newest checkpoint."""
     checkpoint = run.checkpointer.wait()
     if checkpoint is not None:
         run.logger.log_tasks(tasks.run(checkpoint), run.state)

@@ -286,9 +286,8 @@ class Progress:
         counters |= {"scale": self.engine.loss_scale.state(), "phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
         ancestry = self.history.ancestry
-        return CapturedCheckpoint(
-            Header(name, self.state.step, counters, settings, ancestry.parents, ancestry.orphaned), snapshot
-        )
+        header = Header(name, self.state.step, counters, settings, ancestry.parents, ancestry.orphaned)
+        return CapturedCheckpoint(header, snapshot)
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
         """Restores the complete state of `checkpoint`."""

@@ -309,7 +309,6 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
 
 
 def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, TrainingState]:
-    """Trains from `start` to the end of its phase."""
     phase = phase_at(session.plan.config, start.step)
     plan, config = replace(session.plan, config=phase.config), phase.config
     state = _build_state(session, plan, start)

@@ -157,9 +157,8 @@ class Checkpointer:
             if not replicas.can_start():
                 self._skipped_replicas += 1
                 message = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
-                return Event(
-                    {"skipped": self._skipped_replicas}, message if self._skipped_replicas == 1 else None, "copy"
-                )
+                count = self._skipped_replicas
+                return Event({"skipped": count}, message if count == 1 else None, "copy")
         except CheckpointError as error:
             self._replicas = None
             replicas.close()

@@ -176,9 +176,8 @@ class Session:
         """Waits for the uploads until `deadline`, and returns their events. Collective."""
         if self.plan.config.training.remote_checkpoints is None:
             return []
-        exhaust_on_all_ranks(
-            self.world_group, iter(()) if self.uploads is None else self.uploads.wait_until_done(deadline)
-        )
+        waiting = iter(()) if self.uploads is None else self.uploads.wait_until_done(deadline)
+        exhaust_on_all_ranks(self.world_group, waiting)
         return [] if self.uploads is None else self.uploads.events()
 
     def close_after_error(self) -> None:

@@ -82,7 +82,6 @@ class ResumePoint:
         return [("rate now", f"learning rate {rate:.2e} {position}; {earlier}")]
 
     def _learning_rate(self, config: RunConfig) -> float:
-        """The next step's."""
         ratio = learning_rate_ratio(config.schedule, self.step, config.training.steps)
         return config.optimizer.learning_rate * ratio
 
