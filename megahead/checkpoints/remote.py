@@ -307,8 +307,9 @@ class RemoteLease:
     def check(self) -> None:
         """LeaseLostError if another session has taken the lease since this one did, or since `state` was read."""
         remote_value = _read_nonempty(self._store, SESSION)
-        expected = (None, self._session_id) if self._is_taken else (None, self._session_id, self._remote_state.lease)
-        if remote_value not in expected:
+        if remote_value not in (None, self._session_id) and (
+            self._is_taken or remote_value != self._remote_state.lease
+        ):
             raise LeaseLostError(
                 f"training.remote_checkpoints must have one session at a time, but with {self._store.url} another has "
                 f"begun on {str(remote_value, errors='replace').strip()}; this one ends, and the "
