@@ -356,9 +356,8 @@ class ParallelConfig(Settings):
             "padded vocabulary": model.padded_vocab_size(),
         }
         for name, width in widths.items():
-            require(
-                width % self.tensor == 0, "parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor
-            )
+            rule = f"divide the model's {name} ({width})"
+            require(width % self.tensor == 0, "parallel.tensor", rule, got=self.tensor)
         key_heads = model.key_heads()
         divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
         rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"

@@ -106,10 +106,8 @@ class _MatmulBackwardAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias_BMT: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, k, v, bias_BMT)
         ctx.causal = causal
-        if bias_BMT is None:
-            output: Tensor = _flash_forward(q, k, v, 0.0, causal)[0]
-        else:
-            output = _flash_forward(q, k, v, 0.0, False, attn_mask=bias_BMT[:, None])[0]
+        bias_B1MT = None if bias_BMT is None else bias_BMT[:, None]
+        output: Tensor = _flash_forward(q, k, v, 0.0, causal and bias_BMT is None, attn_mask=bias_B1MT)[0]
         return output
 
     @staticmethod

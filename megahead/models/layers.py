@@ -17,7 +17,7 @@ from megahead.models.documents import TargetPositions
 
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
@@ -32,7 +32,7 @@ class MLP(nn.Module):
         self, hidden_size: int, mlp_size: int, activation: Activation, *, gated: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
         self.gate = nn.Linear(hidden_size, mlp_size, bias) if gated else None
         self.up = nn.Linear(hidden_size, mlp_size, bias)
         self.down = nn.Linear(mlp_size, hidden_size, bias)

@@ -152,10 +152,7 @@ class StepLoader:
     ) -> None:
         self._reader = BatchReader(samples, collator or CausalCollator(data))
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._auxiliary = auxiliary
-        self._prefetch = data.prefetch
-        self._batch = batch
-        self._group = group
+        self._auxiliary, self._prefetch, self._batch, self._group = auxiliary, data.prefetch, batch, group
         self._device, self._half, self._static_shapes = device, half, static_shapes
         self._planning_group, self._tensor_group = planning_group, tensor_group
 

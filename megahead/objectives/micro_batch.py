@@ -8,13 +8,12 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megahead.config.model import ModelConfig
 from megahead.data.batch import Batch
 from megahead.losses.candidates import Candidates
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
-from megahead.models.layers import LayerNorm
+from megahead.models.layers import ACTIVATIONS, build_norm
 
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
@@ -262,12 +261,12 @@ class MaskHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.activation = ACTIVATIONS[config.activation]
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, config.transform_bias)
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.has_norm_bias())
+        self.norm = build_norm(config)
         self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
 
     def forward(self, outputs_ND: Tensor) -> Tensor:
         """[N, D]: the transformed outputs; the caller adds the bias to the scores."""
-        transformed_ND: Tensor = self.norm(F.gelu(self.dense(outputs_ND), approximate=self.approximate))
+        transformed_ND: Tensor = self.norm(self.activation(self.dense(outputs_ND)))
         return transformed_ND

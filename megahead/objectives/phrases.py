@@ -136,9 +136,7 @@ class SharedPhrases:
         in_phrase_M = np.zeros(self.maskable_BT.size, bool)
         for offset in range(self.settings.longest):
             in_phrase_M[self.first_S[self.length_S > offset] + offset] = True
-        in_phrase_BT = in_phrase_M.reshape(self.maskable_BT.shape)
-        share = self.settings.share
-        return _PhraseStrategy(strategy, self.maskable_BT, in_phrase_BT, self.first_S, self.length_S, share)
+        return _PhraseStrategy(strategy, self, in_phrase_M.reshape(self.maskable_BT.shape))
 
     def masked_phrases(self, is_masked_BT: Array) -> tuple[MaskedPhrases, ...]:
         """For each group, the masked phrases (`is_masked_BT`: bool), and their unmasked positives."""
@@ -187,28 +185,26 @@ class PhraseCollator(RowCollator):
 
 @dataclass(frozen=True)
 class _PhraseStrategy(Strategy):
-    """Phrases as masking units with a `share` of each row's weight; the units of `strategy` between them."""
+    """Phrases as masking units with a share of each row's weight; the units of `strategy` between them."""
 
     strategy: Strategy
-    maskable_BT: Array
+    phrases: SharedPhrases
     in_phrase_BT: Array
-    first_S: Array
-    length_S: Array
-    share: float
 
     def at(self, step: int) -> _PhraseStrategy:
         return replace(self, strategy=self.strategy.at(step))
 
     def starts(self, tokens_BT: Array, rng: CounterRng) -> Array:
         starts_BT = self.strategy.starts(tokens_BT, rng) & ~self.in_phrase_BT
-        starts_BT.reshape(-1)[np.concatenate([self.first_S, self.first_S + self.length_S])] = True
+        first_S = self.phrases.first_S
+        starts_BT.reshape(-1)[np.concatenate([first_S, first_S + self.phrases.length_S])] = True
         return starts_BT
 
     def weights(self, tokens_BT: Array) -> Array | None:
         weights_BT = self.strategy.weights(tokens_BT)
         weights_BT = np.ones(tokens_BT.shape) if weights_BT is None else weights_BT
-        between_BT = self.maskable_BT & ~self.in_phrase_BT
-        for part_BT, share in ((self.in_phrase_BT, self.share), (between_BT, 1 - self.share)):
+        between_BT, share_of_phrases = self.phrases.maskable_BT & ~self.in_phrase_BT, self.phrases.settings.share
+        for part_BT, share in ((self.in_phrase_BT, share_of_phrases), (between_BT, 1 - share_of_phrases)):
             sum_B = (weights_BT * part_BT).sum(1, keepdims=True)
             weights_BT = np.where(part_BT, share * weights_BT / np.where(sum_B > 0, sum_B, 1.0), weights_BT)
         return weights_BT

@@ -21,6 +21,7 @@ from megahead.data.samples import CounterRng, Purpose
 from megahead.losses.softmax import Softmax
 from megahead.models.backbone import Backbone
 from megahead.models.families import build_backbone
+from megahead.models.layers import ACTIVATIONS
 from megahead.objectives.auxiliary import Auxiliary, ForwardContext
 from megahead.objectives.micro_batch import documents_of
 
@@ -40,13 +41,13 @@ class DetectionHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.activation = ACTIVATIONS[config.activation]
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.score = nn.Linear(config.hidden_size, 1)
 
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """[P]: logits of being replaced."""
-        logits_P1: Tensor = self.score(F.gelu(self.dense(hidden_PD), approximate=self.approximate))
+        logits_P1: Tensor = self.score(self.activation(self.dense(hidden_PD)))
         return logits_P1.squeeze(1)
 
 
@@ -111,14 +112,11 @@ def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> dict[str, Tensor]:
 
 def sample_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [N]: ids sampled from the predictions of N outputs; [N, D]: their embeddings, differentiable."""
+    ids, rows = [], []
     uniform = uniform_N.split([len(prediction.outputs_ND) for prediction in predictions])
-    samples = [_sample_from(backbone, *pair) for pair in zip(predictions, uniform, strict=True)]
-    ids_N, rows_ND = (torch.cat(parts) for parts in zip(*samples, strict=True))
-    return ids_N, rows_ND
-
-
-def _sample_from(backbone: Backbone, prediction: Softmax, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    index_N, ids_U = prediction.sample(uniform_N), prediction.candidates.ids_U
-    if ids_U is None:  # all ids; an untied output matrix has other rows than the embedding
-        return index_N, backbone.embed(index_N)
-    return ids_U[index_N], prediction.gather_rows(index_N)
+    for prediction, uniform_n in zip(predictions, uniform, strict=True):
+        index_n, ids_U = prediction.sample(uniform_n), prediction.candidates.ids_U
+        ids.append(index_n if ids_U is None else ids_U[index_n])
+        # an untied output matrix has other rows than the embedding
+        rows.append(backbone.embed(index_n) if ids_U is None else prediction.gather_rows(index_n))
+    return torch.cat(ids), torch.cat(rows)
