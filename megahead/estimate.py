@@ -67,19 +67,11 @@ class ParameterCounts:
         return self.embedding + self.body + self.head + self.generator
 
 
-def count_parameters(
-    config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False, output_bias: bool = False
-) -> ParameterCounts:
-    """Parameters of a backbone, plus an output matrix (`untied_head`), an encoder's transform (`mask_head`) and a bias
-    per token (`output_bias`)."""
-    hidden, norm = config.hidden_size, norm_parameters(config)
-    embedding = config.padded_vocab_size() * hidden
-    blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + config.norms_per_block() * norm
-    body = config.num_layers * blocks + norm + position_parameters(config)
-    transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
-    head = (embedding if untied_head else 0) + (transform if mask_head else 0)
-    head += config.padded_vocab_size() if output_bias else 0
-    return ParameterCounts(embedding=embedding, body=body, head=head)
+def body_parameters(config: ModelConfig) -> int:
+    """Parameters of a backbone without its embedding, see `ParameterCounts.body`."""
+    norm, matrices = norm_parameters(config), attention_matrices(config) + mlp_matrices(config)
+    per_block = matrices + block_biases(config) + config.norms_per_block() * norm
+    return config.num_layers * per_block + norm + position_parameters(config)
 
 
 def attention_matrices(config: ModelConfig) -> int:
@@ -113,17 +105,13 @@ def block_biases(config: ModelConfig) -> int:
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
     """Trained parameters of a run in its last phase."""
-    objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
-    counts = count_parameters(
-        config.model_in_training(),
-        untied_head=objective.trains_head(),
-        mask_head=encoder and objective.has_mask_head(),
-        output_bias=objective.output_bias,
-    )
-    counts = replace(counts, head=counts.head + objective.learned_temperature)
-    generator = config.generator_config()
-    body = 0 if generator is None else count_parameters(generator).body
-    return replace(counts, generator=body, head=counts.head + _auxiliary_head(config))
+    objective, model = phases_of(config)[-1].config.objective, config.model_in_training()
+    rows, hidden, generator = model.padded_vocab_size(), model.hidden_size, config.generator_config()
+    head = rows * (hidden * objective.trains_head() + objective.output_bias) + objective.learned_temperature
+    if model.is_encoder() and objective.has_mask_head():
+        head += hidden**2 + hidden * model.transform_bias + norm_parameters(model) + rows
+    of_generator = 0 if generator is None else body_parameters(generator)
+    return ParameterCounts(rows * hidden, body_parameters(model), head + _auxiliary_head(config), of_generator)
 
 
 def _model_configs(config: RunConfig) -> list[ModelConfig]:
@@ -135,7 +123,7 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
 def _auxiliary_head(config: RunConfig) -> int:
     auxiliary = config.objective.traits()
     blocks = auxiliary.head_blocks(config.model)
-    in_blocks = 0 if blocks is None else count_parameters(blocks).body - position_parameters(blocks)
+    in_blocks = 0 if blocks is None else body_parameters(blocks) - position_parameters(blocks)
     return in_blocks + auxiliary.head_parameters(config.model)
 
 

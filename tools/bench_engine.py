@@ -14,7 +14,7 @@ from __future__ import annotations
 from benchmarks.command import PYTHIA_VOCABULARY, build_config, build_parser, parse_integers, report
 from megahead.config.model import NAMED_SIZES
 from megahead.errors import run_command
-from megahead.estimate import count_parameters
+from megahead.estimate import run_parameters
 from megahead.wording import pluralize
 
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
@@ -48,7 +48,7 @@ def main() -> None:
     rows = time_engines(config, arguments.stages, arguments.rounds)
     batch_text = f"{arguments.rows} x {pluralize(arguments.sequence_length, 'token')}"
     device_text = "one thread" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
-    print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {batch_text}, {device_text}")
+    print(f"{run_parameters(config).total / 1e6:.1f} M parameters, {batch_text}, {device_text}")
     report(rows, output=arguments.output)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from benchmarks.command import build_config, build_parser, parse_integers, report
 from megahead.errors import run_command
-from megahead.estimate import count_parameters
+from megahead.estimate import run_parameters
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     shape = {"num_layers": arguments.layers, "hidden_size": arguments.hidden_size, "num_heads": 2}
     shape["vocab_size"] = arguments.vocabulary
     config = build_config(shape, arguments.rows, arguments.sequence_length, "engine.device=cpu")
-    parameters = count_parameters(config.model)
+    parameters = run_parameters(config)
     print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
     from benchmarks.link import compare_variants, exchange_variants, parse_ways, step_variants
 
