@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megahead.config.base import Settings, require
+from megahead.config.base import Settings, refuse, require
 from megahead.config.model import ROBERTAS, ModelConfig
 from megahead.remote_files import is_remote
 
@@ -108,12 +108,11 @@ class ScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _check_decay(self) -> ScheduleConfig:
-        steps, rule = self.decay_steps, f"be left out for the {self.name} schedule"
         if self.name == "wsd":
-            hint = "try a tenth of all steps"
-            require(steps, "decay_steps", "be given for the wsd schedule", got="missing", hint=hint)
+            rule, hint = "be given for the wsd schedule", "try a tenth of all steps"
+            require(self.decay_steps, "decay_steps", rule, got="missing", hint=hint)
         else:
-            require(not steps, "decay_steps", rule, got=steps)
+            refuse("decay_steps", self.decay_steps, f"for the {self.name} schedule")
         return self
 
 

@@ -100,12 +100,12 @@ def gradients_to_owners(gradients_UD: Tensor, plan: RowPlan, ranks: Group) -> Te
     return summed_OD
 
 
-def _all_gather_rows(rows_uD: Tensor, count: int, tensor_group: Group) -> Tensor:
-    """[U, D]: every T-th row from each rank; `count`: U."""
-    if tensor_group.size == 1:
+def _all_gather_rows(rows_uD: Tensor, count: int, group: Group) -> Tensor:
+    """[U, D]: every T-th row from each of T ranks; `count`: U."""
+    if group.size == 1:
         return rows_uD
-    padded_uD = F.pad(rows_uD, (0, 0, 0, -(-count // tensor_group.size) - len(rows_uD)))  # some ranks have a row less
-    return tensor_group.all_gather(padded_uD).transpose(0, 1).flatten(0, 1)[:count]
+    padded_uD = F.pad(rows_uD, (0, 0, 0, -(-count // group.size) - len(rows_uD)))  # some ranks have a row less
+    return group.all_gather(padded_uD).transpose(0, 1).flatten(0, 1)[:count]
 
 
 def _reduce_scatter_gradients(gradients_UD: Tensor, tensor_group: Group) -> Tensor:
@@ -178,7 +178,7 @@ class FetchedRows:
         self.gradients_OD: Tensor | None = None
         """Gradients of `owned_rows`, summed over micro-batches and ranks, divided by the number of data ranks."""
         self._plan, self._mesh = plan.to(owned_rows[WEIGHT].device), mesh
-        self._rows_UD = rows_from_owners(owned_rows[WEIGHT], self._plan, mesh.world_group).to(dtype)
+        self.rows_UD = rows_from_owners(owned_rows[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
         self._passes_left, self._open_lookups = plan.num_passes, 0
 
@@ -192,14 +192,11 @@ class FetchedRows:
         rows: Tensor = _LookUp.apply(grad_norm_proxy, self, index, num_duplicates)
         return rows
 
-    def gather(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self._rows_UD)
-
     def add_gradients(self, index: Tensor, gradients: Tensor) -> Tensor | None:
         """Adds the gradients of one lookup. The step's last call is collective, and returns the norm of the gradients
         of all ranks' rows."""
         added_UD = torch.ops.aten.embedding_dense_backward(
-            gradients.float(), index, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
+            gradients.float(), index, len(self.rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
         self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
         self._open_lookups -= 1
@@ -220,7 +217,7 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, grad_norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:
         ctx.save_for_backward(index)
         ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(grad_norm_proxy)
-        return fetched.gather(index)
+        return F.embedding(index, fetched.rows_UD)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -347,11 +344,11 @@ class ShardedEmbedding(nn.Module):
         """The first `num_rows` rows in consecutive blocks [b, D], on every rank, in the model's dtype; for
         evaluation."""
         local_nD, ranks = self._current_rows(), self._mesh.world_group
-        local_size, block_size = -(-self.num_rows // ranks.size), max(1, _BLOCK_ROWS // ranks.size)
+        block_size = max(1, _BLOCK_ROWS // ranks.size)
         for start in range(0, -(-num_rows // ranks.size), block_size):
-            block_bD = local_nD[start : start + block_size]  # some ranks have a row less
-            padded_bD = F.pad(block_bD, (0, 0, 0, min(block_size, local_size - start) - len(block_bD)))
-            yield ranks.all_gather(padded_bD).transpose(0, 1).flatten(0, 1)[: num_rows - start * ranks.size]
+            first, block_bD = start * ranks.size, local_nD[start : start + block_size]
+            count = min(block_size * ranks.size, self.num_rows - first)
+            yield _all_gather_rows(block_bD, count, ranks)[: num_rows - first]
 
     def _look_up(self, ids: Tensor, num_duplicates: int) -> Tensor:
         """Rows of `ids`, without the gradients of the first `num_duplicates`, which another rank has, too."""
