@@ -63,8 +63,8 @@ class AuxiliarySettings(Settings):
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 
-    implementation: ClassVar[str]
-    """`module:Class` of the `objectives.auxiliary.Auxiliary` that computes it."""
+    implementation: ClassVar[str] = "megahead.objectives.auxiliary:Auxiliary"
+    """`module:Class` of the `objectives.auxiliary.Auxiliary` that computes it; the base class adds nothing."""
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError if other settings rule it out."""

@@ -139,13 +139,7 @@ _ROBERTA_FIXED = {"token_types": 1, "activation": "gelu", **_BLOCKS_WITHOUT_ROTA
 
 FAMILY_FIXED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_STANDARD_HEADS, **_ALL_BIASES, **_NO_LOCAL_LAYERS},
-    "llama": {
-        "is_causal": True,
-        **_NO_LEARNED_POSITIONS,
-        **_SEQUENTIAL_BLOCKS,
-        **_STANDARD_SCORES,
-        **_NO_LOCAL_LAYERS,
-    },
+    "llama": {"is_causal": True, **_NO_LEARNED_POSITIONS, **_SEQUENTIAL_BLOCKS, **_STANDARD_SCORES, **_NO_LOCAL_LAYERS},
     "gpt2": {"is_causal": True, "token_types": 0, "position_offset": 0, **_BLOCKS_WITHOUT_ROTATION},
     "gemma3": {
         "is_causal": True,

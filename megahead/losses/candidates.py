@@ -132,12 +132,9 @@ def compute_biases(bias: BiasRule, counts_P: Tensor, log_inclusion_P: Tensor | N
     """
     log_counts_P = counts_P.double().log()
     zeros_P = torch.zeros_like(log_counts_P)
-    if bias == "paper":
-        return CandidateBiases(log_counts_P, log_counts_P, subtracts_target_bias=False)
-    if bias == "once":
-        return CandidateBiases(zeros_P, zeros_P, subtracts_target_bias=False)
-    if bias == "own_once":
-        return CandidateBiases(log_counts_P, zeros_P, subtracts_target_bias=False)
+    if bias != "corrected":
+        rules = {"paper": (log_counts_P, log_counts_P), "once": (zeros_P, zeros_P), "own_once": (log_counts_P, zeros_P)}
+        return CandidateBiases(*rules[bias], subtracts_target_bias=False)
     if log_inclusion_P is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
     return CandidateBiases(-log_inclusion_P, -log_inclusion_P, subtracts_target_bias=True)

@@ -33,7 +33,7 @@ from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks, set_attention
-from megahead.objectives.auxiliary import Auxiliary, auxiliary_class, training_row_collator
+from megahead.objectives.auxiliary import auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from megahead.optim import build_optimizer
@@ -399,7 +399,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
 def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> StepLoader:
     """The data loader of the phase, with its own process group."""
     config = plan.config
-    steps_before_masking, settings = session.plan.config.steps_before_masking(), config.objective.auxiliary()
+    steps_before_masking = session.plan.config.steps_before_masking()
     return StepLoader(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
@@ -412,7 +412,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         half=config.engine.precision != "fp32",
         static_shapes=captures_micro_steps(plan),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
-        auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
+        auxiliary=auxiliary_class(config.objective.traits()),
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,
     )

@@ -18,7 +18,7 @@ from megahead.data.samples import StreamSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.contrastive import build_objective
-from megahead.objectives.auxiliary import Auxiliary, auxiliary_class, training_row_collator
+from megahead.objectives.auxiliary import auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.report.read import read_metrics
@@ -63,8 +63,7 @@ def plain_torch(config: RunConfig) -> Course:
     optimizer = build_optimizer(module, config.optimizer)
     text = IndexedDataset(config.data.train)
     samples, collator = StreamSamples(text, config.sample_length(), config.seed), training_row_collator(config, [text])
-    settings = config.objective.auxiliary()
-    auxiliary = Auxiliary if settings is None else auxiliary_class(settings)
+    auxiliary = auxiliary_class(config.objective.traits())
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     reading = samples, objective, config.data, config.batch, Group()

@@ -21,7 +21,7 @@ from megahead.data.samples import RowSource
 from megahead.data.strategies import Uniform
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import Objective, build_objective
-from megahead.objectives.auxiliary import Auxiliary, add_auxiliary, auxiliary_class, training_row_collator
+from megahead.objectives.auxiliary import add_auxiliary, auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.objectives.micro_batch import MicroBatch
 
@@ -47,8 +47,7 @@ def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, A
     """The micro-batch of `rows` with unpadded candidates, as the only one of its step."""
     batch = BatchReader(_InMemoryRows(rows), _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    settings = config.objective.auxiliary()
-    count = None if settings is None else auxiliary_class(settings).num_loss_terms(batch)
+    count = auxiliary_class(config.objective.traits()).num_loss_terms(batch)
     return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if count is None else 1 / max(count, 1))
 
 
@@ -57,7 +56,6 @@ def step_batches(
 ) -> StepBatches:
     """The micro-batches of one step, prepared by the loader of a run on one rank; an array of `rows` for each."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
-    settings = config.objective.auxiliary()
     loader = StepLoader(
         _InMemoryRows(np.concatenate(rows)),
         objective,
@@ -68,7 +66,7 @@ def step_batches(
         device=device,
         half=config.engine.precision != "fp32",
         collator=_collator(config),
-        auxiliary=Auxiliary if settings is None else auxiliary_class(settings),
+        auxiliary=auxiliary_class(config.objective.traits()),
     )
     return loader.step(0)
 
