@@ -165,9 +165,8 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
     each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
     of products and attention. A Llama's block saves three inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
-    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves
-    two inputs more. Sequence parallelism also
-    divides inputs by t, but gathers those of one layer at a time.
+    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves two
+    inputs more. Sequence parallelism also divides inputs by t, but gathers those of one layer at a time.
     """
     model, tensor = config.model_in_training(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -176,18 +175,16 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     keys = max(model.key_heads() / tensor, 1) * model.head_size()
     if model.has_gated_mlp():
         products = 2 * (heads + keys + mlp)
-        block = (2 + model.norms_per_block()) * block_input + (
-            (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp
-        )
+        in_sublayers = (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp
+        block = (2 + model.norms_per_block()) * block_input + in_sublayers
     else:
         block, products = 3 * block_input + 7 * heads + 2 * mlp, 4 * heads + mlp
     recompute = config.engine.activation_checkpointing
     selective = block_input + 2 * model.hidden_size + products
     saved_per_layer = {False: block, True: block_input, "selective": selective}[recompute]
     temporary = (block if recompute else 0) + model.hidden_size - block_input
-    layers = sum(model.num_layers for model in _model_configs(config)) - sum(
-        subset.layers_saved() for subset in subset_layers(config)
-    )
+    saved_layers = sum(subset.layers_saved() for subset in subset_layers(config))
+    layers = sum(model.num_layers for model in _model_configs(config)) - saved_layers
     own_layers = config.objective.traits().num_layers * tensor  # each rank has them whole
     return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
 

@@ -232,9 +232,6 @@ class TrainingConfig(Settings):
         return self
 
 
-FaultAction = Literal["skip", "rollback", "stop"]
-
-
 class ResumeConfig(Settings):
     """How a resumed run may differ from its checkpoint's."""
 
@@ -247,7 +244,7 @@ class FaultsConfig(Settings):
     """When a step goes wrong `skip` keeps the weights and continues with the next samples, `rollback` first returns to
     the last checkpoint, `stop` ends the run."""
 
-    bad_step: FaultAction = "skip"
+    bad_step: Literal["skip", "rollback", "stop"] = "skip"
     """When a loss or the gradient norm is not finite on any rank. (Overflows that only lower fp16's loss scale are
     always skipped.)"""
 

@@ -89,12 +89,9 @@ class Headless:
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
         setting = config.token_counts_needed_by()
         if setting is not None and counts_V is None:
-            raise ConfigError(
-                f"objective.{setting}",
-                "have a dataset with token counts (its .json file)",
-                got=attrgetter(setting)(config),
-                hint="preprocess the text again, or change the objective",
-            )
+            rule = "have a dataset with token counts (its .json file)"
+            hint = "preprocess the text again, or change the objective"
+            raise ConfigError(f"objective.{setting}", rule, got=attrgetter(setting)(config), hint=hint)
         if counts_V is not None and (setting is not None or self._samples_tokens):
             self._log_q_V = log_unigram(counts_V, vocab_size)
         if config.negatives:
@@ -221,9 +218,8 @@ def _validate_arguments(outputs: Tensor, target_ids: Tensor, embedding: Tensor, 
             raise ArgumentError(name, "hold floating-point numbers", got=value.dtype)
     for name, value in tensors.items():
         if value.device != embedding.device:
-            raise ArgumentError(
-                name, f"be on the device of embedding_VD ({embedding.device})", got=f"on {value.device}"
-            )
+            rule = f"be on the device of embedding_VD ({embedding.device})"
+            raise ArgumentError(name, rule, got=f"on {value.device}")
     if embedding.ndim != 2:
         raise ArgumentError("embedding_VD", "be a table, [V, D]", got=list(embedding.shape))
     if outputs.ndim < 2 or outputs.shape[-1] != embedding.shape[1]:

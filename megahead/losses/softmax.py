@@ -187,16 +187,10 @@ class Softmax:
 
     def local_inputs(self) -> tuple[Tensor, Tensor, Candidates, Score, Group]:
         """The arguments of `fused_softmax_loss`: transformed outputs and local rows, local candidates, score, group."""
-        rows_wD, candidates, group = self.rows_UD, self.candidates, Group()
+        rows_wD, candidates, score, group = self.rows_UD, self.candidates, self.score, Group()
         if self.shard is not None:
             (rows_wD, candidates), group = self.shard.select_local(rows_wD, candidates), self.shard.group
-        return (
-            self.score.transform_outputs(self.outputs_ND),
-            self.score.transform_rows(rows_wD),
-            candidates,
-            self.score,
-            group,
-        )
+        return score.transform_outputs(self.outputs_ND), score.transform_rows(rows_wD), candidates, score, group
 
 
 # b rows of a block, V vocabulary (the candidates).

@@ -237,9 +237,8 @@ class CompiledBlocks:
             options["options"] = {"cpp.max_horizontal_fusion_size": 1}
         self._compiled = torch.compile(_call_block, dynamic=False, **options)
         functorch_config: Any = importlib.import_module("torch._functorch.config")
-        functorch_config.force_non_lazy_backward_lowering = (
-            True  # compiles backward with forward, so that failures show
-        )
+        # compiles backward with forward, so that failures show
+        functorch_config.force_non_lazy_backward_lowering = True
         self._compile_error = torch._dynamo.exc.TorchDynamoException  # a slow import, done by torch.compile
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:

@@ -245,9 +245,8 @@ def training_row_collator(
     steps_before_masking: int = 0,
 ) -> RowCollator:
     """The collator of a run or phase for training samples; arguments as in `training_collator`."""
-    return add_auxiliary(
-        training_collator(config, datasets, target_error_counts, steps_before_masking), config, config.seed
-    )
+    collator = training_collator(config, datasets, target_error_counts, steps_before_masking)
+    return add_auxiliary(collator, config, config.seed)
 
 
 def held_out_row_collator(config: RunConfig) -> RowCollator:

@@ -125,7 +125,8 @@ class MicroBatch:
         """The same micro-batch in one buffer, which one copy moves to a device."""
         tensors: list[Tensor] = []
         self._map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        *starts, size = accumulate((_padded_bytes(tensor) for tensor in tensors), initial=0)
+        padded_sizes = [-(-tensor.nbytes // _PACK_ALIGNMENT) * _PACK_ALIGNMENT for tensor in tensors]
+        *starts, size = accumulate(padded_sizes, initial=0)
         buffer = torch.empty(size, dtype=torch.uint8)
         copies = []
         for start, tensor in zip(starts, tensors, strict=True):
@@ -223,10 +224,6 @@ def _fill_weights(weight_N: Tensor | None, slot_N: Tensor, num_slots: int) -> Te
     """float32 [S]: the weights (None: 1) in their slots, 0 in all others."""
     weight_N = torch.ones(len(slot_N)) if weight_N is None else weight_N
     return weight_N.new_zeros(num_slots).index_copy(0, slot_N, weight_N)
-
-
-def _padded_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
 
 
 @dataclass(frozen=True)

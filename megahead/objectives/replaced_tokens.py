@@ -75,9 +75,8 @@ class ReplacedTokens(Auxiliary):
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
         classified_M = ~np.isin(tokens_M.numpy(), config.masking.unmaskable_ids(config.data.end_token))
         draw_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
-        return DetectionBatch(
-            torch.from_numpy(draw_BT).flatten()[index_N], torch.from_numpy(np.flatnonzero(classified_M))
-        )
+        uniform_N = torch.from_numpy(draw_BT).flatten()[index_N]
+        return DetectionBatch(uniform_N, torch.from_numpy(np.flatnonzero(classified_M)))
 
     @classmethod
     def num_loss_terms(cls, batch: Batch) -> int:

@@ -119,11 +119,8 @@ class EnhancedDecoder(nn.Module):
         linear = partial(nn.Linear, hidden_size, hidden_size)
         norm = partial(LayerNorm, hidden_size, eps=config.norm_eps)
         self.num_heads, self.dropout = config.num_heads, config.hidden_dropout
-        self.positions, self.position_norm, self.text_norm = (
-            Embedding(config.max_positions, hidden_size),
-            norm(),
-            norm(),
-        )
+        self.positions = Embedding(config.max_positions, hidden_size)
+        self.position_norm, self.text_norm = norm(), norm()
         self.query, self.key, self.value, self.output = linear(), linear(), linear(), linear()
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.mlp = MLP(hidden_size, config.mlp_size(), config.activation)
@@ -138,16 +135,13 @@ class EnhancedDecoder(nn.Module):
         positions_TD = self.position_norm(self.positions(torch.arange(text_BTD.shape[1], device=text_BTD.device)))
         queries_BTD = first_B1D + positions_TD
         memory_BTD = torch.cat([first_B1D, self.text_norm(text_BTD[:, 1:]) + positions_TD[1:]], dim=1)
-        attended_BTD = self._attend(queries_BTD, memory_BTD, mask_BTT)
+        projections = (self.query, queries_BTD), (self.key, memory_BTD), (self.value, memory_BTD)
+        q, k, v = (layer(x_BTD).unflatten(-1, (self.num_heads, -1)) for layer, x_BTD in projections)
+        attended_BTD = attend_with_mask(q, k, v, mask_BTT).flatten(-2)
         queries_PD, attended_PD = (x.flatten(0, 1).index_select(0, index_P) for x in (queries_BTD, attended_BTD))
         hidden_PD = self.attention_norm(queries_PD + self._dropout(self.output(attended_PD)))
         outputs_PD: Tensor = self.mlp_norm(hidden_PD + self._dropout(self.mlp(hidden_PD)))
         return outputs_PD
-
-    def _attend(self, queries_BTD: Tensor, memory_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
-        projections = (self.query, queries_BTD), (self.key, memory_BTD), (self.value, memory_BTD)
-        q, k, v = (layer(x_BTD).unflatten(-1, (self.num_heads, -1)) for layer, x_BTD in projections)
-        return attend_with_mask(q, k, v, mask_BTT).flatten(-2)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

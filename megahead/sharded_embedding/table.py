@@ -276,9 +276,8 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         self.num_rows, self._learning_rate_ratio = rows, learning_rate_ratio
         self.grad_norm_proxy = nn.Parameter(torch.zeros(GRAD_NORM_PROXY_SIZE, device=device))
-        self.owned = OwnedRows(
-            len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, row_optimizer, device
-        )
+        count = len(range(mesh.world_group.rank, rows, mesh.world_group.size))
+        self.owned = OwnedRows(count, features, row_optimizer, device)
         self._mesh, self._planning_group = mesh, mesh.world_group.new_gloo_group()
         self._fetched: FetchedRows | None = None
         self._current_nD: Tensor | None = None
