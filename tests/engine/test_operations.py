@@ -16,7 +16,7 @@ from benchmarks.rows import build_run_objective, micro_batch, token_rows
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.estimate import count_parameters
+from megahead.estimate import run_parameters
 from megahead.models.blocks import set_attention
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
@@ -57,7 +57,7 @@ def gradient_bytes(group: Group, stage: int | None, changes: Mapping[str, Any] |
         engine.micro_step(micro)
         with counter:
             engine.micro_step(micro)
-    return counter.bytes / count_parameters(config.model).total - 4
+    return counter.bytes / run_parameters(config).total - 4
 
 
 def test_gradients_at_zero_1_move_12_bytes_a_parameter_and_micro_step_and_not_20() -> None:
