@@ -44,8 +44,13 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
 
 def phase_names(phases: Sequence[Phase]) -> list[str]:
     """The objective of each phase, with its targets (next or masked tokens) if they differ between phases."""
-    mixed_targets = len({phase.config.model.is_causal for phase in phases}) > 1
-    return [_phase_name(phase.config, mixed_targets) for phase in phases]
+    mixed_targets, names = len({phase.config.model.is_causal for phase in phases}) > 1, []
+    for config in (phase.config for phase in phases):
+        objective = config.objective
+        head = f" ({'tied' if objective.tied else 'untied'}, with a bias)" if objective.output_bias else ""
+        targets = f" on {'next' if config.model.is_causal else 'masked'} tokens" if mixed_targets else ""
+        names.append(f"{objective.name}{head}{targets}")
+    return names
 
 
 def phase_at(config: RunConfig, step: int) -> Phase:
@@ -63,13 +68,6 @@ def matching_phase(config: RunConfig, saved: RunConfig) -> Phase:
 def same_objective(one: RunConfig, other: RunConfig) -> bool:
     """Whether two configs of phases have the same objective and the same `model.is_causal`."""
     return one.objective.name == other.objective.name and one.model.is_causal == other.model.is_causal
-
-
-def _phase_name(config: RunConfig, show_targets: bool) -> str:
-    objective = config.objective
-    head = f" ({'tied' if objective.tied else 'untied'}, with a bias)" if objective.output_bias else ""
-    targets = f" on {'next' if config.model.is_causal else 'masked'} tokens" if show_targets else ""
-    return f"{objective.name}{head}{targets}"
 
 
 def _phase_config(config: RunConfig, step: int) -> RunConfig:
