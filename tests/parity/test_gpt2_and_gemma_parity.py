@@ -64,7 +64,7 @@ def gathered(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, torch
     family, ours = FAMILIES[model.config.model_type], {}
     for name, tensor in tensors.items():
         names = family.parameter_names(name)
-        rows = tensor.T if family.is_transposed(name) else tensor
+        rows = tensor.T if name.endswith(family.transposed_names) else tensor
         ours |= dict(zip(names, rows.chunk(len(names)), strict=True))
     return {name.removeprefix("backbone."): tensor for name, tensor in ours.items()}
 
