@@ -465,8 +465,6 @@ def _loss_bytes(config: RunConfig, precision: str, device: str) -> float:
         chunk = sizes.outputs_per_chunk(targets, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + rows) + (4 * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
-    if (
-        config.objective.traits().pools_rows()
-    ):  # of texts: nine such matrices in float32 (measured: 64 texts, 30,522 ids)
+    if config.objective.traits().pools_rows():  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * config.batch.micro_size * _own_targets(config)[1] / config.parallel.tensor
     return total

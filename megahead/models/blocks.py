@@ -46,9 +46,7 @@ class SelfAttention(nn.Module):
         hidden_size, head_size, has_bias = config.hidden_size, config.head_size(), config.attention_bias != "none"
         width, key_heads = config.num_heads * head_size, config.key_heads()
         self.head_size, self.causal, self.dropout = head_size, config.is_causal, config.attention_dropout
-        self.query_factor = (
-            head_size / config.query_scalar()
-        ) ** 0.5  # where scores are not divided by sqrt(head_size)
+        self.query_factor = (head_size / config.query_scalar()) ** 0.5  # scores are divided by sqrt(head_size)
         self.group = Group()  # ranks with the other heads: each has its own dropout masks
         self.attend: AttentionFunction = attend
         self.fused_qkv = config.family == "gpt_neox"
