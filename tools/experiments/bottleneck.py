@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.measures import Row, tokens_per_second
-from experiments.runner import GRIDS, Cell, ExperimentRunner, to_overrides, training_overrides
+from experiments.runner import GRIDS, Cell, ExperimentRunner, require_names, to_overrides, training_overrides
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
@@ -35,6 +35,7 @@ HEADS: dict[str, HeadName] = {"headless": "pmi", "tied softmax": "tied", "untied
 def compare_bottleneck(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains each objective in each size with every rate; `only`: sizes or objectives."""
     axes = GRIDS["bottleneck"]["axes"]
+    require_names(only, [*axes["ids"]["values"], *axes["objective"]])
     sizes = [size for size in axes["ids"]["values"] if str(size) in only] or axes["ids"]["values"]
     objectives = [name for name in axes["objective"] if name in only] or list(axes["objective"])
     rows: list[Row] = []

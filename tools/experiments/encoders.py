@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.measures import Chart, Row, aggregate_seeds, group_points, mean_candidates, percent, tokens_per_second
 from experiments.neighbours import PLAIN, settings_of_variant
-from experiments.runner import GRIDS, ExperimentRunner, grid_charts
+from experiments.runner import GRIDS, ExperimentRunner, grid_charts, require_names
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
@@ -36,9 +36,10 @@ def compare_encoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     `wrong-labels` has a tenth of its tokens replaced at random before masking, in inputs and labels, as in the
     published code's vanilla runs; `headless-noise` and `vanilla-noise` in the inputs only, as in its headless runs.
     """
+    overrides_by_run = GRIDS["encoders"]["axes"]["run"]
+    require_names(only, overrides_by_run)
     data = runner.data(encoder=True)
     prefix, rows = Path(data[0].removeprefix("data.train=")), []
-    overrides_by_run = GRIDS["encoders"]["axes"]["run"]
     runs = [name for name in overrides_by_run if not only or name in only]
     for name in runs:
         config = f"encoder-small-{'headless' if name.startswith('headless') else 'vanilla'}"
@@ -144,6 +145,7 @@ def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
     Held-out perplexity depends on a variant's masks, and for replaced tokens it is the generator's: only fine-tuning
     compares them.
     """
+    require_names(only, GRIDS["glue"])
     names = [name for name in GRIDS["glue"] if not only or name in only]
     budget, rows = STEPS * _flops_per_step(runner, PLAIN), []
     for name in names:

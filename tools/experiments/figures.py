@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.measures import Chart, Row, aggregate_seeds, evaluation_scores, group_points
-from experiments.runner import GRIDS, Cell, ExperimentRunner, grid_charts, task_scores, training_overrides
+from experiments.runner import (
+    GRIDS,
+    Cell,
+    ExperimentRunner,
+    grid_charts,
+    require_names,
+    task_scores,
+    training_overrides,
+)
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
 from megahead.evaluate.perplexity import evaluate_checkpoint
@@ -28,6 +36,7 @@ def compare_latency(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Times steps of both objectives in turn, for every shape (or those of `only`) and size of micro-batch.
 
     BERT-base with 512 tokens a row, 15 % masked, is the paper's. Needs no text."""
+    require_names(only, [f"{size}-{length}" for size, length in SHAPES])
     rows: list[Row] = []
     for size, length in SHAPES:
         if only and f"{size}-{length}" not in only:
@@ -66,7 +75,9 @@ def compare_decoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     fine-tuned for an eighth of the training. With --tasks-data: LAMBADA during training, and tasks of the harness at
     the end, beside an untrained model.
     """
-    seeds = [seed for seed in GRIDS["decoders"]["axes"]["seed"]["values"] if not only or str(seed) in only]
+    all_seeds = GRIDS["decoders"]["axes"]["seed"]["values"]
+    require_names(only, all_seeds)
+    seeds = [seed for seed in all_seeds if not only or str(seed) in only]
     cells = runner.grid("decoders", seed=seeds)
     rows = [row for cell in cells[:2] for row in _checkpoint_rows(runner, cell)]
     final_rows = [row for row in rows if row["step"] == cells[0].run.training[-1]["step"]]

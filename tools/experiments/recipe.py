@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from experiments.measures import Row, aggregate_seeds, time_spent
-from experiments.runner import ExperimentRunner, to_overrides, training_overrides
-from megahead.errors import FieldError, UserError
+from experiments.runner import ExperimentRunner, require_names, to_overrides, training_overrides
+from megahead.errors import UserError
 from megahead.report.read import read_metrics
 
 Recipe = dict[str, Any]
@@ -65,8 +65,7 @@ INITIAL_RECIPE = KINDS["decoder"].start
 
 def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Searches recipes for the kinds and sides of `only`, or all, and compares them with the initial ones."""
-    if unknown := [name for name in only if name not in KINDS and name not in SIDES]:
-        raise FieldError("--only", f"name some of {', '.join([*KINDS, *SIDES])}", got=unknown[0])
+    require_names(only, [*KINDS, *SIDES])
     sides = [name for name in SIDES if name in only] or [*SIDES]
     for kind in [name for name in KINDS if name in only] or KINDS:
         searches = [CoordinateSearch(runner, kind, side) for side in sides]

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.measures import Row, aggregate_seeds
-from experiments.runner import GRIDS, ExperimentRunner, grid_points, training_overrides
+from experiments.runner import GRIDS, ExperimentRunner, grid_points, require_names, training_overrides
 from megahead.data.sources import read_blocks
-from megahead.errors import FieldError
 from megahead.evaluate.harness_tasks import read_articles
 from megahead.files import write_atomically
 from steps.once import output_lock
@@ -45,9 +44,7 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
     --text: JSON lines with `title` and `text`; --tasks-data: with STS-B; --tokenizer: in place of one of the text.
     """
     ways = {Way(**values): overrides for values, overrides in grid_points({"axes": GRID["ways"]}, {})}
-    names = [way.name for way in ways]
-    if unknown := [name for name in only if name not in names]:
-        raise FieldError("--only", f"name some of {', '.join(names)}", got=unknown[0])
+    require_names(only, [way.name for way in ways])
     comparison = Comparison.prepare(runner)
     longest = comparison.step_seconds(Way("retromae", "vanilla"), ways[Way("retromae", "vanilla")])
     rows = list[Row]()

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -124,13 +124,18 @@ class ExperimentRunner:
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
     def grid(self, name: str, only: Sequence[str] = (), *overrides: str, **axis_values: Sequence[Any]) -> list[Cell]:
-        """Trains the runs of `GRIDS[name]`: all, or those whose name or value of an axis is in `only`.
+        """Trains the runs of `GRIDS[name]`: all, or those whose name or value of an axis is in `only`. FieldError for
+        another name.
 
         `overrides`: for all runs, and for the text if the grid's data is external; `axis_values`: replace the grid's.
         """
         grid, cells = GRIDS[name], []
-        for values, settings in grid_points(grid, axis_values):
-            run = run_name(grid["run"].format(**values))
+        points = [
+            (run_name(grid["run"].format(**point)), point, sets) for point, sets in grid_points(grid, axis_values)
+        ]
+        if not axis_values:
+            require_names(only, dict.fromkeys(name for run, point, _ in points for name in (*point.values(), run)))
+        for run, values, settings in points:
             if (only and not {run, *map(str, values.values())}.intersection(only)) or run in grid.get("exclude", ()):
                 continue
             size = values.get("vocabulary", grid.get("vocabulary"))
@@ -270,6 +275,13 @@ class ExperimentRunner:
             first, second = pool.map(lambda name: quiet.train(config, name, *pair[name]), pair)
         overlap_seconds = min(run.training[-1]["seconds"] for run in (first, second))
         return _cost(first, overlap_seconds) / _cost(second, overlap_seconds)
+
+
+def require_names(only: Sequence[str], names: Iterable[object]) -> None:
+    """FieldError if `only`, the option, names something else than `names`."""
+    known = [*map(str, names)]
+    if unknown := [name for name in only if name not in known]:
+        raise FieldError("--only", f"name some of {', '.join(known)}", got=unknown[0])
 
 
 def grid_points(grid: Mapping[str, Any], axis_values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Row, list[str]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from experiments.measures import Chart, Row, group_points, tokens_per_second
-from experiments.runner import ExperimentRunner, training_overrides
+from experiments.runner import ExperimentRunner, require_names, training_overrides
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
@@ -51,6 +51,7 @@ def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) ->
     also scored at the step with the text that the smallest vocabulary reads in all. For the smaller sizes vanilla runs
     train for as many steps as fit in the time of the headless run.
     """
+    require_names(only, SIZES)
     source = _split_languages(runner)
     sizes = [size for size in SIZES if not only or str(size) in only]
     texts = {size: _prepare_text(runner, source, size) for size in sizes}

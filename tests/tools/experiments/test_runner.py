@@ -8,12 +8,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
+import paper
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from experiments.figures import compare_negatives, compare_variants
 from experiments.measures import (
@@ -29,7 +32,7 @@ from experiments.measures import (
 from experiments.runner import ExperimentRunner, _is_finished, run_python
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
-from megahead.errors import UserError
+from megahead.errors import FieldError, UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 from steps.once import output_lock
@@ -54,6 +57,14 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(runner: E
     compare_variants(runner, ["paper, group 4"])
     assert [(folder / "log.txt").read_text() for folder in (run, head)] == logs  # neither was started again
     assert json.loads((runner.folder / "variants.json").read_text())["results"] == [row]
+
+
+@pytest.mark.parametrize("experiment", paper.EXPERIMENTS)
+def test_a_name_that_an_experiment_does_not_have_is_refused_before_any_work(tmp_path: Path, experiment: str) -> None:
+    compare = getattr(import_module(f"experiments.{paper.EXPERIMENTS[experiment]}"), f"compare_{experiment}")
+    with pytest.raises(FieldError, match=r"`--only` must name some of .*, but is retrmae"):
+        compare(ExperimentRunner(tmp_path, Path("text"), [], Console()), ["retrmae"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: Path) -> None:
