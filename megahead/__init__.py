@@ -3,9 +3,11 @@
 The public names for scripts and notebooks, imported when first used: `import megahead` imports no torch.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from megahead.lazy import lazy_getattr as _lazy_getattr
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megahead.config.loading import load_config
@@ -37,7 +39,20 @@ __all__ = [
     "start",
 ]
 
-__getattr__ = _lazy_getattr(
+
+def lazy_getattr(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package. `names`: its public names, by the submodule that is imported when one is used."""
+    module_by_name = {name: module for module, exported in names.items() for name in exported}
+
+    def import_name(name: str) -> Any:
+        if name not in module_by_name:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{module_by_name[name]}"), name)
+
+    return import_name
+
+
+__getattr__ = lazy_getattr(
     __name__,
     {
         "config.loading": ("load_config",),
@@ -56,4 +71,4 @@ __getattr__ = _lazy_getattr(
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 from megahead import __version__
 from megahead.commands import COMMANDS
@@ -22,10 +23,8 @@ def main() -> None:
 def dispatch() -> int | None:
     """Runs the command that sys.argv names, and returns its exit code."""
     command, *options = sys.argv[1:] or [""]
-    code: int | None
     if "_ARGCOMPLETE" in os.environ and not command:
-        code = import_module("megahead.completion").complete(command_names())
-        return code
+        return complete()
     if command in ("", "-h", "--help"):
         print(usage())
         return 0 if command else 2
@@ -34,7 +33,7 @@ def dispatch() -> int | None:
         return 0
     name = resolve_command(command)
     sys.argv = [f"megahead {with_dashes(name)}", *options]  # argparse names the command by the first of them
-    code = import_module(f"megahead.commands.{name}").main()
+    code: int | None = import_module(f"megahead.commands.{name}").main()
     return code
 
 
@@ -70,6 +69,50 @@ def command_names() -> list[str]:
 
 def with_dashes(name: str) -> str:
     return name.replace("_", "-")
+
+
+# Shell completion by argcomplete: after `eval "$(register-python-argcomplete megahead)"` the shell runs `megahead` with
+# its command line in COMP_LINE.
+
+
+def complete() -> int:
+    """Prints the names of the commands, or the options of the one in COMP_LINE, and exits. Returns 1 if nothing fits:
+    the shell then completes file names."""
+    try:
+        from argcomplete.lexers import split_line
+    except ImportError:
+        return 1
+    import argparse
+
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    names = {with_dashes(name): name for name in command_names()}
+    patch_argparse()
+    if len(words) < 2:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("command", choices=names)
+        parser.add_argument("--version", action="store_true")
+        parser.parse_args()
+    name = with_dashes(words[1])
+    if name in names:
+        os.environ["_ARGCOMPLETE"] = "2"  # the command's arguments follow the second word
+        import_module(f"megahead.commands.{names[name]}").main()
+    return 1
+
+
+def patch_argparse() -> None:
+    """Makes `parse_args` complete the command line and exit. Values stay strings, so that nothing is fetched."""
+    from argparse import Action, ArgumentParser
+
+    import argcomplete
+
+    def parse_args(parser: ArgumentParser) -> Any:
+        argcomplete.autocomplete(parser)
+
+    def get_value(_: ArgumentParser, action: Action, arg_string: str) -> str:
+        return arg_string
+
+    ArgumentParser.parse_args = parse_args  # type: ignore[assignment, method-assign]
+    ArgumentParser._get_value = get_value  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

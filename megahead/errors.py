@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from megahead.lazy import slow_imports_reported
 from megahead.wording import pluralize
+
+SLOW_PACKAGES = ("torch", "transformers", "deepspeed", "lm_eval", "datasets", "matplotlib", "scipy", "sklearn")
+"""Packages whose import takes from half a second to several, on a busy machine a minute."""
 
 
 class UserError(Exception):
@@ -101,6 +105,32 @@ def run_command(
             traceback.print_exc()
             exit_immediately(1)
         raise
+
+
+@contextmanager
+def slow_imports_reported() -> Iterator[None]:
+    """In the block, writes `loading NAME` to stderr before the first import of a slow package, on rank 0 only."""
+    finder = _SlowImportReporter()
+    is_nested = any(isinstance(other, _SlowImportReporter) for other in sys.meta_path)
+    if not is_nested and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _SlowImportReporter(MetaPathFinder):
+    """Finds no module: the import system asks it first, before it loads one."""
+
+    def __init__(self) -> None:
+        self._has_reported = False
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in SLOW_PACKAGES and not self._has_reported:
+            self._has_reported = True
+            print(f"loading {fullname}", file=sys.stderr, flush=True)
 
 
 def exit_immediately(code: int) -> None:

@@ -1,5 +1,5 @@
 """Text to indexed datasets, and indexed datasets to batches."""
 
-from megahead.lazy import lazy_getattr
+from megahead import lazy_getattr
 
 __getattr__ = lazy_getattr(__name__, {"indexed": ("IndexedDataset",), "writer": ("IndexedDatasetWriter",)})

@@ -1,5 +1,5 @@
 """What a run learns: the module that maps a batch to a loss, and the batches it is context."""
 
-from megahead.lazy import lazy_getattr
+from megahead import lazy_getattr
 
 __getattr__ = lazy_getattr("megahead", {"losses.contrastive": ("cwt_loss",)})

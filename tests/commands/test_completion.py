@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megahead.__main__ import command_names
-from megahead.completion import complete
 from support.commands import ROOT
 
 
@@ -53,7 +52,7 @@ def test_the_shell_is_answered(line: str, words: list[str], tmp_path: Path) -> N
 def test_what_was_typed_is_neither_looked_for_nor_fetched(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     program = (
-        "import argparse; from megahead.completion import patch_argparse; patch_argparse();"
+        "import argparse; from megahead.__main__ import patch_argparse; patch_argparse();"
         "parser = argparse.ArgumentParser(); parser.add_argument('--model', type=lambda text: 1 / 0);"
         "assert parser.parse_known_args(['--model', 's3://far'])[0].model == 's3://far'"
     )
@@ -84,4 +83,4 @@ def test_nothing_of_it_is_imported_where_no_shell_asks(tmp_path: Path) -> None:
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "megahead.commands" in imported
-    assert not imported & {complete.__module__, "argcomplete", "argparse"}
+    assert not imported & {"argcomplete", "argparse"}

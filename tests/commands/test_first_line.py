@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megahead.commands import COMMANDS
-from megahead.lazy import SLOW_PACKAGES
+from megahead.errors import SLOW_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 IMPORT_ALL = f"""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megahead.lazy import SLOW_PACKAGES
+from megahead.errors import SLOW_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 
