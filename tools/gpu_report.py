@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpu_parts.plan import DRY, FULL, Text, build_parts
-from gpu_parts.session import DRY_RUN, ON_A_GPU, Session
+from gpu_parts.session import DRY, DRY_RUN, FULL, ON_A_GPU, Session, Text, build_parts
 from megahead.errors import FieldError, existing_path, run_command
 from megahead.report.tables import terminal, to_rich
 

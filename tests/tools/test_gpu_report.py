@@ -8,9 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gpu_parts.page import step_rows, training_rows, whole_rows
-from gpu_parts.plan import DRY, FULL, RESULT, STARTUP_SECONDS, TOKENS, TRAINING_MFU, Outcome, Text, build_parts
-from gpu_parts.session import DRY_RUN, Session
+from gpu_parts.session import (
+    DRY,
+    DRY_RUN,
+    FULL,
+    RESULT,
+    STARTUP_SECONDS,
+    TOKENS,
+    TRAINING_MFU,
+    Outcome,
+    Session,
+    Text,
+    build_parts,
+    step_rows,
+    training_rows,
+    whole_rows,
+)
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, captures_micro_steps
 from megahead.data.preprocess import preprocess
