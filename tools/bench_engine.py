@@ -25,9 +25,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=NAMED_SIZES, help="a named decoder (default: 25 M parameters)")
     parser.add_argument("--rows", type=int, default=8, help="rows of the micro-batch (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
-    parser.add_argument(
-        "--stages", type=parse_integers, default=[0, 1, 2, 3], help="ZeRO stages to time (default: 0,1,2,3)"
-    )
+    parser.add_argument("--stages", type=parse_integers, default=[0, 1, 2, 3], help="ZeRO stages (default: 0,1,2,3)")
     parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")

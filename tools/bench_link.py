@@ -19,9 +19,7 @@ from megahead.estimate import run_parameters
 
 def main() -> None:
     parser = build_parser(__doc__)
-    parser.add_argument(
-        "--ranks", type=parse_integers, default=[2, 4], metavar="R,...", help="numbers of ranks (default: 2,4)"
-    )
+    parser.add_argument("--ranks", type=parse_integers, default=[2, 4], help="numbers of ranks (default: 2,4)")
     parser.add_argument("--vocabulary", type=int, default=1 << 20, help="ids (default: 1048576)")
     parser.add_argument("--hidden-size", type=int, default=64, help="features of a row (default: 64)")
     parser.add_argument("--layers", type=int, default=3, help="layers of the body (default: 3)")
@@ -29,8 +27,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
     ways_help = "of steps, each an embedding and a ZeRO stage (default: rows:0,dense:0,dense:3)"
     parser.add_argument("--ways", default="rows:0,dense:0,dense:3", metavar="WAY,...", help=ways_help)
-    negatives_help = "also time sharing one micro-batch's negatives, as ids and as embeddings"
-    parser.add_argument("--negatives", action="store_true", help=negatives_help)
+    parser.add_argument("--negatives", action="store_true", help="also share negatives, as ids and as embeddings")
     parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link (default: 1000)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     arguments = parser.parse_args()

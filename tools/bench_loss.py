@@ -58,9 +58,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser(__doc__)
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset of at most 50,304 ids")
-    parser.add_argument(
-        "--sizes", type=parse_integers, default=[2**k for k in range(10, 15)], help="N, comma-separated"
-    )
+    parser.add_argument("--sizes", type=parse_integers, default="1024,2048,4096,8192,16384", help="N, comma-separated")
     parser.add_argument("--hidden", type=parse_integers, default=[512, 768], help="D, comma-separated")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; their median is shown")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -118,9 +118,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("Time whole training steps, headless against vanilla.")
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--preset", choices=NAMED_SIZES, help="a named size, with its own, BERT's or Pythia's vocabulary"
-    )
+    model.add_argument("--preset", choices=NAMED_SIZES, help="a named size with its own, BERT's or Pythia's ids")
     model.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting")
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")

@@ -14,10 +14,8 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[engines.Rounds]:
     """What is timed."""
     seen: list[engines.Rounds] = []
-    run_interleaved = engines.run_interleaved_steps
-    monkeypatch.setattr(
-        engines, "run_interleaved_steps", lambda *given: seen.append(run_interleaved(*given)) or seen[-1]
-    )
+    run_interleaved = engines.run_interleaved
+    monkeypatch.setattr(engines, "run_interleaved", lambda *given: seen.append(run_interleaved(*given)) or seen[-1])
     return seen
 
 

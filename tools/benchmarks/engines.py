@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,17 +47,14 @@ DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
 class StepProcesses:
-    """One or more processes that run a step at the same time on request."""
+    """One or more processes that run a step at the same time on request, each the one that its builder returns."""
 
-    def __init__(
-        self, name: str, step_builders: list[tuple[Callable[..., StepFunction], tuple[Any, ...]]], device: str = "cpu"
-    ) -> None:
+    def __init__(self, step_builders: Sequence[Callable[[], StepFunction]], device: str = "cpu") -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-        self.name, self._pipes = name, list[Connection]()
-        self.processes: list[BaseProcess] = []
-        for build_step, arguments in step_builders:
+        self._pipes, self.processes = list[Connection](), list[BaseProcess]()
+        for build_step in step_builders:
             parent_end, child_end = context.Pipe()
-            self.processes.append(context.Process(target=_serve, args=(child_end, build_step, arguments), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(child_end, build_step), daemon=True))
             self.processes[-1].start()
             child_end.close()  # so that recv fails when the process dies
             self._pipes.append(parent_end)
@@ -85,34 +83,24 @@ class StepProcesses:
 Rounds = list[list[tuple[float, float]]]  # [round][variant]: seconds, and CPU seconds
 
 
-def run_interleaved_steps(variants: Sequence[StepProcesses], rounds: int) -> Rounds:
-    """Runs `rounds` steps of each variant in turn, after one warm-up step of each."""
-    return run_interleaved([lambda _, one=one: one.step() for one in variants], rounds)  # type: ignore[misc]
-
-
 def _timing_columns(rounds: Rounds, index: int) -> dict[str, object]:
     """Medians of variant `index`: wall and CPU milliseconds, and their ratios to the first variant's in each round."""
-    pairs = [(steps[index], steps[0]) for steps in rounds]
-    medians = {
-        f"{name}ms": to_milliseconds(median(steps[column] for steps, _ in pairs))
-        for column, name in enumerate(("", "CPU "))
-    }
-    ratios = {
-        name: median(steps[column] / first[column] for steps, first in pairs)
-        for column, name in enumerate(("wall", "CPU"))
-    }
-    return medians | {f"{name} ratio": f"{ratio:.3f}" for name, ratio in ratios.items()}
+    seconds_RVC = np.array(rounds)  # by round, variant and clock
+    wall, cpu = np.median(seconds_RVC[:, index], axis=0).tolist()
+    wall_ratio, cpu_ratio = np.median(seconds_RVC[:, index] / seconds_RVC[:, 0], axis=0)
+    row: dict[str, object] = {"ms": to_milliseconds(wall), "CPU ms": to_milliseconds(cpu)}
+    return row | {"wall ratio": f"{wall_ratio:.3f}", "CPU ratio": f"{cpu_ratio:.3f}"}
 
 
 def time_engines(config: RunConfig, stages: Sequence[int], num_rounds: int) -> list[dict[str, object]]:
     """Times steps of a plain torch loop and of the engine at each ZeRO stage; returns a row for each."""
-    device = config.engine.device
-    variants = [StepProcesses("bare torch", [(build_torch_step, (config,))], device)]
-    variants += [StepProcesses(f"ZeRO {stage}", [(build_engine_step, (config, stage))], device) for stage in stages]
-    rounds = run_interleaved_steps(variants, num_rounds)
+    builders = {"bare torch": partial(build_torch_step, config)}
+    builders |= {f"ZeRO {stage}": partial(build_engine_step, config, stage) for stage in stages}
+    variants = [StepProcesses([build_step], config.engine.device) for build_step in builders.values()]
+    rounds = run_interleaved([variant.step for variant in variants], num_rounds)
     for variant in variants:
         variant.stop()
-    return [{"": variant.name} | _timing_columns(rounds, index) for index, variant in enumerate(variants)]
+    return [{"": name} | _timing_columns(rounds, index) for index, name in enumerate(builders)]
 
 
 def init_distributed(rendezvous: Rendezvous) -> None:
@@ -196,9 +184,9 @@ def zipf_micro_batch(config: RunConfig) -> MicroBatch:
     return micro_batch(config, build_run_objective(config, [rows]), rows).prepare_for(device).to(device)
 
 
-def _serve(pipe: Connection, build_step: Callable[..., StepFunction], arguments: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, build_step: Callable[[], StepFunction]) -> None:
     torch.set_num_threads(1)
-    step = build_step(*arguments)
+    step = build_step()
     pipe.send("ready")
     while (request := pipe.recv()) != "stop":
         if request == "measure":
@@ -230,12 +218,11 @@ def time_vocabularies(
         with tempfile.TemporaryDirectory() as folder:
             variants: list[StepProcesses] = []
             for size in vocabularies:
-                sized, store = _config_with_vocabulary(config, size, embedding, ranks), f"{folder}/store-{size}"
-                arguments = [(sized, (rank, ranks, store), rows_by_step, device) for rank in range(ranks)]
-                variants.append(
-                    StepProcesses("", [(build_rank_step, rank_arguments) for rank_arguments in arguments], device.type)
-                )
-            rounds = run_interleaved_steps(variants, steps)
+                sized = _config_with_vocabulary(config, size, embedding, ranks)
+                rendezvous = [(rank, ranks, f"{folder}/store-{size}") for rank in range(ranks)]
+                builders = [partial(build_rank_step, sized, one, rows_by_step, device) for one in rendezvous]
+                variants.append(StepProcesses(builders, device.type))
+            rounds = run_interleaved([variant.step for variant in variants], steps)
             for index, (size, variant) in enumerate(zip(vocabularies, variants, strict=True)):
                 rows.append({"embedding": embedding, "vocabulary": size, **_timing_columns(rounds, index)})
                 if device.type == "cpu":
@@ -271,7 +258,7 @@ def time_launches(device: torch.device, rounds: int) -> list[dict[str, object]]:
             add()
         kinds[f"graph of {CALLS:,} operators"] = graph.replay
     kinds[f"loss of {SIZE} outputs, forward and backward"] = _loss_step(device)
-    taken = run_interleaved([lambda _, call=call: _time_launch(call, device) for call in kinds.values()], rounds, 3)  # type: ignore[misc]
+    taken = run_interleaved([partial(_time_launch, call, device) for call in kinds.values()], rounds, warm_up=3)
     rows: list[dict[str, object]] = []
     for name, seconds in zip(kinds, zip(*taken, strict=True), strict=True):
         host_us, both_us = (round(1e6 * median(values), 1) for values in zip(*seconds, strict=True))

@@ -13,13 +13,20 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.engines import DEEPSPEED_CONFIGS, StepFunction, StepProcesses, build_rank_step, init_distributed
+from benchmarks.engines import (
+    DEEPSPEED_CONFIGS,
+    Rendezvous,
+    StepFunction,
+    StepProcesses,
+    build_rank_step,
+    init_distributed,
+)
 from benchmarks.rows import token_rows, with_overrides
 from benchmarks.timing import run_interleaved
 from megahead.config.run import RunConfig
@@ -80,11 +87,10 @@ def _run(command: str) -> None:
         raise UserError(f"`{command}` must work, but does not ({result.stderr.strip()}).")
 
 
-CPU = torch.device("cpu")
-
 EmbeddingAndStage = tuple[str, int]  # rows or dense, and ZeRO stage
 Row = dict[str, object]
-Variant = tuple[Row, Callable[..., StepFunction], tuple[Any, ...]]  # table columns, step builder and its arguments
+StepBuilder = Callable[[Rendezvous, str], StepFunction]  # of a rank in its namespace, in a new process of one thread
+Variant = tuple[Row, StepBuilder]  # its columns of the table, and its steps
 Variants = Callable[[RunConfig, int, int], Iterable[Variant]]
 
 
@@ -95,8 +101,8 @@ def compare_variants(
     rows: list[Row] = []
     for count in rank_counts:
         with network_namespaces(count, megabits) as namespaces:
-            for columns, build_step, arguments in variants(config, count, steps):
-                rows.append({"ranks": count, **columns, **_measure(build_step, arguments, namespaces, steps)})
+            for columns, build_step in variants(config, count, steps):
+                rows.append({"ranks": count, **columns, **_measure(build_step, namespaces, steps)})
     return rows
 
 
@@ -105,7 +111,7 @@ def step_variants(ways: Sequence[EmbeddingAndStage], config: RunConfig, ranks: i
     for embedding, stage in ways:
         engine = (f"engine.embedding={embedding}", f"engine.deepspeed={DEEPSPEED_CONFIGS / f'zero{stage}.json'}")
         variant = with_overrides(config, f"batch.global_size={ranks * config.batch.micro_size}", *engine)
-        yield {"embedding": embedding, "ZeRO": stage}, build_linked_step, (variant, steps + 1)
+        yield {"embedding": embedding, "ZeRO": stage}, partial(build_linked_step, variant, steps + 1)
 
 
 def exchange_variants(config: RunConfig, ranks: int, steps: int) -> Iterator[Variant]:
@@ -113,25 +119,20 @@ def exchange_variants(config: RunConfig, ranks: int, steps: int) -> Iterator[Var
     back."""
     targets = config.batch.micro_size * config.data.sequence_length
     for form in ("ids", "embeddings"):
-        arguments = (form, targets, config.model.hidden_size)
-        yield {"negatives as": form, "targets a rank": targets}, build_exchange, arguments
+        columns: Row = {"negatives as": form, "targets a rank": targets}
+        yield columns, partial(build_exchange, form, targets, config.model.hidden_size)
 
 
-def _measure(
-    build_step: Callable[..., StepFunction], arguments: tuple[Any, ...], namespaces: list[str], steps: int
-) -> Row:
+def _measure(build_step: StepBuilder, namespaces: list[str], steps: int) -> Row:
     """Medians over steps; bytes are those of the rank that sends most."""
-    num_ranks = len(namespaces)
     with tempfile.TemporaryDirectory() as folder:
-        rank_arguments = [
-            (*arguments, rank, num_ranks, f"{folder}/store", namespaces[rank]) for rank in range(num_ranks)
-        ]
-        variant = StepProcesses("", [(build_step, one) for one in rank_arguments])
+        ranks = [((rank, len(namespaces), f"{folder}/store"), name) for rank, name in enumerate(namespaces)]
+        variant = StepProcesses([partial(build_step, *rank) for rank in ranks])
 
         def sent() -> list[int]:
             return [sent_bytes(process.pid) for process in variant.processes]
 
-        def step(_: int) -> tuple[float, int]:
+        def step() -> tuple[float, int]:
             before, seconds = sent(), variant.step()[0]
             return seconds, max(end - start for start, end in zip(before, sent(), strict=True))
 
@@ -140,24 +141,20 @@ def _measure(
     return {"MB sent": f"{statistics.median(max_sent) / 1e6:,.2f}", "ms": round(statistics.median(seconds) * 1e3)}
 
 
-def build_linked_step(
-    config: RunConfig, steps: int, rank: int, world_size: int, store: str, namespace: str
-) -> StepFunction:
-    """Runs in a new process of one thread: a step of this rank; each call reads other rows."""
+def build_linked_step(config: RunConfig, steps: int, rendezvous: Rendezvous, namespace: str) -> StepFunction:
+    """A step of this rank; each call reads other rows."""
     enter_namespace(namespace)
-    rows_by_step = token_rows(config, None, count=world_size * steps)
-    return build_rank_step(config, (rank, world_size, store), rows_by_step, CPU)
+    _, world_size, _ = rendezvous
+    return build_rank_step(config, rendezvous, token_rows(config, None, count=world_size * steps), torch.device("cpu"))
 
 
-def build_exchange(
-    form: str, targets: int, features: int, rank: int, world_size: int, store: str, namespace: str
-) -> StepFunction:
-    """Runs in a new process of one thread: the exchange of this rank's negatives, `ids` as by a run's candidate groups,
-    `embeddings` by an all-gather of fp32 rows and a reduce-scatter of their gradients."""
+def build_exchange(form: str, targets: int, features: int, rendezvous: Rendezvous, namespace: str) -> StepFunction:
+    """The exchange of this rank's negatives, `ids` as by a run's candidate groups, `embeddings` by an all-gather of
+    fp32 rows and a reduce-scatter of their gradients."""
     enter_namespace(namespace)
-    init_distributed((rank, world_size, store))
+    init_distributed(rendezvous)
     group, rows_ND = Group.world(), torch.randn(targets, features)
-    target_ids, counts_RA = [torch.arange(targets)], torch.full((world_size, 1), targets)
+    target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)
 
     def exchange() -> None:
         if form == "ids":

@@ -228,10 +228,9 @@ class PassCost(NamedTuple):
     @staticmethod
     def median_of(costs: Sequence[PassCost | None]) -> PassCost | None:
         """The field-wise median; None where a cost is missing."""
-        measured = [cost for cost in costs if cost is not None]
-        if len(measured) < len(costs):
+        if None in costs:
             return None
-        return PassCost(*(None if None in values else median(values) for values in zip(*measured, strict=True)))  # type: ignore[arg-type, type-var]
+        return PassCost(*(None if None in values else median(values) for values in zip(*costs, strict=True)))  # type: ignore[arg-type, type-var]
 
 
 def compare_losses(targets: Tensor, arguments: argparse.Namespace) -> None:
@@ -289,8 +288,7 @@ def measure_costs(contestants: list[Contestant], arguments: argparse.Namespace) 
                 torch.cuda.empty_cache()
         return None
 
-    functions = [lambda _, contestant=contestant: measure(contestant) for contestant in contestants]  # type: ignore[misc]
-    rounds = run_interleaved(functions, arguments.rounds, warm_up=0)
+    rounds = run_interleaved([partial(measure, one) for one in contestants], arguments.rounds, warm_up=0)
     medians = [PassCost.median_of(costs) for costs in zip(*rounds, strict=True)]
     return dict(zip((contestant.name for contestant in contestants), medians, strict=True))
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -13,14 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.rows import build_run_objective, step_batches, token_rows
-from benchmarks.timing import (
-    build_clock,
-    describe_device,
-    measure_cost,
-    measure_matmul_rate,
-    run_in_child,
-    run_interleaved,
-)
+from benchmarks.timing import build_clock, describe_device, measure_cost, measure_matmul_rate, run_in_child
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -274,7 +268,8 @@ def time_steps(
 
     memory = [peak_megabytes(spec) for spec in specs]
     variants = [Variant(config, objective, device, rows, mode) for objective, mode in specs]
-    run_interleaved([variant.step for variant in variants], steps)
+    for index, variant in product(range(steps + 1), variants):  # in turn, so that noise affects all alike
+        variant.step(index)
     rate, (first, *others) = measure_matmul_rate(device, config.engine.precision), variants
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
     if first.accumulation > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +17,9 @@ Result = TypeVar("Result")
 Cost = tuple[float, float]  # seconds, and MiB of peak memory above that at the start
 
 
-def run_interleaved(variants: Iterable[Callable[[int], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
+def run_interleaved(variants: Sequence[Callable[[], Result]], rounds: int, warm_up: int = 1) -> list[list[Result]]:
     """Runs variants in turn (A B A B ...), so that noise affects all alike; returns their results by counted round."""
-    functions = list(variants)
-    return [[function(index) for function in functions] for index in range(warm_up + rounds)][warm_up:]
+    return [[variant() for variant in variants] for _ in range(warm_up + rounds)][warm_up:]
 
 
 class HostClock:
