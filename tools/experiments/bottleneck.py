@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from experiments.measures import Row, tokens_per_second
-from experiments.runner import GRIDS, Cell, ExperimentRunner, require_names, to_overrides, training_overrides
+from experiments.runner import GRIDS, Cell, ExperimentRunner, select_names, to_overrides, training_overrides
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
@@ -34,11 +35,8 @@ HEADS: dict[str, HeadName] = {"headless": "pmi", "tied softmax": "tied", "untied
 
 def compare_bottleneck(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains each objective in each size with every rate; `only`: sizes or objectives."""
-    axes = GRIDS["bottleneck"]["axes"]
-    require_names(only, [*axes["ids"]["values"], *axes["objective"]])
-    sizes = [size for size in axes["ids"]["values"] if str(size) in only] or axes["ids"]["values"]
-    objectives = [name for name in axes["objective"] if name in only] or list(axes["objective"])
-    rows: list[Row] = []
+    axes, rows = GRIDS["bottleneck"]["axes"], list[Row]()
+    sizes, objectives = select_names(only, axes["ids"]["values"], axes["objective"])
     for size in sizes:
         texts = write_language(runner.folder.parent / f"language-{size}", size)
         overrides = to_overrides({"data.train": texts / "text", "data.validation": texts / "held-out"})
@@ -46,11 +44,10 @@ def compare_bottleneck(runner: ExperimentRunner, only: Sequence[str]) -> None:
         cells = runner.grid("bottleneck", (), *overrides, ids=[size], objective=objectives)
         rows += [_evaluate(runner, texts, cell) for cell in cells]
     runner.record("bottleneck-rates", rows)
-    best_rows: list[Row] = []
-    for size, objective in ((size, objective) for size in sizes for objective in objectives):
-        group = [row for row in rows if (row["ids"], row["objective"]) == (size, objective)]
-        best_rows.append(max(group, key=lambda row: (row["facts known"], -row["loss"])))
-    runner.record("bottleneck", best_rows)
+    best: dict[tuple[int, str], Row] = {}
+    for row in sorted(rows, key=lambda row: (row["facts known"], -row["loss"])):
+        best[row["ids"], row["objective"]] = row
+    runner.record("bottleneck", [best[point] for point in product(sizes, objectives)])
 
 
 def _evaluate(runner: ExperimentRunner, texts: Path, cell: Cell) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.measures import Chart, Row, group_points, time_spent, tokens_per_second
-from experiments.runner import GRIDS, ExperimentRunner, require_names, run_name, training_overrides
+from experiments.runner import GRIDS, ExperimentRunner, run_name, select_names, training_overrides
 from megahead.data.indexed import IndexedDataset
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import UserError
@@ -35,7 +35,7 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
     --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read all
     of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
     """
-    require_names(only, GRIDS["revocabulary"]["axes"]["way"])
+    select_names(only, GRIDS["revocabulary"]["axes"]["way"])
     runs = replace(runner, folder=runner.folder / "runs", held_out=FEW_HELD_OUT)
     base = runs.train(
         "small-headless", "base", *runs.data(), *training_overrides(FIRST_STEPS, evaluate_samples=ALL_SAMPLES)
@@ -77,10 +77,9 @@ def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
     headless and with a softmax for equal times, of which short runs measure the steps."""
     runs = replace(runner, folder=runner.folder / "runs", held_out=HELD_OUT)
     rows, grid = list[Row](), GRIDS["continuing"]
-    require_names(only, grid["shapes"])
-    for shape, options in grid["shapes"].items():
-        if only and shape not in only:
-            continue
+    (shapes,) = select_names(only, grid["shapes"])
+    for shape in shapes:
+        options = grid["shapes"][shape]
         old, new = (runs.data(size, encoder=options["is_encoder"]) for size in (SMALLER, LARGEST))
         config, settings = options["config"], options["settings"]
         last = training_overrides(BASE_STEPS, evaluate_samples=ALL_SAMPLES)

@@ -10,9 +10,9 @@ from statistics import mean
 
 import numpy as np
 
-from experiments.measures import Chart, Row, aggregate_seeds, group_points, mean_candidates, percent, tokens_per_second
+from experiments.measures import Chart, Row, aggregate_seeds, mean_candidates, percent, tokens_per_second
 from experiments.neighbours import PLAIN, settings_of_variant
-from experiments.runner import GRIDS, ExperimentRunner, grid_charts, require_names
+from experiments.runner import GRIDS, ExperimentRunner, grid_charts, select_names
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
@@ -37,10 +37,9 @@ def compare_encoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     published code's vanilla runs; `headless-noise` and `vanilla-noise` in the inputs only, as in its headless runs.
     """
     overrides_by_run = GRIDS["encoders"]["axes"]["run"]
-    require_names(only, overrides_by_run)
+    (runs,) = select_names(only, overrides_by_run)
     data = runner.data(encoder=True)
     prefix, rows = Path(data[0].removeprefix("data.train=")), []
-    runs = [name for name in overrides_by_run if not only or name in only]
     for name in runs:
         config = f"encoder-small-{'headless' if name.startswith('headless') else 'vanilla'}"
         corrupt = [f"data.train={_corrupt_dataset(prefix)}"] if name == "wrong-labels" else []
@@ -93,8 +92,8 @@ def compare_multilingual(runner: ExperimentRunner, only: Sequence[str]) -> None:
     data = [f"data.train=[{train}]", f"data.validation={folder / 'validation'}"]
     cells = runner.grid("multilingual", only, *data)
     records = [{**record, "run": cell.name} for cell in cells for record in cell.run.validation]
-    curves = group_points(records, "run", "tokens", "perplexity")
-    chart = Chart("Held-out perplexity of masked tokens", "tokens", curves, log_y=True)
+    title = "Held-out perplexity of masked tokens"
+    chart = Chart.of(records, title, "run", "tokens", "perplexity", log_y=True)
     runner.record("multilingual", [_final_row(cell.name, cell.run) for cell in cells], chart)
     if runner.tasks_data is not None:
         names = [f"xnli/{language}" for language in LANGUAGES]
@@ -145,8 +144,7 @@ def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
     Held-out perplexity depends on a variant's masks, and for replaced tokens it is the generator's: only fine-tuning
     compares them.
     """
-    require_names(only, GRIDS["glue"])
-    names = [name for name in GRIDS["glue"] if not only or name in only]
+    (names,) = select_names(only, GRIDS["glue"])
     budget, rows = STEPS * _flops_per_step(runner, PLAIN), []
     for name in names:
         run = _train_variant(runner, name, name, round(budget / _flops_per_step(runner, name)))

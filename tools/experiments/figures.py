@@ -13,7 +13,7 @@ from experiments.runner import (
     Cell,
     ExperimentRunner,
     grid_charts,
-    require_names,
+    select_names,
     task_scores,
     training_overrides,
 )
@@ -36,11 +36,10 @@ def compare_latency(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Times steps of both objectives in turn, for every shape (or those of `only`) and size of micro-batch.
 
     BERT-base with 512 tokens a row, 15 % masked, is the paper's. Needs no text."""
-    require_names(only, [f"{size}-{length}" for size, length in SHAPES])
-    rows: list[Row] = []
-    for size, length in SHAPES:
-        if only and f"{size}-{length}" not in only:
-            continue
+    shapes, rows = {f"{size}-{length}": (size, length) for size, length in SHAPES}, list[Row]()
+    (names,) = select_names(only, shapes)
+    for name in names:
+        size, length = shapes[name]
         batches = [tokens // length for tokens in TOKENS[size] if tokens >= length]
         shape_rows = [row for batch in batches for row in _time_batch(runner, size, length, batch)]
         options = {"log_x": True, "from_zero": True}
@@ -48,8 +47,8 @@ def compare_latency(runner: ExperimentRunner, only: Sequence[str]) -> None:
             Chart(title, "rows of the micro-batch", group_points(shape_rows, "objective", "batch", column), **options)
             for column, title in {"ms": "Milliseconds a step", "peak MB": "Peak memory, MB"}.items()
         ]
-        runner.record(f"{size}-{length}", shape_rows, *charts)
-        rows += [{"shape": f"{size}-{length}", **row} for row in shape_rows]
+        runner.record(name, shape_rows, *charts)
+        rows += [{"shape": name, **row} for row in shape_rows]
     runner.record("latency", rows)
 
 
@@ -75,16 +74,14 @@ def compare_decoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     fine-tuned for an eighth of the training. With --tasks-data: LAMBADA during training, and tasks of the harness at
     the end, beside an untrained model.
     """
-    all_seeds = GRIDS["decoders"]["axes"]["seed"]["values"]
-    require_names(only, all_seeds)
-    seeds = [seed for seed in all_seeds if not only or str(seed) in only]
+    (seeds,) = select_names(only, GRIDS["decoders"]["axes"]["seed"]["values"])
     cells = runner.grid("decoders", seed=seeds)
     rows = [row for cell in cells[:2] for row in _checkpoint_rows(runner, cell)]
     final_rows = [row for row in rows if row["step"] == cells[0].run.training[-1]["step"]]
     rows += _head_rows(runner, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
     table_rows = [{name: value for name, value in row.items() if name != "model"} for row in rows]
-    axes = ("tokens", "seconds")
-    charts = [Chart("Held-out perplexity", x, group_points(rows, LINE_NAME, x, "perplexity"), log_y=True) for x in axes]
+    title, y = "Held-out perplexity", "perplexity"
+    charts = [Chart.of(rows, title, LINE_NAME, x, y, log_y=True) for x in ("tokens", "seconds")]
     runner.record("decoders", table_rows, *charts)
     final_rows += [row for cell in cells[2:] for row in _checkpoint_rows(runner, cell, slice(-1, None))]
     for seed in seeds:
@@ -104,8 +101,8 @@ def _checkpoint_rows(runner: ExperimentRunner, cell: Cell, points: slice = slice
         for head in HEADS[objective]:
             row = {"model": str(folder), "objective": objective, "head": head, "seed": seed, "step": step}
             scored = evaluate_checkpoint(folder, head)
-            values = {name: getattr(scored, name) for name in ("perplexity", "accuracy", "bits_per_byte")}
-            rows.append(row | {cost: log_record[cost] for cost in ("tokens", "seconds")} | evaluation_scores(values))
+            costs = {cost: log_record[cost] for cost in ("tokens", "seconds")}
+            rows.append(row | costs | evaluation_scores(vars(scored)))
     return rows
 
 
@@ -140,7 +137,7 @@ def _score_tasks(runner: ExperimentRunner, seed: int, rows: Sequence[Row], data:
         for result in results
     ]
     charts = [
-        Chart(f"LAMBADA {metric}", x, group_points(lambada_rows, LINE_NAME, x, metric), log_y=metric == "perplexity")
+        Chart.of(lambada_rows, f"LAMBADA {metric}", LINE_NAME, x, metric, log_y=metric == "perplexity")
         for metric in ("perplexity", "acc")
         if len({row[metric] for row in lambada_rows}) > 1
         for x in ("tokens", "seconds")

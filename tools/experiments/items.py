@@ -17,7 +17,7 @@ from typing import Any
 
 from experiments.item_rivals import METRICS, RIVALS, best_recipe_on_all_seeds, score_row
 from experiments.measures import Row, aggregate_seeds, time_spent
-from experiments.runner import GRIDS, ROOT, ExperimentRunner, require_names, to_overrides, training_overrides
+from experiments.runner import GRIDS, ROOT, ExperimentRunner, select_names, to_overrides, training_overrides
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError, FieldError, UserError
@@ -30,7 +30,7 @@ def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
     of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among unseen items, after each
     side. RecTools' models are trained by epochs alone."""
     grid, rows = GRIDS["items"], list[Row]()
-    require_names(only, [*grid["sides"], *RIVALS])
+    select_names(only, [*grid["sides"], *RIVALS])
     if runner.minutes is not None and set(only) & set(RIVALS):
         raise FieldError("--minutes", f"be left out with {' and '.join(RIVALS)}, trained by epochs", got=runner.minutes)
     table = _Table.prepare(runner)

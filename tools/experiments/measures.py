@@ -101,6 +101,11 @@ class Chart:
     log_y: bool = False
     from_zero: bool = False
 
+    @staticmethod
+    def of(rows: Sequence[Row], title: str, line: str, x: str, y: str, **options: bool) -> Chart:
+        """The panel of the columns `x` and `y`, with lines as by `group_points`."""
+        return Chart(title, x, group_points(rows, line, x, y), **options)
+
 
 def draw_charts(charts: Sequence[Chart]) -> Figure:
     """Draws the panels side by side, with one legend and one colour for each line name."""

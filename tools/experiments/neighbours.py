@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from experiments.measures import Row, aggregate_seeds
 from experiments.recipe import INITIAL_RECIPE
-from experiments.runner import GRIDS, ExperimentRunner, require_names, to_overrides
+from experiments.runner import GRIDS, ExperimentRunner, select_names, to_overrides
 from megahead.config.loading import load_config
 
 SEEDS = (0, 1)
@@ -30,7 +30,7 @@ def compare_neighbours(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains the plain models and all variants (or those that `only` names, or whose kind) with every seed; `cost` of a
     token is relative to the plain one."""
     kinds = GRIDS["neighbours"]
-    require_names(only, dict.fromkeys(name for kind in kinds for name in (kind, *kinds[kind]["variants"])))
+    select_names(only, [name for kind in kinds for name in (kind, *kinds[kind]["variants"])])
     rows: list[Row] = []
     for kind, grid in kinds.items():
         names = [name for name in grid["variants"] if not only or {kind, name}.intersection(only)]

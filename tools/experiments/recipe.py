@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from experiments.measures import Row, aggregate_seeds, time_spent
-from experiments.runner import ExperimentRunner, require_names, to_overrides, training_overrides
+from experiments.runner import ExperimentRunner, select_names, to_overrides, training_overrides
 from megahead.errors import UserError
 from megahead.report.read import read_metrics
 
@@ -65,9 +65,8 @@ INITIAL_RECIPE = KINDS["decoder"].start
 
 def compare_recipe(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Searches recipes for the kinds and sides of `only`, or all, and compares them with the initial ones."""
-    require_names(only, [*KINDS, *SIDES])
-    sides = [name for name in SIDES if name in only] or [*SIDES]
-    for kind in [name for name in KINDS if name in only] or KINDS:
+    kinds, sides = select_names(only, KINDS, SIDES)
+    for kind in kinds:
         searches = [CoordinateSearch(runner, kind, side) for side in sides]
         title = "-".join([f"recipe-{kind}", *(sides if len(sides) < len(SIDES) else [])])
         for search in searches:

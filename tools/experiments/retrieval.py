@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.measures import Row, aggregate_seeds
-from experiments.runner import GRIDS, ExperimentRunner, grid_points, require_names, training_overrides
+from experiments.runner import GRIDS, ExperimentRunner, grid_points, select_names, training_overrides
 from megahead.data.sources import read_blocks
 from megahead.evaluate.harness_tasks import read_articles
 from megahead.files import write_atomically
@@ -26,8 +26,7 @@ class Way(NamedTuple):
     rule: str
     objective: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.rule}-{self.objective}"
 
     @property
@@ -44,13 +43,12 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
     --text: JSON lines with `title` and `text`; --tasks-data: with STS-B; --tokenizer: in place of one of the text.
     """
     ways = {Way(**values): overrides for values, overrides in grid_points({"axes": GRID["ways"]}, {})}
-    require_names(only, [way.name for way in ways])
+    (selected,) = select_names(only, ways)
     comparison = Comparison.prepare(runner)
     longest = comparison.step_seconds(Way("retromae", "vanilla"), ways[Way("retromae", "vanilla")])
     rows = list[Row]()
-    for way, overrides in ways.items():
-        if only and way.name not in only:
-            continue
+    for way in selected:
+        overrides = ways[way]
         rate = comparison.best_rate(way, overrides)
         rows += comparison.rows(way, [*overrides, rate], GRID["steps"], "tokens")
         steps = round(GRID["steps"] * longest / comparison.step_seconds(way, overrides))
@@ -95,7 +93,7 @@ class Comparison:
 
     def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
         """CPU time of a step."""
-        return self.runner.step_seconds(GRID["config"], way.name, *self.data, *overrides)
+        return self.runner.step_seconds(GRID["config"], str(way), *self.data, *overrides)
 
     def best_rate(self, way: Way, overrides: Sequence[str]) -> str:
         """The override of the learning rate that finds most articles by their titles."""
@@ -111,7 +109,7 @@ class Comparison:
         rows, rate = list[Row](), overrides[-1].partition("=")[2]
         for seed in GRID["seeds"]:
             run = self._train(way, overrides, steps, seed)
-            row: Row = {"way": way.name, "equal": equal, "rate": rate, "steps": steps, "seed": seed}
+            row: Row = {"way": str(way), "equal": equal, "rate": rate, "steps": steps, "seed": seed}
             scores = self._scores(run, self.searched)
             tuned = self._scores(self._tune(run, way), self.searched)
             row |= {name: float(value) for name, value in scores.items()}
@@ -119,7 +117,7 @@ class Comparison:
         return rows
 
     def _train(self, way: Way, overrides: Sequence[str], steps: int, seed: int) -> Path:
-        name = f"{way.name}-{overrides[-1].partition('=')[2]}-{steps}-{seed}"
+        name = f"{way}-{overrides[-1].partition('=')[2]}-{steps}-{seed}"
         settings = [*self.data, *overrides, f"seed={seed}", *training_overrides(steps)]
         self.runner.train(GRID["config"], name, *settings)
         return self.runner.folder / name

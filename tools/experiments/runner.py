@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
 
-from experiments.measures import MEASURES, Chart, Row, draw_charts, group_points, time_spent
+from experiments.measures import MEASURES, Chart, Row, draw_charts, time_spent
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -34,7 +34,7 @@ from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
 from megahead.evaluate.finetuning_comparison import FineTuningResult, FineTuningResults
 from megahead.evaluate.results import ResultsFile, TaskResult
-from megahead.files import write_atomically
+from megahead.files import read_json, write_atomically
 from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
@@ -45,6 +45,7 @@ from steps.once import StepRunner, output_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE_STEPS = 12
+Name = TypeVar("Name")
 GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
 
 
@@ -130,11 +131,9 @@ class ExperimentRunner:
         `overrides`: for all runs, and for the text if the grid's data is external; `axis_values`: replace the grid's.
         """
         grid, cells = GRIDS[name], []
-        points = [
-            (run_name(grid["run"].format(**point)), point, sets) for point, sets in grid_points(grid, axis_values)
-        ]
+        points = [(run_name(grid["run"].format(**one)), one, sets) for one, sets in grid_points(grid, axis_values)]
         if not axis_values:
-            require_names(only, dict.fromkeys(name for run, point, _ in points for name in (*point.values(), run)))
+            select_names(only, [name for run, values, _ in points for name in (*values.values(), run)])
         for run, values, settings in points:
             if (only and not {run, *map(str, values.values())}.intersection(only)) or run in grid.get("exclude", ()):
                 continue
@@ -192,28 +191,19 @@ class ExperimentRunner:
 
     def make(self, output_path: Path, tool: str, *arguments: object, output: Path | None = None) -> None:
         """Runs tools/TOOL with `--output` (`output`, else `output_path`) once, and again if its arguments changed.
-
-        Existing output without a record, of an earlier version, is kept: runs were trained on it. UserError if it
-        fails."""
-        step_runner = StepRunner(output_path.parent / "made", self.console)
-        is_unrecorded = output_path.exists() and not step_runner.has_started(output_path.stem)
-        command = [
-            os.path.relpath(argument, output_path.parent) if isinstance(argument, Path) else str(argument)
-            for argument in arguments
-        ]
+        UserError if it fails."""
+        folder, name = output_path.parent, output_path.name
 
         def work() -> str:
-            if is_unrecorded:
-                return f"{output_path.name}, of an earlier version"
             if output_path.is_dir():  # from other arguments or a killed call
                 shutil.rmtree(output_path)
-            full_command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or output_path)]
-            self._run_command(
-                f"making {output_path.name}", full_command, output_path.with_name(f"{output_path.name}.log")
-            )
-            return output_path.name
+            command = [f"tools/{tool}", *map(str, arguments), "--output", str(output or output_path)]
+            self._run_command(f"making {name}", command, folder / f"{name}.log")
+            return name
 
-        step_runner.run(output_path.stem, work, settings={"command": [tool, *command]}, outputs=[output_path])
+        words = [os.path.relpath(word, folder) if isinstance(word, Path) else str(word) for word in arguments]
+        step_runner, settings = StepRunner(folder / "made", self.console), {"command": [tool, *words]}
+        step_runner.run(output_path.stem, work, settings=settings, outputs=[output_path])
 
     def _run_command(self, what: str, command: Sequence[str], log: Path, ranks: int = 1) -> None:
         with self.console.status(what), log.open("a") as output:
@@ -229,11 +219,9 @@ class ExperimentRunner:
 
         `files`: of tasks that name their own, by option (`cloze`, `articles`)."""
         output = self.folder / f"{name}.json"
-        option_values = {"tasks": tasks, "data": data, "output": output, "limit": limit, **files}
-        options = [
-            word for option, value in option_values.items() if value is not None for word in (f"--{option}", value)
-        ]
-        self.run("eval_harness.py", *options, "--model", *models)
+        options = {"tasks": tasks, "data": data, "output": output, "limit": limit, **files}
+        given = {f"--{option}": value for option, value in options.items() if value is not None}
+        self.run("eval_harness.py", *chain.from_iterable(given.items()), "--model", *models)
         saved = ResultsFile(output)
         return {model: list(saved.for_model(model, limit)) for model in models}
 
@@ -277,27 +265,27 @@ class ExperimentRunner:
         return _cost(first, overlap_seconds) / _cost(second, overlap_seconds)
 
 
-def require_names(only: Sequence[str], names: Iterable[object]) -> None:
-    """FieldError if `only`, the option, names something else than `names`."""
-    known = [*map(str, names)]
+def select_names(only: Sequence[str], *groups: Iterable[Name]) -> tuple[list[Name], ...]:
+    """The names of each group that are in `only`, the option, or all where none is. FieldError for other names."""
+    listed = [list(dict.fromkeys(group)) for group in groups]
+    known = [str(name) for group in listed for name in group]
     if unknown := [name for name in only if name not in known]:
         raise FieldError("--only", f"name some of {', '.join(known)}", got=unknown[0])
+    return tuple([name for name in group if str(name) in only] or group for group in listed)
 
 
 def grid_points(grid: Mapping[str, Any], axis_values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Row, list[str]]]:
     """Yields a grid's points: a value of each axis, and their overrides."""
-    choices_by_axis: list[list[tuple[Any, list[str]]]] = []
-    for name, axis in grid["axes"].items():
-        if "values" in axis:
-            key = axis.get("set")
-            choices_by_axis.append(
-                [(value, [f"{key}={value}"] if key else []) for value in axis_values.get(name, axis["values"])]
-            )
-        else:
-            choices_by_axis.append([(value, axis[value]) for value in axis_values.get(name, axis)])
-    for point in product(*choices_by_axis):
-        values = dict(zip(grid["axes"], (value for value, _ in point), strict=True))
-        yield values, [setting for _, settings in point for setting in settings]
+    axes = grid["axes"]
+    for point in product(*(axis_values.get(name, axis.get("values", axis)) for name, axis in axes.items())):
+        values = dict(zip(axes, point, strict=True))
+        yield values, [override for name, value in values.items() for override in _axis_overrides(axes[name], value)]
+
+
+def _axis_overrides(axis: Mapping[str, Any], value: Any) -> list[str]:
+    if "values" not in axis:
+        return list(axis[value])
+    return [f"{axis['set']}={value}"] if "set" in axis else []
 
 
 def run_name(name: str) -> str:
@@ -312,11 +300,7 @@ def to_overrides(values: Mapping[str, Any]) -> list[str]:
 
 def grid_charts(name: str, rows: Sequence[Row]) -> list[Chart]:
     """The charts of `GRIDS[name]`."""
-    charts = []
-    for spec in GRIDS[name]["charts"]:
-        options = {key: value for key, value in spec.items() if key not in ("line", "y")}
-        charts.append(Chart(lines=group_points(rows, spec["line"], spec["x"], spec["y"]), **options))
-    return charts
+    return [Chart.of(rows, **spec) for spec in GRIDS[name]["charts"]]
 
 
 def training_overrides(steps: int, **settings: Any) -> list[str]:
@@ -352,10 +336,8 @@ def _is_finished(run: Path, config: RunConfig) -> bool:
 
 def has_ended(run: Path) -> bool:
     """Whether the last session in a run folder finished."""
-    try:
-        return bool(json.loads(RunFolder(run).session_end.read_text())["ending"] == "finished")
-    except OSError:
-        return False
+    end = read_json(RunFolder(run).session_end)
+    return end is not None and end["ending"] == "finished"
 
 
 def _cost(run: RunMetrics, seconds: float) -> float:

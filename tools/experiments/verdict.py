@@ -21,7 +21,7 @@ from demo_pipeline.corpus import build_cloze, write_jsonl
 from experiments.encoders import fine_tune_on_glue, task_table
 from experiments.measures import Row, aggregate_seeds, evaluation_scores, time_spent
 from experiments.recipe import KINDS
-from experiments.runner import GRIDS, ExperimentRunner, require_names, run_name, task_scores, to_overrides
+from experiments.runner import GRIDS, ExperimentRunner, run_name, select_names, task_scores, to_overrides
 from megahead.data.indexed import IndexedDataset
 from megahead.data.tokenizer import load_tokenizer
 from megahead.report.read import RunMetrics, read_metrics
@@ -296,12 +296,11 @@ GLUE_ROWS = "10000"  # training rows at most: all of CoLA, MRPC, STS-B and RTE, 
 def compare_verdict(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains the parts and kinds (headless, vanilla, switched) of `only`, or all."""
     kinds = {kind for part in PARTS.values() for kind in part.kinds}
-    require_names(only, [*PARTS, *sorted(kinds)])
-    for name in [name for name in PARTS if name in only] or PARTS:
-        part = PARTS[name]
-        selected = [kind for kind in part.kinds if kind in only] if kinds.intersection(only) else part.kinds
+    parts, chosen = select_names(only, PARTS, sorted(kinds))
+    for name in parts:
+        selected = [kind for kind in PARTS[name].kinds if kind in chosen]
         if selected:
-            _compare(runner, name, part, selected)
+            _compare(runner, name, PARTS[name], selected)
 
 
 def _compare(runner: ExperimentRunner, name: str, part: Part, kinds: Sequence[str]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from experiments.measures import Chart, Row, group_points, tokens_per_second
-from experiments.runner import ExperimentRunner, require_names, training_overrides
+from experiments.measures import Chart, Row, tokens_per_second
+from experiments.runner import ExperimentRunner, select_names, training_overrides
 from megahead.config.objective import HeadName
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import preprocess
@@ -51,15 +51,12 @@ def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) ->
     also scored at the step with the text that the smallest vocabulary reads in all. For the smaller sizes vanilla runs
     train for as many steps as fit in the time of the headless run.
     """
-    require_names(only, SIZES)
+    (sizes,) = select_names(only, SIZES)
     source = _split_languages(runner)
-    sizes = [size for size in SIZES if not only or str(size) in only]
     texts = {size: _prepare_text(runner, source, size) for size in sizes}
     first_num_tokens = _prepare_text(runner, source, SIZES[0]).train.num_tokens
     scored_rows = [row for size in sizes for row in _score_at_equal(runner, size, texts[size], first_num_tokens)]
-    chart = Chart(
-        "Bits per byte", "vocabulary", group_points(scored_rows, "at equal", "vocabulary", "bits per byte"), True
-    )
+    chart = Chart.of(scored_rows, "Bits per byte", "at equal", "vocabulary", "bits per byte", log_x=True)
     runner.record("large_vocabularies", scored_rows, chart)
     vanilla = [
         row for size in VANILLA_SIZES if size in texts for row in _compare_with_vanilla(runner, size, texts[size])

@@ -28,13 +28,9 @@ from megahead.wording import format_duration
 def output_lock(output: Path) -> Iterator[None]:
     """Holds the lock of `output`, so that only one process makes it; waits while another process has it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_path(output).open("w") as lock:
+    with output.with_name(f".{output.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _lock_path(output: Path) -> Path:
-    return output.with_name(f".{output.name}.lock")
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,6 @@ class StepRunner:
         note = f"{state} ({format_duration(finished.seconds)}): {finished.description}"
         self._print(("✓", "green"), name, note)
         return finished
-
-    def has_started(self, name: str) -> bool:
-        """Whether the step was ever started in this folder, even if it was killed."""
-        record = self.folder / f"{name}.json"
-        return record.exists() or _lock_path(record).exists()
 
     def _print(self, symbol: tuple[str, str], name: str, note: str) -> None:
         self.console.print(Text.assemble(symbol, " ", (name, "bold"), f" {note}".rstrip()), soft_wrap=True)

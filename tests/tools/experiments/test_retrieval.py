@@ -54,7 +54,7 @@ class StoppedComparison:
         return "optimizer.learning_rate=1e-3"
 
     def rows(self, way: Way, overrides: Sequence[str], steps: int, equal: str) -> list[Row]:
-        return [{"way": way.name, "equal": equal, "rate": "1e-3", "steps": steps, "seed": 0, "found": 0.5}]
+        return [{"way": str(way), "equal": equal, "rate": "1e-3", "steps": steps, "seed": 0, "found": 0.5}]
 
 
 def test_a_command_that_is_killed_has_recorded_the_ways_before(

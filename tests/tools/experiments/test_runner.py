@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,19 +81,6 @@ def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: P
 def _noted(output: Path, order: list[str]) -> None:
     with output_lock(output):
         order.append("second")
-
-
-def test_what_an_earlier_version_made_is_kept_though_it_has_no_record(runner: ExperimentRunner) -> None:
-    folder = runner.folder.parent / "bpe-320"
-    shutil.rmtree(folder / "made")
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    runner.data()
-    runner.data()
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "made"} == before
-    (folder / "made/text.json").unlink()  # killed at work on it
-    runner.data()
-    assert (folder / "text.idx").stat().st_mtime_ns != before[folder / "text.idx"]
-    assert (folder / "tokenizer.json").stat().st_mtime_ns == before[folder / "tokenizer.json"]
 
 
 def test_what_was_made_is_made_again_once_its_arguments_change(runner: ExperimentRunner) -> None:
