@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     weight and bias in the dtype of `x`: an error of up to a third for 4,096 tokens with gradients of one sign."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu" or dtype == x.dtype:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)  # autocast on CUDA returns fp32
     bias = None if bias is None else bias.to(dtype)
     return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias, eps).to(x.dtype)
 
@@ -94,10 +94,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """`x` [..., D] normed, in its dtype, also under autocast, which leaves the weight in fp32. `zero_centered` norms
-    compute in fp32, since in bf16 small weights would be lost in `1 + weight`."""
+    """`x` [..., D] normed, in its dtype, also under autocast, which leaves the weight in fp32 and on CUDA returns fp32.
+    `zero_centered` norms compute in fp32, since in bf16 small weights would be lost in `1 + weight`."""
     if not zero_centered:
-        return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)
+        return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), weight_D.shape, 1 + weight_D.to(wide), eps).to(x.dtype)
 
