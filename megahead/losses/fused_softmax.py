@@ -140,8 +140,8 @@ class TorchChunkSoftmax(ChunkSoftmax):
         scores_nw, index_n1, is_local_n1, _, _ = self._compute_scores(outputs_nD, target_n)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(MIN_SHIFTED_SCORE).exp_()
-        cumulative_nk = _block_sums(scores_nw).cumsum(dim=1)
-        cumulative_Rn = self._group.all_gather(cumulative_nk[:, -1].contiguous()).cumsum(dim=0)
+        cumulative_nk = _cumulative_sums(_block_sums(scores_nw))
+        cumulative_Rn = _cumulative_sums(self._group.all_gather(cumulative_nk[:, -1].contiguous()).T).T
         threshold_n, rank = uniform_n * cumulative_Rn[-1], self._group.rank
         is_local_n = (cumulative_Rn[:-1] <= threshold_n).sum(dim=0) == rank
         local_threshold_n = threshold_n - cumulative_Rn[rank - 1] if rank else threshold_n
@@ -191,6 +191,15 @@ def _block_sums(weights_nw: Tensor) -> Tensor:
     return torch.cat([sums_nk, rest_n1], dim=1).double()
 
 
+def _cumulative_sums(values_nk: Tensor) -> Tensor:
+    """[n, k]: the cumulative sums of each row. Deterministic algorithms refuse `cumsum` of floats on GPUs: there they
+    are a product with ones."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return values_nk.cumsum(dim=1)
+    count = values_nk.shape[1]
+    return values_nk @ values_nk.new_ones(count, count).triu()
+
+
 def _search_cumulative(weights_nw: Tensor, cumulative_nk: Tensor, threshold_n: Tensor) -> Tensor:
     """int64 [n]: the index at which the cumulative sum of weights passes `threshold_n`. `cumulative_nk`: the cumulative
     sums of blocks, so that only one block's weights are added in float64: all would take longer than their product."""
@@ -200,7 +209,7 @@ def _search_cumulative(weights_nw: Tensor, cumulative_nk: Tensor, threshold_n: T
     start_n1 = cumulative_nk.gather(1, (block_n1 - 1).clamp_min(0)).where(block_n1 > 0, 0.0)
     index_nb = block_n1 * _SAMPLING_BLOCK + torch.arange(_SAMPLING_BLOCK, device=weights_nw.device)
     inside_nb = weights_nw.gather(1, index_nb.clamp_max(last)).where(index_nb <= last, 0.0)
-    inside_nb = inside_nb.cumsum(dim=1, dtype=torch.float64)
+    inside_nb = _cumulative_sums(inside_nb.double())
     share_n1 = (threshold_n1 - start_n1) / (end_n1 - start_n1)  # of the block, whose sum was rounded
     offset_n1 = torch.searchsorted(inside_nb, share_n1 * inside_nb[:, -1:], right=True)
     return (block_n1 * _SAMPLING_BLOCK + offset_n1).squeeze(1).clamp(0, last)

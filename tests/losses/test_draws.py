@@ -3,6 +3,7 @@ many groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_draws_are_the_same_however_many_ranks_share_the_candidates(total: int) 
     for size in (2, 4):
         for each in on_ranks(size, share, total):
             assert torch.equal(each, alone)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("total", [3, 2050])
+def test_deterministic_algorithms_draw_the_same(total: int, request: pytest.FixtureRequest) -> None:
+    """Where sums are products: a GPU has no other deterministic ones."""
+    drawn = share(Group(), total)
+    request.getfixturevalue("deterministic")
+    assert torch.equal(share(Group(), total), drawn)
 
 
 def test_nothing_is_drawn_where_there_are_no_outputs() -> None:
