@@ -119,6 +119,14 @@ def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, i
     assert "## first: what?" in (tmp_path / "report.md").read_text()
 
 
+def test_a_run_that_is_measured_again_begins_again(tmp_path: Path) -> None:
+    """An earlier one, which is finished or was cut off, would go on in its folder."""
+    makes_a_run = part_that(tmp_path, "run", f"os.makedirs('{tmp_path}/runs/run'); {WRITES}")
+    for _ in range(2):
+        outcome = run_part(makes_a_run, tmp_path, 60.0)
+        assert (outcome.state, outcome.why) == ("measured", "")
+
+
 def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: Instant) -> None:
     parts = [
         Part("a", "what?", ("a",), 30, packages=("sys", "not_there", "nor_this")),

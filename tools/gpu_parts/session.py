@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,7 @@ def run_part(part: Part, folder: Path, limit: float, launch: Launch = launch) ->
     """Runs `part` for at most `limit` seconds; its output and result go to files in `folder`."""
     result, stdout_path, stderr_path = (folder / f"{part.name}.{suffix}" for suffix in ("json", "txt", "errors.txt"))
     result.unlink(missing_ok=True)
+    shutil.rmtree(folder / "runs" / part.name, ignore_errors=True)  # else an earlier run would resume, at its end
     command, start, lines = part.fill_command(result, limit), time.monotonic(), None
     code = launch(command, stdout_path, stderr_path, limit)
     seconds = time.monotonic() - start
