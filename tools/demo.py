@@ -53,9 +53,8 @@ class Size:
 
     def claim(self, folder: Path) -> None:
         """Marks `folder` as one of this size. FieldError if it has a demo of another size."""
-        marker, stages = folder / "size.txt", folder / "stages"
-        default_name = FULL.name if stages.exists() else self.name
-        existing_name = marker.read_text(encoding="utf-8").strip() if marker.exists() else default_name
+        marker = folder / "size.txt"
+        existing_name = marker.read_text(encoding="utf-8").strip() if marker.exists() else self.name
         if existing_name != self.name:
             rule = f"hold no demo but a {self.name} one"
             raise FieldError("--folder", rule, got=f"{folder} with a {existing_name} one", hint="name another, or none")
@@ -88,12 +87,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
     parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
     parser.add_argument("--with-vanilla", action="store_true", help="also train the vanilla twin for the same time")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help=f"where all of it goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)",
-    )
+    folder_help = f"where all goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=folder_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
     size = (QUICK if arguments.quick else FULL).for_model(arguments.model)

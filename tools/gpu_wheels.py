@@ -65,12 +65,10 @@ def pip_commands(output: Path, python: str, kernel_packages: Sequence[str]) -> l
 def check_wheels(output: Path) -> str:
     """Returns a summary of the wheels; UserError if they are too large."""
     wheels = list(output.glob("*.whl"))
-    mebibytes = sum(wheel.stat().st_size for wheel in wheels) / 2**20
-    if mebibytes > MAX_MIB:
-        raise UserError(
-            f"{output} must hold at most {MAX_MIB} MiB, but holds {mebibytes:.0f}; leave some out by --bare."
-        )
-    return f"{output}: {len(wheels)} wheels, {mebibytes:.1f} MiB"
+    mib = sum(wheel.stat().st_size for wheel in wheels) / 2**20
+    if mib > MAX_MIB:
+        raise UserError(f"{output} must hold at most {MAX_MIB} MiB, but holds {mib:.0f}; leave some out by --bare.")
+    return f"{output}: {len(wheels)} wheels, {mib:.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PICTURES = {"headless": DOCS / "headless.png", "verdict": PAGE.with_suffix(".png
 HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135  # of the longest run
 COST_OF_VANILLA = 3.8  # time of a vanilla token relative to a headless one
 LONG_HEADING, LEVEL_HEADING = "## A hundred million tokens", "### As many tokens by both"  # headings above the tables
+NUMBER = r"\d+(\.\d+)?"
 
 Curves = dict[str, list[tuple[float, float]]]
 
@@ -63,12 +64,8 @@ def read_curves(page: str, score: str) -> Curves:
 
 def column_points(table: list[list[str]], column: int) -> list[tuple[float, float]]:
     """(tokens, score) points: the first numbers of the first cell and of another; of `**66.4 ± 0.7**` 66.4."""
-    points = [
-        (match_text(r"\d+(\.\d+)?", row[0]), match_text(r"\d+(\.\d+)?", row[column]))
-        for row in table[1:]
-        if row[column]
-    ]
-    return [(1e6 * float(tokens), float(score)) for tokens, score in points]
+    cells = [(row[0], row[column]) for row in table[1:] if row[column]]
+    return [(1e6 * float(match_text(NUMBER, tokens)), float(match_text(NUMBER, score))) for tokens, score in cells]
 
 
 def to_minutes(lines: Curves) -> Curves:

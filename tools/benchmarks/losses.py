@@ -37,6 +37,7 @@ from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 from megahead.report.tables import terminal, to_json, to_rich
 
 ERROR_SIZE = 1024  # targets for the errors against float64
+ERROR_COLUMNS = ("loss", "gradient of outputs", "of the table")
 
 # From outputs [N, D], targets [N] and the table [V, D] to the mean loss
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -83,10 +84,10 @@ class LossInputs(NamedTuple):
         loss = loss_function(*self)
         return [loss.detach(), *torch.autograd.grad(loss, [self.outputs, self.table])]
 
-    def float64_loss_and_gradients(self, loss_function: LossFunction) -> list[Tensor]:
+    def double(self) -> LossInputs:
         """The same in float64."""
         outputs, table = (tensor.detach().double().requires_grad_() for tensor in (self.outputs, self.table))
-        return LossInputs(outputs, self.targets, table).loss_and_gradients(loss_function)
+        return LossInputs(outputs, self.targets, table)
 
 
 class Contestant(NamedTuple):
@@ -101,13 +102,11 @@ def error_rows(contestants: Iterable[Contestant]) -> Iterator[dict[str, Any]]:
     """Yields a row for each loss: relative errors of its value and (in norm) its gradients against float64."""
     for name, loss_function, inputs in contestants:
         reference = plain_softmax_loss if name.startswith("softmax") else paper_loss
-        exact_values = inputs.float64_loss_and_gradients(reference)
-        errors = [
-            (value.double() - exact).norm() / exact.norm()
-            for value, exact in zip(inputs.loss_and_gradients(loss_function), exact_values, strict=True)
-        ]
-        loss_error, output_error, table_error = (f"{float(error):.1e}" for error in errors)
-        yield {"form": name, "loss": loss_error, "gradient of outputs": output_error, "of the table": table_error}
+        values, exact_values = inputs.loss_and_gradients(loss_function), inputs.double().loss_and_gradients(reference)
+        row = {"form": name}
+        for column, value, exact in zip(ERROR_COLUMNS, values, exact_values, strict=True):
+            row[column] = f"{float((value.double() - exact).norm() / exact.norm()):.1e}"
+        yield row
 
 
 def torch_kernel(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor, bias: Tensor | None = None) -> Tensor:

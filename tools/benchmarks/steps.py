@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -216,13 +217,11 @@ class Variant:
         ) -> torch.Tensor:
             if self.mode == "whole last block":
                 targets = replace(targets, max_per_row=None)
-            return self._timed(lambda: encode_at(inputs_BTD, documents, targets, subsets))
+            return self._timed(partial(encode_at, inputs_BTD, documents, targets, subsets))
 
         learner.encode_at = timed_encode_at  # type: ignore[method-assign, assignment]
         if generators:  # the model detects what a generator has replaced
-            backbone.encode = lambda inputs_BTD, documents: self._timed(  # type: ignore[method-assign]
-                lambda: encode(inputs_BTD, documents)
-            )
+            backbone.encode = lambda *inputs: self._timed(partial(encode, *inputs))  # type: ignore[method-assign]
 
     def _timed(self, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         start = self.clock.now()
@@ -238,14 +237,12 @@ class Variant:
 
 def describe_ratio(one: Variant, other: Variant) -> str:
     """Describes the ratios `other` / `one` of step times, pair by pair, of CPU times (on a CPU), and of FLOPs."""
-    ratios, cpu_ratios = (
-        [b / a for a, b in zip(*pair, strict=True)]
-        for pair in ((one.seconds(), other.seconds()), (one.cpu_seconds, other.cpu_seconds))
-    )
-    cpu_text = f"; in CPU time {statistics.median(cpu_ratios):.2f}" if one.device.type == "cpu" else ""
+    ratios = np.divide(other.seconds(), one.seconds())
+    cpu_ratio = np.median(np.divide(other.cpu_seconds, one.cpu_seconds))
+    cpu_text = f"; in CPU time {cpu_ratio:.2f}" if one.device.type == "cpu" else ""
     return (
-        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} (pairs {min(ratios):.2f} to "
-        f"{max(ratios):.2f}){cpu_text}; by operations alone {other.flops() / one.flops():.2f}"
+        f"{one.name()} is {np.median(ratios):.2f} times as fast as {other.name()} (pairs {ratios.min():.2f} to "
+        f"{ratios.max():.2f}){cpu_text}; by operations alone {other.flops() / one.flops():.2f}"
     )
 
 
@@ -275,10 +272,8 @@ def time_steps(
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"
     machine = f"{first.precision} on {describe_device(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    lines = [
-        f"{first.config.name}, {shape}, {machine}",
-        *(f"{name}: {value}" for name, value in variants[-1].engine_choices),
-    ]
-    terminal().print("\n".join([*lines, *(describe_ratio(first, other) for other in others)]))
+    lines = [f"{name}: {value}" for name, value in variants[-1].engine_choices]
+    lines += [describe_ratio(first, other) for other in others]
+    terminal().print("\n".join([f"{first.config.name}, {shape}, {machine}", *lines]))
     peaks = zip(memory, variants, strict=True)
     return [variant.row(rate, peak or variant.peak_megabytes()) for peak, variant in peaks]

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from demo_pipeline.corpus import build_cloze, build_corpus
 from megahead.config.loading import load_config
@@ -23,6 +21,7 @@ from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import ProgressBar
 from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.files import write_atomically
 from megahead.hf.export import export
 from megahead.quickstart import make_tokenizer
 from megahead.report.figures import draw_curves, save_figure
@@ -51,33 +50,25 @@ class Text:
 
     def make(self, stages: StepRunner, vocab_size: int) -> None:
         """Builds the corpus, its tokenizer, the indexed datasets and the last-word test, unless they exist."""
-        roots, size = [str(root) for root in self.roots], self.size
-        train, held_out = (self.corpus / f"{split}.jsonl" for split in ("train", "held_out"))
-        options: dict[str, Any] = {"source_bytes": size.source_bytes, "held_out": size.held_out}
-        stages.run(
-            "corpus",
-            lambda: build_corpus(self.corpus, roots=self.roots, **options).summary(),
-            settings={"roots": roots, **options},
-            outputs=[train, held_out],
-        )
-        stages.run(
-            "tokenizer",
-            lambda: self._train_tokenizer(train, vocab_size),
-            settings={"vocab_size": vocab_size, "bytes": size.tokenizer_bytes},
-            inputs=[train],
-            outputs=[self.tokenizer],
-        )
-        stages.run("index", self._index, inputs=[train, held_out, self.tokenizer], outputs=[self.data])
-        stages.run(
-            "cloze",
-            lambda: f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed",
-            inputs=[held_out],
-            outputs=[self.cloze],
-        )
+        train, held_out = texts = [self.corpus / f"{split}.jsonl" for split in ("train", "held_out")]
+        options: dict[str, Any] = {"source_bytes": self.size.source_bytes, "held_out": self.size.held_out}
 
-    def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
-        make_tokenizer([text], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
-        return f"byte-level BPE, {load_tokenizer(str(self.tokenizer)).vocab_size:,} ids"
+        def make_corpus() -> str:
+            return build_corpus(self.corpus, roots=self.roots, **options).summary()
+
+        def train_tokenizer() -> str:
+            make_tokenizer([train], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
+            return f"byte-level BPE, {load_tokenizer(str(self.tokenizer)).vocab_size:,} ids"
+
+        def make_cloze() -> str:
+            return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
+
+        settings = {"roots": [str(root) for root in self.roots], **options}
+        stages.run("corpus", make_corpus, settings=settings, outputs=texts)
+        settings = {"vocab_size": vocab_size, "bytes": self.size.tokenizer_bytes}
+        stages.run("tokenizer", train_tokenizer, settings=settings, inputs=[train], outputs=[self.tokenizer])
+        stages.run("index", self._index, inputs=[*texts, self.tokenizer], outputs=[self.data])
+        stages.run("cloze", make_cloze, inputs=[held_out], outputs=[self.cloze])
 
     def _index(self) -> str:
         self.data.mkdir(parents=True, exist_ok=True)
@@ -130,7 +121,7 @@ class Pipeline:
             self._train_vanilla()
             models += [("vanilla twin", "vanilla", "trained")]
         rows = [{"model": title, "run": name, **self._evaluate(name, head)} for title, name, head in models]
-        _write(self.folder / "results.json", rows)
+        write_atomically(self.folder / "results.json", json.dumps(rows, indent=1) + "\n")
         return rows
 
     def _train(self, name: str, extra: Sequence[str] = (), inputs: Sequence[Path] = ()) -> None:
@@ -182,13 +173,8 @@ class Pipeline:
         accuracy = next(score for score in cloze.scores if score.metric == "acc")
         figures = {"perplexity": held_out.perplexity, "bits_per_byte": held_out.bits_per_byte}
         figures |= {"next_token": held_out.accuracy, "last_word": accuracy.value, "last_word_stderr": accuracy.stderr}
-        _write(output, figures)
+        write_atomically(output, json.dumps(figures, indent=1) + "\n")
         return f"perplexity {held_out.perplexity:,.1f}, last word {accuracy.value:.1%}"
-
-
-def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 PROMPT = "Return a new array"
@@ -207,25 +193,21 @@ def show(folder: Path, rows: list[dict[str, Any]], stages: StepRunner) -> None:
     tied, pmi, trained = (row["perplexity"] for row in rows[:3])
     console.print(f"perplexity of the pmi head: {pmi / tied:.2f} x tied, {pmi / trained:.2f} x trained")
     console.rule("time")
-    console.print(time_table(stages))
+    console.print(to_rich(time_rows(stages), right=["time"]))
     console.rule("what it made")
     path_by_name = {"curves": "curves.png", "table": "results.json", "models": "models (Hugging Face folders)"}
     for name, path in {**path_by_name, "runs": f"runs (tensorboard --logdir {folder}/runs)"}.items():
         console.print(f"{name:<8}{folder}/{path}", soft_wrap=True)
 
 
-def time_table(stages: StepRunner) -> Table:
-    """A table with the time of every stage, and that of this call."""
-    table = Table(box=None, header_style="bold", show_footer=True, pad_edge=False)
-    spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
-    table.add_column("stage", footer="this run")
-    table.add_column("time", footer=format_duration(spent), justify="right")
-    table.add_column("result")
+def time_rows(stages: StepRunner) -> list[dict[str, str]]:
+    """The time of every stage, and that of this call."""
+    rows = []
     for stage in stages.finished:
-        table.add_row(
-            stage.name, "reused" if stage.reused else format_duration(stage.seconds), escape(stage.description)
-        )
-    return table
+        taken = "reused" if stage.reused else format_duration(stage.seconds)
+        rows.append({"stage": stage.name, "time": taken, "result": stage.description})
+    spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
+    return [*rows, {"stage": "this run", "time": format_duration(spent)}]
 
 
 def _display_row(row: dict[str, Any]) -> dict[str, object]:

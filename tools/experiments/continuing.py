@@ -37,9 +37,8 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """
     select_names(only, GRIDS["revocabulary"]["axes"]["way"])
     runs = replace(runner, folder=runner.folder / "runs", held_out=FEW_HELD_OUT)
-    base = runs.train(
-        "small-headless", "base", *runs.data(), *training_overrides(FIRST_STEPS, evaluate_samples=ALL_SAMPLES)
-    )
+    last = training_overrides(FIRST_STEPS, evaluate_samples=ALL_SAMPLES)
+    base = runs.train("small-headless", "base", *runs.data(), *last)
     goal = base.validation[-1]["bits_per_byte"]
     texts = {f"{LARGER:,} ids": runs.data(LARGER)}
     if runs.tokenizer is not None:
@@ -51,9 +50,7 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
         overrides = [*text, f"model.vocab_size={ids}", _convert(runs, "base", f"moved-{name}", text)]
         overrides += training_overrides(STEPS_AFTER, evaluate_every=EVERY, evaluate_samples=ALL_SAMPLES)
         cells = runs.grid("revocabulary", only, *overrides, vocabulary=[name])
-        rows += [
-            {**cell.values, **_recovery_row(cell.run, goal), "tokens/s": tokens_per_second(cell.run)} for cell in cells
-        ]
+        rows += [cell.values | _recovery_row(cell.run, goal) for cell in cells]
         records = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
         before = {"before": [(record["tokens"], goal) for record in records]}
         charts.append(Chart(name, "tokens", group_points(records, "way", "tokens", "bits_per_byte") | before))
@@ -61,7 +58,8 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def _recovery_row(run: RunMetrics, goal: float) -> Row:
-    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; scores of the first and last."""
+    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; scores of the first and last;
+    speed."""
     first = next(record for record in run.validation if record["step"])
     recovered_tokens = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
     return {
@@ -69,6 +67,7 @@ def _recovery_row(run: RunMetrics, goal: float) -> Row:
         "minutes until back": None if recovered_tokens is None else recovered_tokens / tokens_per_second(run) / 60,
         f"bits per byte after {first['step']} steps": first["bits_per_byte"],
         "at the end": run.validation[-1]["bits_per_byte"],
+        "tokens/s": tokens_per_second(run),
     }
 
 

@@ -108,17 +108,15 @@ def compare_multilingual(runner: ExperimentRunner, only: Sequence[str]) -> None:
 def _model_row(model: str, results: Sequence[FineTuningResult]) -> Row:
     """A model's row of accuracies, means over languages for each seed."""
     own_results = [result for result in results if result.model == model]
-    english: list[float] = []
-    target: list[float] = []
-    by_language: dict[str, list[float]] = {language: [] for language in LANGUAGES}
-    for seed in sorted({result.seed for result in own_results}):
-        scores = {result.task.removeprefix("xnli/"): result.scores() for result in own_results if result.seed == seed}
-        english.append(mean(tested["accuracy"] for tested in scores["en"].values()))
-        target.append(mean(scores[language][language]["accuracy"] for language in scores))
-        for language in LANGUAGES:
-            by_language[language].append(scores[language][language]["accuracy"])
+    scores_by_seed = [
+        {result.task.removeprefix("xnli/"): result.scores() for result in own_results if result.seed == seed}
+        for seed in sorted({result.seed for result in own_results})
+    ]
+    english = [mean(tested["accuracy"] for tested in scores["en"].values()) for scores in scores_by_seed]
+    accuracies = [{name: tested[name]["accuracy"] for name, tested in scores.items()} for scores in scores_by_seed]
+    target = [mean(by_language.values()) for by_language in accuracies]
     row: Row = {"model": Path(model).name, "English only": percent(english), "target language": percent(target)}
-    return row | {language: percent(shares) for language, shares in by_language.items()}
+    return row | {language: percent([by_language[language] for by_language in accuracies]) for language in LANGUAGES}
 
 
 def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:

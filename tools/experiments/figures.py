@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.measures import Chart, Row, aggregate_seeds, evaluation_scores, group_points
-from experiments.runner import (
-    GRIDS,
-    Cell,
-    ExperimentRunner,
-    grid_charts,
-    select_names,
-    task_scores,
-    training_overrides,
-)
+from experiments.runner import GRIDS, Cell, ExperimentRunner, grid_charts, select_names, task_scores, training_overrides
 from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.objective import HeadName
 from megahead.evaluate.perplexity import evaluate_checkpoint

@@ -19,6 +19,7 @@ from experiments.item_rivals import METRICS, RIVALS, best_recipe_on_all_seeds, s
 from experiments.measures import Row, aggregate_seeds, time_spent
 from experiments.runner import GRIDS, ROOT, ExperimentRunner, select_names, to_overrides, training_overrides
 from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError, FieldError, UserError
 from megahead.evaluate.next_item import next_item
@@ -59,23 +60,19 @@ class _Table:
     num_ids: int
     num_users: int
     steps_an_epoch: int
-    sequence_length: int
+    config: RunConfig
 
     @classmethod
     def prepare(cls, runner: ExperimentRunner) -> _Table:
-        prefix = runner.folder / "table" / "items"
-        columns = zip(("--user", "--item", "--time"), runner.columns, strict=True)
-        options = [word for pair in columns for word in pair]
-        runner.make(
-            prefix.with_suffix(".idx"), "preprocess.py", "--table", runner.require_text(), *options, output=prefix
-        )
+        prefix, (user, item, time) = runner.folder / "table" / "items", runner.columns
+        options = ["--table", runner.require_text(), "--user", user, "--item", item, "--time", time]
+        runner.make(prefix.with_suffix(".idx"), "preprocess.py", *options, output=prefix)
         info = IndexedDataset(prefix).info
         if info is None:
             raise DataError(f"`{prefix}.json` must have the number of ids, but is missing.")
         config = load_config(f"configs/{GRIDS['items']['config']}.yaml", runner.settings)
-        length = config.data.sequence_length
-        steps = ceil(info.tokens / (config.batch.global_size * length))
-        return cls(prefix, info.vocab_size, info.documents, steps, length)
+        steps = ceil(info.tokens / (config.batch.global_size * config.data.sequence_length))
+        return cls(prefix, info.vocab_size, info.documents, steps, config)
 
     def part(self, name: str) -> Path:
         """The `.idx` of `validation` or `test`."""
@@ -125,7 +122,7 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
         return []
     grid, plan_file, log = GRIDS["items"], runner.folder / "rivals.json", runner.folder / "rivals.log"
     plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
-    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(runner, table)}
+    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(table)}
     plan_file.write_text(json.dumps(plan, indent=1) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}  # this checkout's
     with log.open("a") as output:
@@ -137,10 +134,9 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
     return rows
 
 
-def _rival_settings(runner: ExperimentRunner, table: _Table) -> dict[str, int]:
+def _rival_settings(table: _Table) -> dict[str, int]:
     """The shape of ours, as many epochs, and as many steps in each."""
-    model = load_config(f"configs/{GRIDS['items']['config']}.yaml", runner.settings).model
+    model, batch = table.config.model, ceil(table.num_users / table.steps_an_epoch)
     shape = {"n_blocks": model.num_layers, "n_factors": model.hidden_size, "n_heads": model.num_heads}
-    batch = ceil(table.num_users / table.steps_an_epoch)
-    length = table.sequence_length
+    length = table.config.data.sequence_length
     return shape | {"epochs": GRIDS["items"]["epochs"], "batch_size": batch, "session_max_len": length}

@@ -111,9 +111,8 @@ class CoordinateSearch:
         if key not in self.perplexity_by_recipe:
             rows = [self._try(recipe, seed) for seed in SEEDS]
             self.rows += rows
-            self.perplexity_by_recipe[key] = mean(
-                row["perplexity"] if isfinite(row["perplexity"]) else inf for row in rows
-            )
+            perplexities = [row["perplexity"] for row in rows]
+            self.perplexity_by_recipe[key] = mean(perplexities) if all(map(isfinite, perplexities)) else inf
         return self.perplexity_by_recipe[key]
 
     def compare_with_initial(self) -> list[Row]:
@@ -149,12 +148,9 @@ class CoordinateSearch:
 
     def _run_name(self, recipe: Recipe, seed: int, data_rows: int) -> str:
         """A name from the settings that differ from the start."""
-        changed = [
-            f"{key.removesuffix('.name').split('.')[-1]}-{value}"
-            for key, value in recipe.items()
-            if value != self.kind.start[key]
-        ]
-        parts = [self.kind_name, self.side, *changed, f"rows-{data_rows}", f"seed-{seed}"]
+        changed = {key: value for key, value in recipe.items() if value != self.kind.start[key]}
+        settings = [f"{key.removesuffix('.name').split('.')[-1]}-{value}" for key, value in changed.items()]
+        parts = [self.kind_name, self.side, *settings, f"rows-{data_rows}", f"seed-{seed}"]
         return re.sub(r"[^\w.-]+", "_", "-".join(parts))
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from demo_pipeline.corpus import write_jsonl
 from experiments.measures import Row, aggregate_seeds
 from experiments.runner import GRIDS, ExperimentRunner, grid_points, select_names, training_overrides
 from megahead.data.sources import read_blocks
 from megahead.evaluate.harness_tasks import read_articles
-from megahead.files import write_atomically
 from steps.once import output_lock
 
 GRID = GRIDS["retrieval"]
@@ -78,12 +78,11 @@ class Comparison:
             if not pairs.exists():
                 text = b"".join(block for block, _ in read_blocks(runner.require_text()))
                 articles = [json.loads(line) for line in text.splitlines()]
-                folder.mkdir(parents=True, exist_ok=True)
-                _write(train, [article for i, article in enumerate(articles) if i % SHARE > 1])
-                _write(chosen_by, articles[::SHARE])
-                _write(searched, articles[1::SHARE])
+                write_jsonl(train, (article for i, article in enumerate(articles) if i % SHARE > 1))
+                write_jsonl(chosen_by, articles[::SHARE])
+                write_jsonl(searched, articles[1::SHARE])
                 found = read_articles(train, None)  # without the title in the text, which would tell
-                _write(pairs, [{"query": one["title"], "positive": one["rest"]} for one in found])
+                write_jsonl(pairs, ({"query": one["title"], "positive": one["rest"]} for one in found))
         runs = replace(runner, folder=runner.folder / "runs", text=train)
         if runner.tokenizer is None:
             data = runs.data(GRID["vocabulary"], encoder=True)
@@ -141,7 +140,3 @@ class Comparison:
         values = {score.metric: score.value for result in results[model] for score in result.scores}
         kept = [f"{query}_{pooling}_recall@10" for query in SEARCHES for pooling in ("cls", "mean")]
         return {name: values[name] for name in [*kept, "spearman_cls", "spearman_mean"] if name in values}
-
-
-def _write(path: Path, records: Sequence[Row]) -> None:
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -87,11 +87,7 @@ class RunPlanner:
                 steps, decay = budget * unit, round(part.decay * budget) * unit
                 course = PlannedRun("headless", "headless, equal tokens", budget, "headless", steps, decay)
                 runs.append(self._branch_off(course))
-        runs += [
-            self._plan_switched_run(budget, share)
-            for budget in self._budgets
-            for share in part.switches.get(budget, ())
-        ]
+        runs += [self._plan_switched_run(n, share) for n in self._budgets for share in part.switches.get(n, ())]
         return [course for course in runs if course.kind in part.kinds]
 
     def keep_every(self, trunk: PlannedRun) -> int:
@@ -114,23 +110,13 @@ class RunPlanner:
         return course if budget == self._longest else self._branch_off(course)
 
     def _plan_switched_run(self, budget: int, share: float) -> PlannedRun:
-        unit = self.units["headless"]
-        headless_steps, vanilla_steps = (
-            round(budget * (1 - share) * unit),
-            max(1, round(budget * share * self.units["vanilla"])),
-        )
-        decay_share = self._part.decay
-        decay = (
-            round(vanilla_steps * decay_share / share)
-            if share >= decay_share
-            else vanilla_steps + round(budget * (decay_share - share) * unit)
-        )
-        run = f"vanilla for the last {share:.0%}"
-        return self._branch_off(
-            PlannedRun(
-                "switched", run, budget, "headless", headless_steps + vanilla_steps, decay, vanilla_steps=vanilla_steps
-            )
-        )
+        unit, decay_share = self.units["headless"], self._part.decay
+        vanilla_steps = max(1, round(budget * share * self.units["vanilla"]))
+        decay = round(vanilla_steps * decay_share / share)
+        if share < decay_share:
+            decay = vanilla_steps + round(budget * (decay_share - share) * unit)
+        run, steps = f"vanilla for the last {share:.0%}", round(budget * (1 - share) * unit) + vanilla_steps
+        return self._branch_off(PlannedRun("switched", run, budget, "headless", steps, decay, vanilla_steps))
 
     def _branch_off(self, course: PlannedRun) -> PlannedRun:
         """Branches off the trunk at its last checkpoint before the learning rate or objective of either changes, unless
@@ -191,21 +177,18 @@ class Comparison:
         """Vanilla steps in a unit: the part's number, else measured; 1 if not needed."""
         if self.part.vanilla_unit is not None or list(self.part.kinds) == ["headless"]:
             return self.part.vanilla_unit or 1
-        overrides = [*data, *self.part.shape]
-        brief = [f"training.steps={PROBE_STEPS}", *PROBE_OVERRIDES]
-        probes = {
-            f"{self.name}-probe-{objective}": [*overrides, *self._objective_overrides(objective), *brief]
-            for objective in ("vanilla", "headless")
-        }
+        probes = {}
+        for objective in ("vanilla", "headless"):
+            overrides = [*data, *self.part.shape, *self._objective_overrides(objective)]
+            probes[f"{self.name}-probe-{objective}"] = [*overrides, f"training.steps={PROBE_STEPS}", *PROBE_OVERRIDES]
         return max(1, round(self.part.unit / self.runner.relative_cost(self.part.config, probes)))
 
     def _run_rows(self, courses: RunPlanner, course: PlannedRun, data: Sequence[str]) -> list[Row]:
         run = self._train(courses, course, data)
-        seconds = time_spent(run)  # includes the trunk's, up to the fork
+        seconds = time_spent(run)
         if course.trunk is not None:
-            seconds += time_spent(
-                read_metrics(self.runner.folder / self.folder_name(course.trunk)), last_step=course.fork
-            )
+            trunk = read_metrics(self.runner.folder / self.folder_name(course.trunk))
+            seconds += time_spent(trunk, last_step=course.fork)
         tasks = {record["step"]: record["tasks"] for record in run.tasks}
         rows: list[Row] = []
         for record in run.validation:
@@ -213,10 +196,8 @@ class Comparison:
             row: Row = {"run": course.run, "seed": self.seed, "budget": course.budget, "curve": course.name}
             row |= {"time": courses.units_at_step(course, step), "end": step == course.steps}
             row |= {"hours": seconds * self.runner.ranks / 3600, "step": step, "tokens": tokens}  # hours of CPUs
-            task_results = tasks.get(step, {})
-            rows.append(
-                row | evaluation_scores(record) | {task: task_results[task]["acc"]["value"] for task in task_results}
-            )
+            row |= evaluation_scores(record)
+            rows.append(row | {task: scores["acc"]["value"] for task, scores in tasks.get(step, {}).items()})
         return rows
 
     def _train(self, courses: RunPlanner, course: PlannedRun, data: Sequence[str]) -> RunMetrics:
@@ -269,10 +250,7 @@ def _cloze(data: Sequence[str]) -> Path:
     output = Path(settings["data.validation"]).with_name("cloze.jsonl")
     with output_lock(output):
         if not output.exists():
-            dataset, tokenizer = (
-                IndexedDataset(settings["data.validation"]),
-                load_tokenizer(Path(settings["data.tokenizer"])),
-            )
+            dataset, tokenizer = IndexedDataset(settings["data.validation"]), load_tokenizer(settings["data.tokenizer"])
             documents = output.with_name("held-out.jsonl")
             write_jsonl(documents, ({"text": tokenizer.decode(dataset[index])} for index in range(len(dataset))))
             build_cloze(documents, output)
@@ -281,14 +259,8 @@ def _cloze(data: Sequence[str]) -> Path:
 
 PARTS = {name: Part(**{"shape": KINDS["encoder"].shape, **part}) for name, part in GRIDS["verdict"].items()}
 VALUES = (
-    "accuracy",
-    "perplexity",
-    "bits per byte",
-    "cloze",
-    "blimp",
-    *FULL_TASK_COLUMNS.values(),
-    "lambada perplexity",
-    "hours",
+    *("accuracy", "perplexity", "bits per byte", "cloze", "blimp"),
+    *(*FULL_TASK_COLUMNS.values(), "lambada perplexity", "hours"),
 )
 GLUE_ROWS = "10000"  # training rows at most: all of CoLA, MRPC, STS-B and RTE, a sixth of SST-2, a tenth of QNLI
 

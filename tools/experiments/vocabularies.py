@@ -58,10 +58,9 @@ def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) ->
     scored_rows = [row for size in sizes for row in _score_at_equal(runner, size, texts[size], first_num_tokens)]
     chart = Chart.of(scored_rows, "Bits per byte", "at equal", "vocabulary", "bits per byte", log_x=True)
     runner.record("large_vocabularies", scored_rows, chart)
-    vanilla = [
-        row for size in VANILLA_SIZES if size in texts for row in _compare_with_vanilla(runner, size, texts[size])
-    ]
-    runner.record("large_vocabularies-vanilla", vanilla)
+    both = [size for size in VANILLA_SIZES if size in texts]
+    vanilla_rows = [row for size in both for row in _compare_with_vanilla(runner, size, texts[size])]
+    runner.record("large_vocabularies-vanilla", vanilla_rows)
 
 
 def _split_languages(runner: ExperimentRunner) -> Path:
@@ -103,13 +102,8 @@ def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, first_num_t
     step = min(STEPS, round(STEPS * text.train.num_tokens / first_num_tokens))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
-    run = runner.train(
-        "small-headless",
-        name,
-        *text.settings,
-        *SETTINGS,
-        *training_overrides(STEPS, checkpoint_every=step, keep_checkpoints=2),
-    )
+    checkpoints = training_overrides(STEPS, checkpoint_every=step, keep_checkpoints=2)
+    run = runner.train("small-headless", name, *text.settings, *SETTINGS, *checkpoints)
     last = run.training[-1]
     for at, equal in ((step, "text"), (STEPS, "time")):
         bits = _bits_per_byte(runner, name, at, "pmi", text)
@@ -125,12 +119,10 @@ def _compare_with_vanilla(runner: ExperimentRunner, size: int, text: Text) -> li
         overrides = [*text.settings, *SETTINGS, f"objective.name={objective}", *training_overrides(steps), *more]
         return runner.train("small-headless", name, *overrides)
 
-    step_ms = {
-        objective: _step_milliseconds(
-            train(objective, f"pair-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1")
-        )
-        for objective in ("headless", "vanilla")
-    }
+    step_ms = {}
+    for objective in ("headless", "vanilla"):
+        pair = train(objective, f"pair-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1")
+        step_ms[objective] = _step_milliseconds(pair)
     steps = max(1, round(STEPS / (step_ms["vanilla"] / step_ms["headless"])))
     train("vanilla", f"vanilla-{size}", steps)
     train("headless", f"equal-text-{size}", steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
+from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 from megahead.report.figures import INK, MUTED, PALETTE, save_figure
 
@@ -15,6 +15,7 @@ SIZE = (9.0, 4.4)
 
 BLUE, ORANGE = PALETTE[:2]
 LINE_COLOUR, BACKGROUND = "#d5dbe3", "#ffffff"
+ARROW = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 0, "shrinkB": 0, "color": MUTED, "linewidth": 1.4}
 
 
 def draw(output: Path) -> Path:
@@ -78,8 +79,8 @@ def _draw_model(axes: Axes) -> None:
     body.set(facecolor="#eef1f5", edgecolor="#c6cad0")
     axes.add_patch(body)
     axes.text(17, 46, "backbone", color=INK, fontsize=11, ha="center", va="center")
-    _draw_arrow(axes, (17, 24), (17, 35), MUTED)
-    _draw_arrow(axes, (28.5, 46), (35.5, 46), MUTED)
+    axes.annotate("", (17, 35), (17, 24), arrowprops=ARROW)
+    axes.annotate("", (35.5, 46), (28.5, 46), arrowprops=ARROW)
     axes.add_patch(Rectangle((36.5, 38), 3.4, 16, color=INK, linewidth=0))
     axes.text(38.2, 35.5, "hidden\nstate", color=MUTED, fontsize=9, ha="center", va="top", linespacing=1.1)
 
@@ -88,12 +89,6 @@ def _draw_fan(axes: Axes, bottom: float, top: float, colour: str) -> None:
     """A triangle from the hidden state to everything that it is compared with."""
     corners = [(40.6, 46), (59, bottom), (59, top)]
     axes.add_patch(Polygon(corners, color=colour, alpha=0.1, linewidth=0))
-
-
-def _draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
-    arrow.set(color=colour, linewidth=1.4)
-    axes.add_patch(arrow)
 
 
 def _draw_caption(axes: Axes, cost: str, meaning: str) -> None:

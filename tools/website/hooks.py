@@ -69,10 +69,8 @@ def commands_page() -> Iterator[str]:
 
 def command_help(*words: str) -> str:
     """The `--help` of a command, 100 characters wide."""
-    environment, arguments = (
-        patch.dict(os.environ, {"COLUMNS": "100"}),
-        patch.object(sys, "argv", ["megahead", *words, "--help"]),
-    )
+    arguments = patch.object(sys, "argv", ["megahead", *words, "--help"])
+    environment = patch.dict(os.environ, {"COLUMNS": "100"})
     with environment, arguments, redirect_stdout(StringIO()) as text, suppress(SystemExit):
         dispatch()
     return text.getvalue()
