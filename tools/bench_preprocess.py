@@ -9,7 +9,6 @@ largest memory that any one process of it had. Medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from statistics import median
 
 import psutil
 
+from benchmarks.command import build_parser, report
 from megahead.errors import DataError, run_command
-from megahead.report.tables import terminal, to_rich
 
 TOOL = Path(__file__).with_name("preprocess.py")
 
@@ -47,13 +46,11 @@ text.map(encode, batched=True, remove_columns=text.column_names, num_proc=int(wo
 """
 
 OTHERS = {"loop": PLAIN_LOOP, "datasets": DATASETS_MAP}
-
-
 Cost = tuple[float, float, float]  # CPU seconds, seconds, and megabytes of the largest process
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--input", required=True, metavar="F", help="one .jsonl file with the key `text`")
     parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer.json")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: 3)")
@@ -71,7 +68,8 @@ def main() -> None:
         cpu, wall, peak = (median(values) for values in zip(*costs, strict=True))
         rates = {"MB per CPU-second": f"{megabytes / cpu:.2f}", "MB per second": f"{megabytes / wall:.2f}"}
         rows.append({"": name, **rates, "peak MB of a process": round(peak)})
-    terminal().print(to_rich(rows, title=f"{megabytes:.1f} MB of jsonl"))
+    print(f"{megabytes:.1f} MB of jsonl")
+    report(rows, output=arguments.output)
 
 
 def timed(name: str, source: str, tokenizer: str, workers: int | None) -> Cost:

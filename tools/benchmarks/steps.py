@@ -35,11 +35,7 @@ Mode = Literal["default", "compiled", "whole last block", "muon"]
 Muon for the matrices of the blocks."""
 
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
-# Settings that headless and vanilla objectives share
-SHARED_SETTINGS = (
-    *("score", "temperature", "learned_temperature"),
-    *("replaced_tokens", "phrases", "retromae", "tsdae", "multi_token"),
-)
+SHARED_SETTINGS = ("score", "temperature", "learned_temperature")  # of headless and vanilla, with the auxiliary one's
 
 
 def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
@@ -60,7 +56,8 @@ def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
         settings["optimizer"]["name"] = "muon"
     if objective != config.objective.name:
         tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
-        shared = {name: settings["objective"][name] for name in SHARED_SETTINGS}
+        shared_names = [*SHARED_SETTINGS, *filter(None, [config.objective.auxiliary_name()])]
+        shared = {name: settings["objective"][name] for name in shared_names}
         settings["objective"] = shared | {"name": objective, "tied": tied}
     return config_from_dict(settings)
 
