@@ -17,11 +17,37 @@ report.json and report.md are rewritten after each part; a second call runs the 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from math import exp
 from pathlib import Path
+from typing import Any, Literal
 
-from gpu_parts.session import DRY, DRY_RUN, FULL, ON_A_GPU, Session, Text, build_parts
+import numpy as np
+import yaml
+from rich.console import Console
+
+from benchmarks.command import PYTHIA_VOCABULARY, zipf_tokens
+from megahead import __version__
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import FieldError, existing_path, run_command
-from megahead.report.tables import terminal, to_rich
+from megahead.files import write_atomically
+from megahead.report.read import read_metrics
+from megahead.report.tables import terminal, to_markdown, to_rich
+from megahead.wording import format_duration, to_milliseconds
 
 ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 
@@ -55,6 +81,353 @@ def main() -> None:
 def _prefix(text: str) -> Path:
     """The absolute prefix of a dataset, since parts run in the project's root."""
     return existing_path(f"{text}.idx").absolute().with_suffix("")
+
+
+# The parts. Nothing here imports torch, which would take GPU memory.
+
+
+RESULT, SECONDS = "{result}", "{seconds}"  # in a part's command: the JSON file to write, and its time limit
+STARTUP_SECONDS = 60.0  # subtracted from `SECONDS`: imports, compiling, the last evaluation, saving
+State = Literal["measured", "failed", "too long", "left out"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a part."""
+
+    name: str
+    question: str
+    command: list[str]  # the part's template, which identifies it in a later call
+    state: State
+    seconds: float = 0.0
+    called: list[str] = field(default_factory=list)  # the command as it was run
+    why: str = ""  # a sentence, unless the part was measured
+    said: str = ""  # its output
+    lines: list[dict[str, Any]] | None = None  # its JSON result, also if it failed afterwards
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question, answered by a command of this checkout."""
+
+    name: str
+    question: str
+    command: tuple[str, ...]  # a script and its arguments
+    seconds: float  # estimate on an H100, reserved for it; its limit is twice that
+    packages: tuple[str, ...] = ()  # required; else the part is left out
+    unsupported_reason: str = ""  # why it cannot run, if known beforehand
+
+    @property
+    def uses_spare_time(self) -> bool:
+        """Whether it takes an equal share of the spare time, beside `seconds`, of all such parts to come."""
+        return any(SECONDS in word for word in self.command)
+
+    def missing_requirement(self) -> str:
+        """Why the part cannot run here; empty if it can."""
+        if self.unsupported_reason:
+            return self.unsupported_reason
+        packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        verb = "are" if packages[1:] else "is"
+        return f"{' and '.join(packages)} must be installed for it, but {verb} not." if packages else ""
+
+    def fill_command(self, result: Path, limit: float) -> list[str]:
+        """The command to run, which should end within `limit` seconds."""
+        seconds = str(round(max(limit - STARTUP_SECONDS, 1)))
+        return [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in self.command]
+
+    def outcome(self, state: State, **fields: Any) -> Outcome:
+        return Outcome(self.name, self.question, list(self.command), state, **fields)
+
+
+_DOCUMENT_TOKENS = 500
+
+
+@dataclass(frozen=True)
+class Text:
+    """A dataset: an existing one, or Zipf-distributed tokens in `folder`, on which nothing is trained."""
+
+    folder: Path
+    dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
+
+    @property
+    def prefix(self) -> Path:
+        return self.dataset or self.folder / "zipf"
+
+    @property
+    def index(self) -> Path:
+        """A file that exists once the dataset is complete."""
+        return self.prefix.with_suffix(".idx")
+
+    def write_zipf(self, tokens: int) -> None:
+        """Writes Zipf-distributed tokens, in documents that end with 0, unless there is a dataset already."""
+        if self.dataset is not None or self.index.exists():
+            return
+        shape = tokens // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS
+        documents = zipf_tokens(PYTHIA_VOCABULARY, shape, seed=0, excluded_id=0)
+        documents[:, -1] = 0
+        with IndexedDatasetWriter(self.prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
+            for document in documents:
+                writer.add_document(document)
+
+
+NEEDS_TEXT = "a text must be given for it by --dataset, but is not."
+PREFIX, WHOLE = "train-", "whole-"  # of names of parts
+TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
+PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FULL, DRY = PLAN["full"], PLAN["dry"]
+
+
+def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
+    """All parts of a scale; `folder`: for runs."""
+    parts: list[Part] = []
+    for kind, name, options, seconds, *more_options in scale["parts"]:
+        words, device = " ".join([options, *more_options]).split(), scale["device"].split()
+        set_options = [option for word in words for option in ("--set", word)]
+        replacements = {"{options}": words, "{set}": set_options, "{device}": device, "{where}": device[:2]}
+        template, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
+        values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
+        command = [
+            argument
+            for word in template["command"].split()
+            for argument in replacements.get(word) or [word.format(**values)]
+        ]
+        parts.append(
+            Part(
+                f"{kind}-{name}".removesuffix("-"),
+                template["question"].format(**values),
+                tuple(word for word in command if word not in replacements),
+                scale["slower"] * seconds,
+                tuple(template.get("packages", ())),
+                NEEDS_TEXT if kind == "train" and text.dataset is None else "",
+            )
+        )
+    return parts
+
+
+# Running parts.
+
+
+PACKAGES = (
+    *("torch", "triton", "deepspeed", "transformers"),
+    *("liger-kernel", "cut-cross-entropy", "flash-attn", "flash-attn-4"),
+)
+
+
+def describe_machine() -> dict[str, str]:
+    """Date, GPU and versions by name, without importing torch."""
+    description = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "Python": platform.python_version()}
+    commands = {
+        "GPU": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "megahead": ("git", "describe", "--always", "--dirty"),
+    }
+    for name, command in commands.items():
+        description[name] = "unknown"
+        with suppress(OSError, subprocess.SubprocessError):
+            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            description[name] = result.stdout.strip()
+    description["megahead"] = f"{__version__}, {description['megahead']}"
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            description[name] = importlib.metadata.version(name)
+    return description
+
+
+ROOT = Path(__file__).resolve().parents[1]
+LAST_LINES = 12
+_TERM_GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+# (script and arguments, file for stdout, file for stderr, time limit) -> exit code
+Launch = Callable[[Sequence[str], Path, Path, float], int | None]
+
+
+def launch(command: Sequence[str], stdout_path: Path, stderr_path: Path, limit: float) -> int | None:
+    """Runs Python on `command` in this checkout; returns the exit code, or None after `limit` seconds.
+
+    It has its own process group, which is killed at the end.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
+    with stdout_path.open("wb") as output, stderr_path.open("wb") as errors:
+        options: Any = {"stdout": output, "stderr": errors, "env": environment, "cwd": ROOT}
+        process = subprocess.Popen([sys.executable, *command], start_new_session=True, **options)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TERM_GRACE_SECONDS)
+
+
+def run_part(part: Part, folder: Path, limit: float, launch: Launch = launch) -> Outcome:
+    """Runs `part` for at most `limit` seconds; its output and result go to files in `folder`."""
+    result, stdout_path, stderr_path = (folder / f"{part.name}.{suffix}" for suffix in ("json", "txt", "errors.txt"))
+    result.unlink(missing_ok=True)
+    shutil.rmtree(folder / "runs" / part.name, ignore_errors=True)  # else an earlier run would resume, at its end
+    command, start, lines = part.fill_command(result, limit), time.monotonic(), None
+    code = launch(command, stdout_path, stderr_path, limit)
+    seconds = time.monotonic() - start
+    with suppress(OSError, ValueError):  # no result, or an incomplete one
+        lines = json.loads(result.read_text(encoding="utf-8"))
+    state, why = _describe_failure(code, limit, stdout_path, stderr_path) if code != 0 else ("measured", "")
+    output = stdout_path.read_text(encoding="utf-8", errors="replace")
+    return part.outcome(state, why=why, seconds=seconds, called=command, said=output, lines=lines)
+
+
+def _describe_failure(code: int | None, limit: float, stdout_path: Path, stderr_path: Path) -> tuple[State, str]:
+    """The state and a sentence: the command's `error: ...` line, else its last lines."""
+    if code is None:
+        return "too long", f"it had not ended after {format_duration(limit)}"
+    if code == -signal.SIGKILL:
+        return "failed", "it was killed, most likely for the machine's memory"
+    texts = [path.read_text(errors="replace") for path in (stdout_path, stderr_path)]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "failed", errors[-1] if errors else "\n".join([f"it ended with code {code}:", *lines[-LAST_LINES:]])
+
+
+ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here says anything about a GPU"
+MIN_SECONDS = 20.0  # the least for which a part is started
+
+
+class Session:
+    """Runs parts in `folder`; reuses what the same command measured there before, unless `again`."""
+
+    def __init__(
+        self, folder: Path, console: Console, *, title: str = ON_A_GPU, again: bool = False, launch: Launch = launch
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.console, self._title, self._launch = folder, console, title, launch
+        self._report, self._machine = folder / "report.json", describe_machine()
+        earlier = [] if again or not self._report.exists() else json.loads(self._report.read_bytes())["parts"]
+        self.outcomes = {part["name"]: Outcome(**part) for part in earlier if part["state"] == "measured"}
+
+    def run_parts(self, parts: Sequence[Part], seconds: float) -> None:
+        """Runs `parts` within so many seconds, and writes `report.json` and `report.md` after each."""
+        deadline = time.monotonic() + seconds
+        measured = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
+        todo = [part for part in parts if (part.name, *part.command) not in measured]
+        if len(todo) < len(parts):
+            self._print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
+        for index, part in enumerate(todo, 1):
+            seconds_left = deadline - time.monotonic()
+            takes = "takes the time left" if part.uses_spare_time else f"about {format_duration(part.seconds)}"
+            left = format_duration(max(seconds_left, 0))
+            self._print(f"▸ {part.name} [{index}/{len(todo)}] {part.question} ({takes}; {left} left)")
+            outcome = self.outcomes[part.name] = self._run_part(part, seconds_left, todo[index - 1 :])
+            mark, why = ("✓", "") if outcome.state == "measured" else ("✗", f": {outcome.why}")
+            self._print(f"{mark} {part.name} {outcome.state} ({format_duration(outcome.seconds)}){why}")
+            self._save()
+        self._save()
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _run_part(self, part: Part, seconds_left: float, upcoming: Sequence[Part]) -> Outcome:
+        """Runs `part`, or leaves it out; `upcoming`: parts from this one on."""
+        if reason := part.missing_requirement():
+            return part.outcome("left out", why=reason)
+        reserved, least = 2 * part.seconds, MIN_SECONDS
+        if part.uses_spare_time:  # spare time is split among such parts
+            spare = seconds_left - sum(other.seconds for other in upcoming)
+            reserved = part.seconds + max(spare, 0) / sum(other.uses_spare_time for other in upcoming)
+            least += STARTUP_SECONDS
+        limit = min(seconds_left, reserved)
+        if limit < least:
+            left = format_duration(max(seconds_left, 0))
+            return part.outcome("left out", why=f"no time was left for it; {left} were.")
+        return run_part(part, self.folder, limit, self._launch)
+
+    def _save(self) -> None:
+        outcomes = list(self.outcomes.values())
+        content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
+        write_atomically(self._report, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.folder / "report.md", render_page(self._title, self._machine, outcomes, self.folder))
+
+
+# The page: summary tables of steps and trainings, then every part with its output.
+
+
+def step_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """A row for each pair of headless and vanilla steps: speed-up, ratio of FLOPs, and headless utilization."""
+    rows = []
+    for outcome in outcomes:
+        line_by_objective = {str(line.get("objective")): line for line in outcome.lines or [] if "GFLOP" in line}
+        for suffix in ("", ", compiled"):
+            headless, vanilla = line_by_objective.get(f"headless{suffix}"), line_by_objective.get(f"vanilla{suffix}")
+            if headless and vanilla:
+                speedup, flops_ratio = (vanilla[name] / headless[name] for name in ("ms", "GFLOP"))
+                row = {"part": outcome.name + suffix, "headless, ms": headless["ms"], "vanilla, ms": vanilla["ms"]}
+                row |= {"times as fast": round(speedup, 2), "by operations": round(flops_ratio, 2)}
+                row["of it"] = f"{speedup / flops_ratio:.0%}"
+                rows.append(row | {name: headless.get(name) for name in ("MFU", "of rate", "loss", "peak MB")})
+    return rows
+
+
+def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each SIZE with both `train-SIZE-headless` and `train-SIZE-vanilla` in `measured`.
+
+    Held-out perplexities are those at the smaller end of both runs, interpolated between evaluations."""
+    rows = []
+    for name in measured:
+        size, vanilla = name.removeprefix(PREFIX).removesuffix("-headless"), name.replace("-headless", "-vanilla")
+        if not (name.startswith(PREFIX) and name.endswith("-headless") and vanilla in measured):
+            continue
+        runs = {"headless": read_metrics(folder / "runs" / name), "vanilla": read_metrics(folder / "runs" / vanilla)}
+        row: dict[str, Any] = {"model": size}
+        for axis, unit, scale in (("tokens", "M tokens", 1e6), ("seconds", "s", 1)):
+            end = min(run.validation[-1][axis] for run in runs.values())
+            row[unit] = round(end / scale, 1)
+            for objective, run in runs.items():
+                positions, scores = ([record[name] for record in run.validation] for name in (axis, "perplexity"))
+                row[f"{objective} after these {axis}"] = exp(float(np.interp(end, positions, np.log(scores))))
+        for objective, run in runs.items():
+            last = run.training[-1]
+            row[f"{objective}, tokens/s"] = round(last["tokens"] / last["seconds"])
+            row |= {f"{objective}, MFU": f"{last['mfu']:.1%}"} if "mfu" in last else {}
+        rows.append(row)
+    return rows
+
+
+def whole_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each part of whole steps: the median step of the run's second half, and vanilla's time over it."""
+    seconds_by_name: dict[str, float] = {}
+    for name in (name for name in measured if name.startswith(WHOLE)):
+        ends = [record["seconds"] for record in read_metrics(folder / "runs" / name).training]
+        seconds_by_name[name] = float(np.median(np.diff(ends)[-(len(ends) // 2) :]))
+    rows: list[dict[str, Any]] = []
+    for name, seconds in seconds_by_name.items():
+        vanilla = seconds_by_name.get(name.replace("headless", "vanilla")) if "headless" in name else None
+        row = {"steps": name.removeprefix(WHOLE), "ms": to_milliseconds(seconds)}
+        rows.append(row | {"vanilla takes": None if vanilla is None else f"{vanilla / seconds:.2f} times as long"})
+    return rows
+
+
+MAX_OUTPUT_CHARS = 20_000  # of a part's output on the page
+
+
+def render_page(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome], folder: Path) -> str:
+    """Returns Markdown: summary tables, then every part with its command and output. `folder`: of the training runs."""
+    measured = [outcome.name for outcome in outcomes if outcome.state == "measured"]
+    part_rows = [
+        {"part": one.name, "state": one.state, "took": format_duration(one.seconds), "because": one.why.split("\n")[0]}
+        for one in outcomes
+    ]
+    tables = {
+        "Whole steps of the engine": whole_rows(folder, measured),
+        "Steps, headless against vanilla": step_rows(outcomes),
+        "Trainings, headless against vanilla": training_rows(folder, measured),
+        "All parts": part_rows,
+    }
+    blocks = [f"# {title}\n", to_markdown([{"": name, "is": value} for name, value in machine.items()])]
+    blocks += [f"## {name}\n\n{to_markdown(rows)}" for name, rows in tables.items() if rows]
+    for outcome in outcomes:
+        command = shlex.join(["python", *(outcome.called or outcome.command)])
+        output, error = outcome.said[-MAX_OUTPUT_CHARS:].strip("\n"), f"\n{outcome.why}" if outcome.why else ""
+        blocks.append(f"## {outcome.name}: {outcome.question}\n\n```console\n$ {command}\n{output}{error}\n```\n")
+    return "\n".join(blocks)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-
-from gpu_parts.session import (
+from gpu_report import (
     DRY,
     DRY_RUN,
     FULL,
@@ -24,6 +23,7 @@ from gpu_parts.session import (
     training_rows,
     whole_rows,
 )
+
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, captures_micro_steps
 from megahead.data.preprocess import preprocess

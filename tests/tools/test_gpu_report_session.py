@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import gpu_report
 import pytest
+from gpu_report import RESULT, SECONDS, STARTUP_SECONDS, Part, Session, run_part
 
-from gpu_parts import session
-from gpu_parts.session import RESULT, SECONDS, STARTUP_SECONDS, Part, Session, run_part
 from support.gpu_parts import quiet
 
 WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
@@ -50,7 +50,7 @@ def instant() -> Instant:
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(session, "_TERM_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_report, "_TERM_GRACE_SECONDS", 0.2)
     hanging = part_that(
         tmp_path,
         "hanging",
