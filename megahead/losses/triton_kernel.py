@@ -106,7 +106,8 @@ class TritonChunkSoftmax(ChunkSoftmax):
         buffers = scores_nw, self._residuals if residuals else None, sums_4n
         known = (None, None) if stats is None else (stats.lse, stats.biased_target_score)
         numbers = self._score.scale, count, width, scores_nw.stride(0)
-        _softmax_kernel[(count,)](*buffers, *known, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+        with torch.cuda.device_of(scores_nw):  # Triton launches on the current device
+            _softmax_kernel[(count,)](*buffers, *known, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
         return sums_4n
 
     def _reduce_over_ranks(self, sums_4n: Tensor) -> SoftmaxStats:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +227,28 @@ def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch
     with Operations() as operations:
         torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows, candidates.bias_U])
     assert not {name for name in operations.counts if "index" in name or "scatter" in name}, operations.counts
+
+
+def test_the_kernel_is_launched_on_the_device_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one, where Triton launches."""
+    interpret(monkeypatch)
+    devices: list[Tensor] = []
+    launches: list[bool] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        devices.append(tensor)
+        yield
+        devices.pop()
+
+    def launch(scores: Tensor, *_: Any, **__: Any) -> None:
+        launches.append(any(tensor is scores for tensor in devices[-1:]))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr("megahead.losses.triton_kernel._softmax_kernel", defaultdict(lambda: launch))
+    outputs, rows, candidates = drawn(16, 8, 16, torch.float32, torch.device("cpu"))
+    candidate_loss(outputs, rows, candidates)
+    assert launches == [True, True]
 
 
 def test_a_bias_with_a_gradient_must_be_in_the_numerator(monkeypatch: pytest.MonkeyPatch) -> None:
