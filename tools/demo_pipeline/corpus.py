@@ -140,9 +140,10 @@ def _attached_docstrings(tree: ast.Module, module: str) -> Iterator[tuple[str, s
 NGRAM_SIZE = 8
 _WORD = re.compile(r"[a-z0-9]+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+NgramHashes = npt.NDArray[np.uint64]
 
 
-def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
+def ngram_hashes(text: str) -> NgramHashes:
     """The distinct hashes of a text's word 8-grams, sorted; empty for a shorter text."""
     words = np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], dtype=np.uint64)
     if len(words) < NGRAM_SIZE:
@@ -166,27 +167,25 @@ class NgramFilter:
     def __init__(self) -> None:
         self._bits = np.zeros(1 << (self.BITS - 3), dtype=np.uint8)
 
-    def add(self, ngrams: npt.NDArray[np.uint64]) -> None:
+    def add(self, ngrams: NgramHashes) -> None:
         """Adds `ngrams`."""
-        slots = ngrams >> np.uint64(64 - self.BITS)
-        np.bitwise_or.at(self._bits, slots >> np.uint64(3), _bit_mask(slots))
+        byte_indices, masks = self._locate(ngrams)
+        np.bitwise_or.at(self._bits, byte_indices, masks)
 
-    def seen_share(self, ngrams: npt.NDArray[np.uint64]) -> float:
+    def seen_share(self, ngrams: NgramHashes) -> float:
         """The share of `ngrams` added before; 0 if empty."""
-        if not len(ngrams):
-            return 0.0
+        byte_indices, masks = self._locate(ngrams)
+        return float(np.mean((self._bits[byte_indices] & masks) != 0)) if len(ngrams) else 0.0
+
+    def _locate(self, ngrams: NgramHashes) -> tuple[NgramHashes, npt.NDArray[np.uint8]]:
+        """The byte and the bit of each n-gram."""
         slots = ngrams >> np.uint64(64 - self.BITS)
-        return float(np.mean((self._bits[slots >> np.uint64(3)] & _bit_mask(slots)) != 0))
-
-
-def _bit_mask(slots: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-    return np.left_shift(np.uint8(1), (slots & np.uint64(7)).astype(np.uint8))
+        return slots >> np.uint64(3), np.left_shift(np.uint8(1), (slots & np.uint64(7)).astype(np.uint8))
 
 
 MAX_REPEATED_SHARE = 0.3  # a page is dropped if this share of its n-grams occurred before
 TEST_NAMES = {"test", "tests", "testing", "_tests", "idle_test", "conftest.py"}
 VENDORED_NAMES = {"_vendor", "vendor", "vendored", "site-packages", "dist-packages", "__pycache__"}
-NgramHashes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
