@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from megahead.config.model import ModelConfig
-from megahead.models.attention_backends import attend_masked
-from megahead.models.blocks import SelfAttention, set_attention
+from megahead.models.blocks import SelfAttention
 from megahead.models.documents import Documents
-from megahead.models.families import build_backbone, initial_value
 from megahead.models.layers import rotary_tables
-from support.cuda_rules import cuda_autocast
 from support.exact_attention import POSITIONS
 
 CONFIG = ModelConfig(num_layers=1, hidden_size=24, num_heads=3, vocab_size=8, attention_dropout=0.5)
@@ -45,31 +39,3 @@ def test_a_run_of_heads_alone_computes_its_part():
     documents = Documents.whole_rows(2, 7)
     x_BTD, rotation = torch.randn(2, 7, 24), rotary_tables(documents.positions_BT, 4, 10000.0)
     torch.testing.assert_close(part(x_BTD, rotation, documents), silenced(x_BTD, rotation, documents))
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt_neox": {},
-    "llama": {"qk_norm": True},
-    "gpt2": {"max_positions": 8, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "gemma3": {"local_window": 4},
-    "bert": {"max_positions": 8, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "modernbert": {"local_window": 4},
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_receive_bf16_under_cudas_autocast(family: str) -> None:
-    """It keeps norms in fp32, also those of queries and keys, and does not know kernels for documents."""
-    config = ModelConfig(family=family, num_layers=2, hidden_size=32, num_heads=4, vocab_size=16, **FAMILIES[family])
-    model, dtypes = build_backbone(config), set[torch.dtype]()
-    for name, parameter in model.named_parameters():
-        parameter.data = initial_value(name, parameter.shape, 0, config)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float, causal: bool) -> Tensor:
-        dtypes.update((q.dtype, k.dtype, v.dtype))
-        return attend_masked(q, k, v, documents, dropout, causal)
-
-    set_attention(model, attend)
-    with cuda_autocast():
-        model(torch.arange(14).view(2, 7), Documents(POSITIONS))
-    assert dtypes == {torch.bfloat16}

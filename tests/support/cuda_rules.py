@@ -1,49 +1,39 @@
-"""Rules of CUDA that CPUs do not have, on a CPU: autocast keeps more operators in fp32, deterministic algorithms refuse
-some."""
+"""Rules of CUDA that CPUs do not have, on a machine without a GPU."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-FP32_OPERATORS = ("rms_norm", "layer_norm", "exp", "log", "rsqrt", "reciprocal", "logsumexp", "cosine_similarity")
-"""In fp32 under autocast on CUDA (AT_FORALL_FP32 in torch's autocast_mode.h), and not on CPUs."""
+CUDA = torch.device("cuda", 0)
+
+
+_CUDA_TYPE, _META_TYPE = 1, 14  # torch's numbers of device types
 
 
 @contextmanager
-def cuda_autocast() -> Iterator[None]:
-    """Autocast to bf16 on a CPU, by CUDA's list of operators in fp32."""
-    library = Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it replaces a CPU's rule
-            for name in FP32_OPERATORS:
-                in_fp32 = _in_fp32(getattr(torch.ops.aten, name).default)
-                library.impl(name, in_fp32, "AutocastCPU", allow_override=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
-    finally:
-        library._destroy()
-
-
-def _in_fp32(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def to_fp32(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    def in_fp32(*arguments: Any, **keywords: Any) -> Tensor:
-        autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            return operator(*tree_map_only(Tensor, to_fp32, arguments), **tree_map_only(Tensor, to_fp32, keywords))
-
-    return in_fp32
+def fake_cuda(*, autocast: bool) -> Iterator[FakeTensorMode]:
+    """Tensors in the block have shapes, dtypes and devices, but no numbers: torch refuses operators on two devices, and
+    what the host would read of a device. `autocast`: to bf16 by CUDA's rules, which keep more operators in fp32 than a
+    CPU's. There are no backward passes. Changes this process for good: call it in a forked one."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    guards = (ctypes.c_void_p * (_META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[_CUDA_TYPE] = guards[_CUDA_TYPE] or guards[_META_TYPE]  # torch for CPUs has none for CUDA
+    torch._C._ensureCUDADeviceGuardSet()
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", autocast)
+    with FakeTensorMode() as mode:
+        yield mode
+    torch.set_autocast_enabled("cuda", False)
 
 
 _REFUSED = {"cumsum", "cumsum_", "histc", "median", "put_"}
