@@ -417,6 +417,7 @@ class _FusedSoftmax(torch.autograd.Function):
 
 def _multiply(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor`, rounded once to `dtype`; in one GPU kernel, unless it must be differentiable."""
+    factor = factor[None]  # one without dims would be rounded to the dtype of `gradient` on GPUs: in bf16 by up to 2^-8
     if torch.is_grad_enabled():
         return (gradient * factor).to(dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

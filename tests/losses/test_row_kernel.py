@@ -19,6 +19,7 @@ from megahead.losses.candidates import Candidates
 from megahead.losses.fused_softmax import TorchChunkSoftmax, build_chunk_softmax
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
+from support.cuda_rules import CudaRounding
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, on_device, solved, truth
 
@@ -227,6 +228,20 @@ def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch
     with Operations() as operations:
         torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows, candidates.bias_U])
     assert not {name for name in operations.counts if "index" in name or "scatter" in name}, operations.counts
+
+
+def test_a_losss_factor_is_not_rounded_to_the_dtype_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that bf16 rounds to 1.5, and with it all gradients of a body by the same 0.26 %."""
+    interpret(monkeypatch)
+    outputs, rows, candidates = drawn(33, 40, 24, torch.bfloat16, torch.device("cpu"))
+    loss, factor = candidate_loss(outputs, rows, candidates), 1.5 + 2**-8
+    with CudaRounding():
+        scaled, plain = (
+            torch.autograd.grad(loss * number, [outputs, rows], retain_graph=True) for number in (factor, 1)
+        )
+    for mine, other in zip(scaled, plain, strict=True):
+        ratio = (mine.double() * other.double()).sum() / other.double().square().sum()
+        assert float(ratio) == pytest.approx(factor, abs=5e-4)
 
 
 def test_the_kernel_is_launched_on_the_device_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:

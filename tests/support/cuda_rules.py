@@ -49,3 +49,13 @@ class DeterministicCuda(TorchDispatchMode):
             has_floats = any(x.is_floating_point() for x in tree_leaves(result) if isinstance(x, Tensor))
             assert not has_floats, f"{name} has no deterministic form on CUDA"
         return result
+
+
+class CudaRounding(TorchDispatchMode):
+    """Rounds both factors of products of elements to their common dtype, as CUDA does; CPUs keep those without dims."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mul:
+            dtype = torch.result_type(*args)
+            args = [x.to(dtype) if isinstance(x, Tensor) else x for x in args]
+        return func(*args, **(kwargs or {}))
