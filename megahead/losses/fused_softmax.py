@@ -66,7 +66,7 @@ class Residuals(NamedTuple):
 
     def apply_weights(self, weight_n: Tensor) -> Residuals:
         """The residuals of the losses times `weight_n`."""
-        weight_n1 = weight_n[:, None].to(self.matrix_nw.dtype)
+        weight_n1 = weight_n[:, None].to(self.loss_n.dtype)
         weight_n1 = weight_n1 if self.weight_n1 is None else self.weight_n1 * weight_n1
         return self._replace(loss_n=self.loss_n * weight_n.to(self.loss_n.dtype), weight_n1=weight_n1)
 
@@ -457,13 +457,13 @@ class _Gradients:
             if weight_n1 is None:
                 self.bias.add_(matrix_nw.sum(0, dtype=self.bias.dtype))
             else:
-                self._softmax.add_matmul_(self.bias[None], weight_n1.T, matrix_nw)
+                self._softmax.add_matmul_(self.bias[None], weight_n1.T.to(matrix_nw.dtype), matrix_nw)
         if derivatives_nw is not None:
             matrix_nw.mul_(derivatives_nw)
         self._softmax.matmul_(gradient_nD, matrix_nw, rows_wD)
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)
-            outputs_nD = outputs_nD * weight_n1
+            outputs_nD = torch.mul(outputs_nD, weight_n1, out=torch.empty_like(outputs_nD))
         add_to_rows = self._softmax.matmul_ if self._is_empty else self._softmax.add_matmul_
         add_to_rows(self.rows, matrix_nw.T, outputs_nD)
         self._is_empty = False

@@ -230,15 +230,19 @@ def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch
     assert not {name for name in operations.counts if "index" in name or "scatter" in name}, operations.counts
 
 
-def test_a_losss_factor_is_not_rounded_to_the_dtype_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that bf16 rounds to 1.5, and with it all gradients of a body by the same 0.26 %."""
+@pytest.mark.parametrize("of_outputs", [False, True])
+def test_a_losss_factor_is_not_rounded_to_the_dtype_of_gradients(
+    of_outputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that bf16 rounds to 1.5, and with it all gradients of a body by the same 0.26 %; also as outputs' weights."""
     interpret(monkeypatch)
     outputs, rows, candidates = drawn(33, 40, 24, torch.bfloat16, torch.device("cpu"))
-    loss, factor = candidate_loss(outputs, rows, candidates), 1.5 + 2**-8
+    factor = 1.5 + 2**-8
+    weighted = replace(candidates, weight_N=torch.full((33,), factor)) if of_outputs else candidates
     with CudaRounding():
-        scaled, plain = (
-            torch.autograd.grad(loss * number, [outputs, rows], retain_graph=True) for number in (factor, 1)
-        )
+        plain = torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
+        loss = candidate_loss(outputs, rows, weighted) * (1 if of_outputs else factor)
+        scaled = torch.autograd.grad(loss, [outputs, rows])
     for mine, other in zip(scaled, plain, strict=True):
         ratio = (mine.double() * other.double()).sum() / other.double().square().sum()
         assert float(ratio) == pytest.approx(factor, abs=5e-4)
