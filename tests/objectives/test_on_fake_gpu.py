@@ -30,6 +30,7 @@ from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU, beside tests/gpu")
 
 BERT = {"family": "bert", "num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 63, "max_positions": 64}
 MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
