@@ -9,12 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from megahead.wording import pluralize
+from megahead.wording import pluralize, print_line
 
 SLOW_PACKAGES = ("torch", "transformers", "deepspeed", "lm_eval", "datasets", "matplotlib", "scipy", "sklearn")
 """Packages whose import takes from half a second to several, on a busy machine a minute."""
@@ -80,7 +80,7 @@ def require_at_least(minimum: float, **options: float | None) -> None:
 
 def print_error(message: str) -> None:
     """Prints an error to stderr."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print_line(f"error: {message}", sys.stderr)
 
 
 def run_command(
@@ -98,11 +98,11 @@ def run_command(
         report(str(error))
         exit_immediately(2) if immediate_exit else sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        print_line("interrupted", sys.stderr)
         sys.exit(130)
     except Exception:
         if immediate_exit:
-            traceback.print_exc()
+            print_line(traceback.format_exc(), sys.stderr)
             exit_immediately(1)
         raise
 
@@ -130,11 +130,12 @@ class _SlowImportReporter(MetaPathFinder):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname in SLOW_PACKAGES and not self._has_reported:
             self._has_reported = True
-            print(f"loading {fullname}", file=sys.stderr, flush=True)
+            print_line(f"loading {fullname}", sys.stderr)
 
 
 def exit_immediately(code: int) -> None:
     """Exits without joining threads or running atexit handlers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, a reader that has gone
+            output.flush()
     os._exit(code)

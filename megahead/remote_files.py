@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from megahead.background import submit
 from megahead.errors import FieldError, UserError
 from megahead.files import AtomicFile, InUseError, is_full
-from megahead.wording import format_gib
+from megahead.wording import format_gib, print_line
 
 # URLs of remote files, which must not contain secrets.
 
@@ -174,8 +174,6 @@ def _install_hint(scheme: str) -> str:
 
 
 T = TypeVar("T")
-
-_print = partial(print, flush=True)
 
 TIMEOUT_SECONDS = 60.0
 """For one block or one small request, including the retries of the store's package."""
@@ -372,7 +370,7 @@ def download(store: Store, name: str, expected: ExpectedFile, write: Callable[[b
 
 
 def with_progress(
-    download: Iterator[int], url: str, total: int, report: Callable[[str], None] = _print
+    download: Iterator[int], url: str, total: int, report: Callable[[str], None] = print_line
 ) -> Iterator[None]:
     """Drives a download that yields the bytes received so far, with a progress line every PROGRESS_SECONDS."""
     last = time.monotonic()
@@ -415,7 +413,7 @@ def local_file(name: str) -> str:
 
 
 def fetch_into(
-    folder: Path, store: Store, files: Mapping[str, ExpectedFile], report: Callable[[str], None] = _print
+    folder: Path, store: Store, files: Mapping[str, ExpectedFile], report: Callable[[str], None] = print_line
 ) -> Iterator[None]:
     """Downloads the files missing in `folder`, and yields at least once a second.
 

@@ -1,12 +1,28 @@
-"""Formats numbers for logs, tables and errors: 1 step, 2,000 steps; row 7, rows 7 to 9; 2h05m; 1.50 GiB."""
+"""Prints lines, and formats numbers in them: 1 step, 2,000 steps; row 7, rows 7 to 9; 2h05m; 1.50 GiB."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
 
 GIB = 2**30
+
+
+def print_line(text: str, output: TextIO | None = None) -> None:
+    """Prints `text` at once, to stdout by default. An output that fails, since its reader has gone (`| tee` after
+    Ctrl-C) or its disk is full, is replaced by the null device: it must not end a run, nor keep one from ending."""
+    output = output or sys.stdout
+    try:
+        print(text, file=output, flush=True)
+    except OSError:
+        with suppress(OSError), Path(os.devnull).open("wb") as null_device:
+            os.dup2(null_device.fileno(), output.fileno())
 
 
 def pluralize(number: float, noun: str, format_spec: str = ",") -> str:

@@ -45,6 +45,7 @@ from megahead.errors import CheckpointError, UserError
 from megahead.files import fsync, write_atomically
 from megahead.remote_files import DamagedError, ExpectedFile, Store, cache_folder, download, join_url, with_progress
 from megahead.run_folder import RunFolder
+from megahead.wording import print_line
 
 # Fetching, verified, on all ranks.
 
@@ -106,7 +107,7 @@ def fetch_checkpoint(
             f"{': ' if damage else '.'}{' '.join(damage)}"
         )
     for problem in damage if group.rank == 0 else ():
-        print(f"passed over: {problem}", file=sys.stderr, flush=True)
+        print_line(f"passed over: {problem}", sys.stderr)
     return disk.root / name
 
 
@@ -318,7 +319,7 @@ class Uploader:
         while self._thread.is_alive() and self._has_work() and time.monotonic() < deadline:
             if time.monotonic() - last_message_time > PROGRESS_SECONDS:
                 last_message_time = time.monotonic()
-                print(f"waiting until the last checkpoint is in {self._remote.url}", flush=True)
+                print_line(f"waiting until the last checkpoint is in {self._remote.url}")
             time.sleep(0.02)
             yield
 

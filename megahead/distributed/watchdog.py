@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megahead.background import submit
 from megahead.errors import UserError
-from megahead.wording import format_numbers
+from megahead.wording import format_numbers, print_line
 
 T = TypeVar("T")
 
@@ -324,5 +324,6 @@ class MonitorClient:
         if self._ending.wait(GRACE_SECONDS):
             return
         if self._rank in lost:
-            traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            print_line("".join(stack), sys.stderr)
         self._end_process(str(LostRankError(lost)))

@@ -10,6 +10,7 @@ from typing import Any
 
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, message_of
+from megahead.wording import print_line
 
 
 class Board:
@@ -65,7 +66,7 @@ class Tracker(Board):
         except Exception as error:  # of any type: packages have their own
             if not self._failed:
                 reason = " ".join(message_of(error).split())
-                print(f"{'warning':<12}{self._name} gets no more curves of this session ({reason})", flush=True)
+                print_line(f"{'warning':<12}{self._name} gets no more curves of this session ({reason})")
             self._failed = True
 
 

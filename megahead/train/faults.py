@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
@@ -270,4 +270,5 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._prints:
-                os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")
+                with suppress(OSError):  # a reader that has gone, with `| tee`
+                    os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")

@@ -24,7 +24,7 @@ from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Lease
 from megahead.train.start import ResumePoint
 from megahead.train.step import StepReport, Utilization
-from megahead.wording import format_duration, format_range, format_si, pluralize
+from megahead.wording import format_duration, format_range, format_si, pluralize, print_line
 
 
 class RunLog:
@@ -357,7 +357,7 @@ class RunLogger:
     def print_line(self, text: str) -> None:
         """Prints `text` if active."""
         if self._active:
-            print(text, flush=True)
+            print_line(text)
 
     def close(self, ending: str, state: TrainingState) -> None:
         """Prints the last line and closes the logs."""

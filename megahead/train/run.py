@@ -49,7 +49,7 @@ from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, hand_over_replicas, require_shared_folder
 from megahead.train.start import ResumePoint, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
-from megahead.wording import format_gib, format_numbers, format_range, pluralize
+from megahead.wording import format_gib, format_numbers, format_range, pluralize, print_line
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     num_ranks = num_training + launch.spare_ranks
     if launch.rank == num_training:
         spare_ranks = format_numbers("rank", range(num_training, num_ranks))
-        print(
+        print_line(
             f"{spare_ranks} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
             f"{pluralize(batch.global_size, 'row')} a step in micro-batches of {batch.micro_size} can be split over "
-            f"{num_training} of {pluralize(num_ranks, 'rank')}",
-            flush=True,
+            f"{num_training} of {pluralize(num_ranks, 'rank')}"
         )
     with hand_over_replicas(config, launch):
         stand_by(launch, config.engine.timeout_seconds, shared_settings(config))

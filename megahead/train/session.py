@@ -40,7 +40,7 @@ from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import Lease, new_session_id
 from megahead.train.start import ResumePoint, find_resume_point
-from megahead.wording import pluralize
+from megahead.wording import pluralize, print_line
 
 
 @dataclass
@@ -209,7 +209,7 @@ class Session:
             self.uploads.enqueue_files()
             self.uploads.close()
         for message in [event.message for event in self._finish_uploads(deadline) if event.message]:
-            print(message, flush=True)
+            print_line(message)
 
 
 # Remote checkpoints: fetching them at the start of a session, and the time limit of uploads.

@@ -82,6 +82,33 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     assert [step for step, _ in losses(mine.validation)] == [3, 6]
 
 
+def broken_pipe() -> int:
+    """What an output is under `| tee` once Ctrl-C has ended `tee`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("open_output", [broken_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "disk"])
+def test_ctrl_c_saves_where_nothing_can_be_printed(tmp_path: Path, open_output: Callable[[], int]) -> None:
+    write_text(tmp_path)
+    micro_step = Engine.micro_step
+
+    def interrupt(rank: int) -> None:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            Engine.micro_step = micro_step  # type: ignore[method-assign]
+            for output in (1, 2):
+                os.dup2(open_output(), output)
+            os.kill(os.getpid(), signal.SIGINT)
+            return micro_step(*args, **kwargs)
+
+        Engine.micro_step = act  # type: ignore[method-assign]
+
+    assert codes(start_ranks(small_config(tmp_path), 2, tmp_path, sabotage=interrupt)) == [0, 0], said(tmp_path, 0)
+    ending = json.loads(RunFolder(tmp_path / "run").session_end.read_text())
+    assert ending == {"ending": "stopped", "step": open_checkpoint(tmp_path / "run").step, "steps": 6}
+
+
 def losses(records: Sequence[Record]) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records]
 
