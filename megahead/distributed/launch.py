@@ -177,7 +177,8 @@ def open_store(launch: Launch, seconds: float) -> Store:
     for the other ranks; RuntimeError, OSError or ValueError if it is not reachable."""
     if launch.rank > 0:
         _wait_for_listener(launch, seconds)
-    url = f"tcp://{launch.address}:{launch.port}?rank={launch.rank}&world_size=-1"
+    host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
+    url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size=-1"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=max(seconds, 1))))
     # torchrun's store outlives the ranks, and still has the addresses of an earlier attempt
     return PrefixStore(f"attempt {launch.attempt}", store)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
+import torch
 
 from megahead.distributed import watchdog
+from megahead.distributed.launch import Launch, _end_process, distributed_session
 from megahead.distributed.watchdog import Connection, LostRankError, MonitorClient, RankMonitor, connect, with_timeout
+from support.commands import free_port
+from support.killable import codes
 
 WAITED = RuntimeError("[gloo] timed out waiting")
 
@@ -136,6 +144,26 @@ def test_a_wait_that_does_not_end_ends_the_process() -> None:
     assert lost("rank 1 died") in [f"LostRankError: {sentence}" for sentence in ranks.ended]
 
 
+def test_a_process_ends_also_where_nothing_can_be_printed() -> None:
+    """Its log is on a full disk; the rank hangs itself, which prints its stack, too."""
+
+    def hang() -> None:
+        for output in (1, 2):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), output)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        print("before")  # and not flushed
+        connection = connect("127.0.0.1", RankMonitor(1, 60).address, 0, 60, None)
+        MonitorClient(connection, 0, partial(_end_process, Launch())).wait_for_all()
+        connection._socket.shutdown(socket.SHUT_RDWR)
+        time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=hang)
+    process.start()
+    process.join(10)
+    process.kill()
+    assert process.exitcode == 2
+
+
 @pytest.mark.parametrize(
     "words", [b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'["hello", "guessed", 1]\n', b"[" * 50_000 + b"\n"]
 )
@@ -209,3 +237,22 @@ def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
     assert not looking[1].done()
     watches[0].finish()
     assert looking[1].result(10) is None
+
+
+def test_ranks_meet_at_an_address_of_ipv6() -> None:
+    port = int(free_port())
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+    def meet(rank: int) -> None:
+        launch = Launch(rank, 2, rank, "::1", port)
+        with distributed_session(launch, torch.device("cpu"), 20) as group:
+            total = sum(group.all_gather_objects(10 + rank))
+        os._exit(total)
+
+    ranks = [multiprocessing.get_context("fork").Process(target=meet, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    assert codes(ranks) == [21, 21]
