@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,29 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+VISIBLE_SECONDS = 10.0
+"""How long a network file system may take to show a file on other nodes."""
+
+
+def wait_until_visible(path: Path, seconds: float) -> bool:
+    """Waits at most `seconds` until `path`, which another node creates, exists; returns whether it does."""
+    deadline = time.monotonic() + seconds
+    while not is_visible(path):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_visible(path: Path) -> bool:
+    """Whether `path` exists, although it was missing when this node last looked: clients of NFS remember that for up to
+    a minute, except in folders that are opened."""
+    for folder in reversed(path.absolute().parents):
+        with suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    return path.exists()
 
 
 class WriteError(UserError, OSError):

@@ -45,7 +45,7 @@ from megahead.checkpoints.store import (
 )
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import is_full, publish_folder, write_atomically
+from megahead.files import VISIBLE_SECONDS, is_full, publish_folder, wait_until_visible, write_atomically
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 
@@ -193,6 +193,10 @@ def write_collectively(
     partial_folder = disk.partial_folder(name)
     describe_error = partial(describe_write_error, partial_folder=partial_folder, num_bytes=num_bytes)
 
+    def write_once_visible() -> Generator[None, None, Any]:
+        wait_until_visible(partial_folder, VISIBLE_SECONDS)
+        return (yield from write(partial_folder))
+
     def finish() -> None:
         write_manifest(partial_folder, results)
         manifest = Manifest.read(partial_folder)
@@ -204,7 +208,7 @@ def write_collectively(
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
-        results = exhaust_on_all_ranks(group, write(partial_folder), describe_error)
+        results = exhaust_on_all_ranks(group, write_once_visible(), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:

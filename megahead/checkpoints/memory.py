@@ -36,7 +36,7 @@ from megahead.checkpoints.store import RetentionRules, highest_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.files import fsync, read_if_exists, sha256_of
+from megahead.files import fsync, read_if_exists, sha256_of, wait_until_visible
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 from megahead.wording import format_gib, pluralize
@@ -272,8 +272,7 @@ def wait_for_spare_ranks(folder: RunFolder, session_id: str, launch: Launch, max
     deadline = time.monotonic() + min(WAIT_SECONDS, max_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
         done_file = _done_file(NodeMemory.on_shared_disk(folder), session_id, launch, rank)
-        while not done_file.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until_visible(done_file, deadline - time.monotonic())
 
 
 def last_session_id(folder: RunFolder) -> str | None:

@@ -27,6 +27,7 @@ from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
+from megahead.files import is_visible
 from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, ROW_OPTIMIZERS
 
 SINGLE_RANK = Group()
@@ -52,23 +53,36 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
     """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and a
     sentence for each newer, damaged one. Collective."""
-    return first_valid(lambda: step_folders(path), group)
+    return first_valid(path, lambda: step_folders(path), group)
 
 
-def first_valid(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The first undamaged of the step folders that rank 0 lists; otherwise as `newest_valid`."""
+def first_valid(root: Path, folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
+    """The first undamaged of the step folders below `root`, a path of this node's own, that rank 0 lists; otherwise as
+    `newest_valid`."""
     damage: list[str] = []
-    for folder in run_on_first_rank(group, folders):
+    for name in run_on_first_rank(group, lambda: [folder.relative_to(root) for folder in folders()]):
         try:
-            return open_verified(folder, group), damage
+            return open_verified(root / name, group), damage
         except CheckpointError as error:
             damage.append(str(error))
     return None, damage
 
 
+def find_on_first_rank(path: Path, group: Group) -> Path | None:
+    """The checkpoint that rank 0 finds at `path`, a path of this node's own (see `find_checkpoint`). Collective."""
+
+    def find() -> Path | None:
+        folder = find_checkpoint(path)
+        return None if folder is None else folder.relative_to(path.parent)
+
+    found = run_on_first_rank(group, find)
+    return None if found is None else path.parent / found
+
+
 def open_verified(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, every byte verified: each rank reads a share of its files, at about 1 GB per
     second. Collective; the same CheckpointError on all ranks."""
+    is_visible(folder)  # this node may have looked before another one wrote it
     run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)))
     checkpoint = Checkpoint(folder, Manifest.read(folder))
     checkpoint.verify(group)

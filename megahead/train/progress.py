@@ -301,7 +301,7 @@ class Progress:
 
         Returns the checkpoint's folder; None if there is none from this phase on, and nothing has changed.
         """
-        checkpoint, damage = first_valid(self.history.folders, self.world_group)
+        checkpoint, damage = first_valid(self.history.root, self.history.folders, self.world_group)
         if checkpoint is None:
             refuse_damaged(self.history.root, damage)
         if checkpoint is None or checkpoint.step < self.phase.steps.start:

@@ -30,7 +30,7 @@ from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.files import write_atomically
+from megahead.files import VISIBLE_SECONDS, wait_until_visible, write_atomically
 from megahead.hf.settings import HFSettings
 from megahead.remote_files import is_below, is_remote, local_file
 from megahead.run_folder import RunFolder
@@ -297,18 +297,15 @@ def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
         NodeMemory.of(config.folder()).remove()
 
 
-TIMEOUT_SECONDS = 10.0
-"""How long a network file system may take to show a file on other nodes."""
-
-
 def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     """CheckpointError on all ranks if one of them does not see a file that rank 0 writes to `folder`. Collective. With
     a different folder on each node no checkpoint would be complete. Removes what it has created, so that a run with a
     later error leaves nothing."""
-    new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    new_folders: list[Path] = []
     marker = folder / f".seen-by-all-{world_group.broadcast_object(secrets.token_hex(8))}"
 
     def write() -> None:
+        new_folders.extend(path for path in (folder.path, *folder.path.parents) if not path.exists())
         folder.path.mkdir(parents=True, exist_ok=True)
         marker.touch()
 
@@ -327,11 +324,8 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
 
 
 def _wait_until_visible(marker: Path, rank: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not marker.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {marker.parent} what "
-                "rank 0 wrote there; put it on a file system that all nodes share."
-            )
-        time.sleep(0.05)
+    if not wait_until_visible(marker, VISIBLE_SECONDS):
+        raise CheckpointError(
+            f"output_dir must be one folder for all ranks, but rank {rank} does not see in {marker.parent} what "
+            "rank 0 wrote there; put it on a file system that all nodes share."
+        )

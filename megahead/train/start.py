@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.checkpoints.disk import find_checkpoint, orphaned_folders
+from megahead.checkpoints.disk import orphaned_folders
 from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
-from megahead.checkpoints.reading import Checkpoint, RecoveryResult, newest_valid, open_verified
+from megahead.checkpoints.reading import (
+    Checkpoint,
+    RecoveryResult,
+    find_on_first_rank,
+    newest_valid,
+    open_verified,
+)
 from megahead.checkpoints.transfer import fetch_checkpoint
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
@@ -99,7 +105,7 @@ def find_resume_point(
     """Finds the checkpoint for `--resume auto|never|DIR`. Collective. `sources`: for `auto`, functions that write a
     checkpoint newer than a step (-1: any) to `folder`, from memory or the remote store."""
     if resume != "auto":
-        path = run_on_first_rank(world_group, lambda: _find_requested(resume, folder))
+        path = _find_requested(resume, folder, world_group)
         return ResumePoint(None if path is None else open_verified(path, world_group), [])
     checkpoint, damage = newest_valid(folder.path, world_group)
     recovered: list[RecoveryResult] = []
@@ -132,9 +138,9 @@ def _refuse_orphaned(folder: RunFolder) -> None:
         )
 
 
-def _find_requested(resume: str, folder: RunFolder) -> Path | None:
-    """The checkpoint folder for `never` (None) or DIR; CheckpointError if it does not fit."""
-    path = find_checkpoint(folder.path if resume == "never" else Path(resume))
+def _find_requested(resume: str, folder: RunFolder, world_group: Group) -> Path | None:
+    """The checkpoint folder for `never` (None) or DIR; CheckpointError if it does not fit. Collective."""
+    path = find_on_first_rank(folder.path if resume == "never" else Path(resume), world_group)
     if resume == "never" and path is not None:
         raise CheckpointError(
             f"`--resume never` needs an output folder without checkpoints, but {folder} has {path.name}; "
@@ -229,7 +235,7 @@ def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
     """Opens the checkpoint at `init.from_checkpoint`, fetched to the run's `folder` if it is a URL."""
     if is_remote(path):
         return open_verified(fetch_checkpoint(path, RunFolder(folder.fetched_checkpoints), world_group), world_group)
-    local = run_on_first_rank(world_group, lambda: find_checkpoint(Path(path)))
+    local = find_on_first_rank(Path(path), world_group)
     if local is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
     return open_verified(local, world_group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,13 @@ import pytest
 
 from megahead.checkpoints import format as checkpoint_format
 from megahead.checkpoints import memory as handing_over
-from megahead.checkpoints.memory import share_replicas
+from megahead.checkpoints.memory import last_session_id, share_replicas, wait_for_spare_ranks
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
 from support.copied_state import keep, rescue, same_as_on_disk
 from support.named import without_digits
+from support.network_disk import NetworkDisk
 from support.node_memories import give_memory, memory_of
 from support.on_ranks import on_ranks
 
@@ -100,6 +102,24 @@ def test_those_that_wait_are_waited_for_but_not_for_long(tmp_path: Path, monkeyp
     began = time.monotonic()
     assert on_ranks(1, rescue, tmp_path, "0", -1, 2) == [(4, 4, [])]
     assert time.monotonic() - began >= 0.5
+
+
+def test_what_they_hand_over_is_seen_on_a_disk_whose_clients_remember_what_was_missing(tmp_path: Path) -> None:
+    """Training ranks look for it before it is there."""
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    launch = Launch(world_size=1, spare_ranks=1, port=1)
+
+    def wait(group: Group) -> float:
+        if group.rank == 1:
+            time.sleep(0.5)
+            hand(group, tmp_path, replace(launch, rank=1))
+            return 0.0
+        NetworkDisk(tmp_path)
+        began = time.monotonic()
+        wait_for_spare_ranks(RunFolder(tmp_path / "run"), str(last_session_id(RunFolder(tmp_path / "run"))), launch, 20)
+        return time.monotonic() - began
+
+    assert 0.4 < on_ranks(2, wait)[0] < 10
 
 
 def flip(path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +233,33 @@ def test_ranks_share_the_reading_of_checksums_when_they_resume(tmp_path: Path) -
     first, second = on_ranks(2, resumed_and_checked, small_config(tmp_path, {"training.steps": 7}))
     assert len(first) == len(second) == 1
     assert first != second
+
+
+def test_nodes_may_have_the_folder_at_paths_of_their_own(begun: Path) -> None:
+    """What they resume by `auto` and by `--resume`, and what they begin from; no node can open the other's path."""
+    nodes = [begun / f"node-{rank}" for rank in range(2)]
+    nodes[0].mkdir()
+    nodes[1].symlink_to(nodes[0])
+    shutil.move(begun / "run", nodes[0] / "run")
+
+    def go_on(group: Group, name: str, resume: str = "", **changes: Any) -> str:
+        own, other = nodes[group.rank], nodes[1 - group.rank]
+
+        def open_own(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and str(arguments[0]).startswith(str(other)):
+                raise FileNotFoundError(arguments[0])
+
+        sys.addaudithook(open_own)
+        if "init" in changes:
+            changes["init"]["from_checkpoint"] = str(own / "run")
+        config = small_config(begun, {"output_dir": str(own / name), **changes})
+        return run(group, config, str(own / resume) if resume else "auto")
+
+    longer = {"training.steps": 9}
+    assert on_ranks(2, partial(go_on, name="run", **longer)) == ["finished"] * 2
+    assert on_ranks(2, partial(go_on, name="named", resume="run/checkpoints/3")) == ["finished"] * 2
+    assert on_ranks(2, partial(go_on, name="begun", init={"mode": "continue"})) == ["finished"] * 2
+    sessions = {name: read_metrics(nodes[0] / name).events[-1]["session"] for name in ("run", "named", "begun")}
+    assert all(session["damaged"] == [] for session in sessions.values())
+    assert sessions["run"]["resumed"].startswith("step-00000006")
+    assert "step-00000003" in sessions["named"]["resumed"]
