@@ -9,7 +9,7 @@ from typing import Any
 
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
 from megahead.config.model import ModelConfig
-from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes
+from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes, resolve_candidate_group_samples
 from megahead.config.plan import RunPlan, captures_micro_steps, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
@@ -22,20 +22,34 @@ def expected_candidates(targets: int, vocab_size: int) -> int:
     return min(targets, vocab_size, round(unique_ids))
 
 
-def candidate_rows(config: RunConfig) -> int:
-    """Candidates of the softmax of one micro-batch."""
-    if config.objective.name == "vanilla":
-        return config.model.padded_vocab_size()
-    return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
+def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
+    """Candidates that an output is scored against: those of its candidate group, or the whole vocabulary."""
+    return _candidates_of_group(config, config.targets_per_row(), data_ranks)
 
 
-def _own_targets(config: RunConfig) -> tuple[int, int]:
-    """The auxiliary objective's own targets of a row, and their candidates in a micro-batch."""
+def _own_targets(config: RunConfig, data_ranks: int) -> tuple[int, int]:
+    """The auxiliary objective's own targets of a row, and the candidates of each."""
     auxiliary = config.objective.traits()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
-    if auxiliary.shares_candidates or config.objective.name == "vanilla":
-        return targets, candidate_rows(config)
-    return targets, expected_candidates(config.batch.micro_size * targets, config.model.vocab_size)
+    if auxiliary.shares_candidates:
+        return targets, candidate_rows(config, data_ranks)
+    return targets, _candidates_of_group(config, targets, data_ranks)
+
+
+def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: int) -> int:
+    """Candidates of one group in one micro-batch: with `max_candidates`, most of the sampled ones and its targets."""
+    objective, vocab_size = config.objective, config.model.vocab_size
+    if objective.name == "vanilla":
+        return config.model.padded_vocab_size()
+    samples = resolve_candidate_group_samples(objective, config.batch, data_ranks)
+    is_uniform = objective.negatives_from == "uniform"
+    unique = expected_candidates(samples * targets_per_row + objective.negatives * (not is_uniform), vocab_size)
+    if is_uniform:
+        unique += round((vocab_size - unique) * -math.expm1(objective.negatives * math.log1p(-1 / vocab_size)))
+    if objective.max_candidates is None:
+        return unique
+    in_micro_batch = expected_candidates(min(samples, config.batch.micro_size) * targets_per_row, vocab_size)
+    return min(unique, objective.max_candidates + in_micro_batch)
 
 
 # D hidden size, A total width of the query heads (mostly D), K total width of the key heads, F width of the MLP, L
@@ -256,12 +270,12 @@ def training_flops(
     )
 
 
-def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
+def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
-    auxiliary objective are not counted if their number depends on the text."""
+    auxiliary objective are not counted if their number depends on the text. `data_ranks`: see `BatchConfig`."""
     length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.traits()
     model, generator = config.model_in_training(), config.generator_config()
-    head = _head_flops(config, candidate_rows) + auxiliary.head_flops(model, length)
+    head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
     if (blocks := auxiliary.head_blocks(model)) is not None:
         head += training_flops(blocks, length, 0).total
     if generator is None:
@@ -273,7 +287,7 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     return FlopsPerToken(generator_flops.body + flops.body, generator_flops.attention + flops.attention, head)
 
 
-def _head_flops(config: RunConfig, candidate_rows: int) -> float:
+def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> float:
     """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
     auxiliary, products, sampled = config.objective.traits(), 3 + (masking is not None and masking.is_adaptive()), 0
@@ -281,7 +295,7 @@ def _head_flops(config: RunConfig, candidate_rows: int) -> float:
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
-    targets, candidates = _own_targets(config)
+    targets, candidates = _own_targets(config, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
     products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
     return 2 * config.model.hidden_size * products_per_token
@@ -364,12 +378,20 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     element_size = 4 if precision == "fp32" else 2
-    targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
-    embedding = sharded_embedding_bytes(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
-    activations, loss = activation_bytes(config, element_size), _loss_bytes(config, precision, plan.device)
+    embedding = sharded_embedding_bytes(config, plan.ranks, _ids_of_step(plan))
+    activations, loss = activation_bytes(config, element_size), _loss_bytes(plan, precision)
     pool = activations + loss + (0 if precision == "fp32" else 2 * rank_parameters(config))
     graphs = pool if plan.device == "cuda" and captures_micro_steps(plan) else 0
     return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, graphs, host)
+
+
+def _ids_of_step(plan: RunPlan) -> int:
+    """Distinct ids that a rank looks up in a step: of its inputs, and of all groups that it has a part of."""
+    config, batch = plan.config, plan.config.batch
+    rows, rows_per_micro_step = batch.global_size // plan.data_ranks, batch.micro_size * plan.data_ranks
+    rows_in_groups = rows * min(max(plan.group_samples(), batch.micro_size), rows_per_micro_step) // batch.micro_size
+    tokens = max(rows * config.data.sequence_length, rows_in_groups * config.targets_per_row())
+    return expected_candidates(tokens, config.model.vocab_size)
 
 
 def _muon_parameters(config: RunConfig) -> float:
@@ -449,22 +471,26 @@ def rank_parameters(config: RunConfig) -> int:
     return replicated + (counts.total - excluded - replicated) // tensor
 
 
-def _loss_bytes(config: RunConfig, precision: str, device: str) -> float:
+def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
     In half precision the rows' gradient is in fp32. Scores that are products are the kernel's on a GPU; those of a CPU
     in bf16 count as such.
     """
+    config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_product, total = precision != "fp32", config.objective.score != "harmonic", 0.0
-    is_kernel = is_product and (is_half or device == "cuda")
+    is_kernel = is_product and (is_half or plan.device == "cuda")
     sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
-    for targets_per_row, candidates in ((config.targets_per_row(), candidate_rows(config)), _own_targets(config)):
-        targets, rows = config.batch.micro_size * targets_per_row, candidates / config.parallel.tensor
+    groups = micro_size // min(plan.group_samples(), micro_size)
+    own_targets, own_candidates = _own_targets(config, plan.data_ranks)
+    shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
+    for targets_per_row, candidates in (shared, (own_targets, own_candidates)):
+        targets, rows = micro_size * targets_per_row, candidates / tensor  # rows of each group
         if not targets:
             continue
-        chunk = sizes.outputs_per_chunk(targets, math.ceil(rows), score_size)
-        matrices = 2 * (2 if is_half else 4) * (targets + rows) + (4 * rows if is_half else 0)
+        chunk = sizes.outputs_per_chunk(targets // groups, math.ceil(rows), score_size)
+        matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
     if config.objective.traits().pools_rows():  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
-        total += 9 * 4 * config.batch.micro_size * _own_targets(config)[1] / config.parallel.tensor
+        total += 9 * 4 * micro_size * own_candidates / tensor
     return total

@@ -41,31 +41,31 @@ def main() -> None:
     config = load_config(arguments.config, arguments.set)
     plan = RunPlan.of(config, arguments.world_size)
     console = terminal(soft_wrap=True)
-    for line in parameter_lines(config):
+    for line in parameter_lines(plan):
         console.print(line)
     console.print(memory_table(plan, arguments.memory))
     console.print(verdict(plan, arguments.memory))
     flops_per_second = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
-    console.print(training_time(config, flops_per_second))
+    console.print(training_time(plan, flops_per_second))
 
 
-def parameter_lines(config: RunConfig) -> list[str]:
+def parameter_lines(plan: RunPlan) -> list[str]:
     """Parameters of the run; FLOPs per token, with the shares of its parts, for each phase."""
-    counts = run_parameters(config)
+    config, counts = plan.config, run_parameters(plan.config)
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
     total += f", generator {counts.generator:,}" if counts.generator else ""
     phases = phases_of(config)
     lines = [total]
     for phase_name, phase in zip(phase_names(phases), phases, strict=True):
-        flops = _flops(phase.config)
+        flops = _flops(phase.config, plan.data_ranks)
         flops_by_part = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
         shares = ", ".join(f"{part} {value / flops.total:.0%}" for part, value in flops_by_part.items())
         lines.append(f"{flops.total / 1e9:.3g} GFLOP a token ({phase_name}): {shares}")
     return lines
 
 
-def _flops(config: RunConfig) -> FlopsPerToken:
-    return run_flops(config, candidate_rows(config))
+def _flops(config: RunConfig, data_ranks: int) -> FlopsPerToken:
+    return run_flops(config, candidate_rows(config, data_ranks), data_ranks)
 
 
 def zero_stages(config: RunConfig) -> list[int]:
@@ -96,12 +96,13 @@ def verdict(plan: RunPlan, budget: float) -> str:
     return f"No stage fits: {', or '.join(memory_reductions(plan, 3))}."
 
 
-def training_time(config: RunConfig, flops_per_second: float) -> str:
+def training_time(plan: RunPlan, flops_per_second: float) -> str:
     """The estimated duration of the run."""
     if flops_per_second <= 0:
         raise ConfigError("--peak x --utilization", "be above 0", got=flops_per_second)
+    config = plan.config
     tokens = config.training.steps * config.tokens_per_step()
-    step_flops = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
+    step_flops = sum(_flops(phase.config, plan.data_ranks).total * len(phase.steps) for phase in phases_of(config))
     hours = step_flops * config.tokens_per_step() / flops_per_second / 3600
     days = f"{hours / 24:,.3g} days" if hours >= 48 else f"{hours:,.3g} hours"
     duration = days if hours >= 2 else pluralize(60 * hours, "minute", ",.3g")

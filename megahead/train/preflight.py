@@ -74,9 +74,9 @@ def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[st
     unknown."""
     if device_peak is None:
         return []
-    config = plan.config
+    config, ranks = plan.config, plan.data_ranks
     tokens = config.batch.micro_size * config.data.sequence_length
-    flops = run_flops(config, candidate_rows(config)).total * tokens / config.parallel.tensor
+    flops = run_flops(config, candidate_rows(config, ranks), ranks).total * tokens / config.parallel.tensor
     compute_ms = 1000 * flops / (TYPICAL_UTILIZATION * device_peak)
     launch_ms = LAUNCH_MILLISECONDS_PER_LAYER[bool(config.engine.compile)] * config.model.num_layers
     if compute_ms >= launch_ms:

@@ -170,7 +170,7 @@ class Utilization:
     @classmethod
     def for_device(cls, device: torch.device, plan: RunPlan) -> Utilization:
         """The utilization of a run in which each rank has a device like `device`; the peak of CPUs is unknown."""
-        fixed, with_row = (run_flops(plan.config, rows).total for rows in (0, 1))
+        fixed, with_row = (run_flops(plan.config, rows, plan.data_ranks).total for rows in (0, 1))
         device_peak = peak_flops(device_name(device), plan.config.engine.precision)
         return cls(fixed, with_row - fixed, plan.config.model.padded_vocab_size(), plan.ranks, device_peak)
 

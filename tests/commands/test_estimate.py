@@ -30,7 +30,7 @@ def of_each_phase(config: RunConfig) -> list[float]:
 )
 def test_each_phase_is_named_and_counted(name: str, settings: list[str], kinds: list[str]) -> None:
     config = load_config(name, settings)
-    _, *lines = parameter_lines(config)
+    _, *lines = parameter_lines(RunPlan.of(config, 1))
     told = [
         f"{flops / 1e9:.3g} GFLOP a token ({kind})" for flops, kind in zip(of_each_phase(config), kinds, strict=True)
     ]
@@ -42,10 +42,10 @@ def test_a_run_takes_as_long_as_its_phases() -> None:
     first, then = of_each_phase(config)
     assert first > then
     hours = (0.25 * first + 0.75 * then) * 2000 * config.tokens_per_step() / 1e11 / 3600
-    assert training_time(config, 1e11).endswith(f"{hours:,.3g} hours.")
+    assert training_time(RunPlan.of(config, 1), 1e11).endswith(f"{hours:,.3g} hours.")
     for speed in (0, -1):
         with pytest.raises(ConfigError, match="--peak x --utilization` must be above 0"):
-            training_time(config, speed)
+            training_time(RunPlan.of(config, 1), speed)
 
 
 def test_the_table_of_memory_is_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

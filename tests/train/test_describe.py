@@ -115,7 +115,7 @@ def test_a_run_in_slow_bf16_says_so_first(
     ("settings", "told"),
     [
         (["batch.micro_size=8"], "about 5.4 ms, launching it the host about 17: "),
-        (["batch.micro_size=16", "parallel.tensor=2"], "about 5.7 ms, launching it the host about 17: "),
+        (["batch.micro_size=16", "parallel.tensor=2"], "about 5.4 ms, launching it the host about 17: "),
         ([], ""),
     ],
 )
