@@ -88,8 +88,8 @@ def run_command(
 ) -> None:
     """Runs a command's `main` and exits with its code (0 for None), or with 2 after a UserError or OSError.
 
-    Reports the first slow import, so that no command is silent for long. `immediate_exit`: exit after an error without
-    joining threads, which may wait for other processes. `report` prints the error, on some ranks only.
+    Reports the first slow import, so that no command is silent for long. `immediate_exit`: exit after an error or
+    Ctrl-C without joining threads, which may wait for other processes. `report` prints the error, on some ranks only.
     """
     try:
         with slow_imports_reported():
@@ -99,7 +99,7 @@ def run_command(
         exit_immediately(2) if immediate_exit else sys.exit(2)
     except KeyboardInterrupt:
         print_line("interrupted", sys.stderr)
-        sys.exit(130)
+        exit_immediately(130) if immediate_exit else sys.exit(130)
     except Exception:
         if immediate_exit:
             print_line(traceback.format_exc(), sys.stderr)

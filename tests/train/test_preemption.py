@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -107,6 +108,29 @@ def test_ctrl_c_saves_where_nothing_can_be_printed(tmp_path: Path, open_output: 
     assert codes(start_ranks(small_config(tmp_path), 2, tmp_path, sabotage=interrupt)) == [0, 0], said(tmp_path, 0)
     ending = json.loads(RunFolder(tmp_path / "run").session_end.read_text())
     assert ending == {"ending": "stopped", "step": open_checkpoint(tmp_path / "run").step, "steps": 6}
+
+
+def test_a_second_ctrl_c_ends_at_once_also_while_a_save_hangs(tmp_path: Path) -> None:
+    write_text(tmp_path)
+
+    def interrupt_twice(rank: int) -> None:
+        is_saving, micro_step = Event(), Engine.micro_step
+
+        def hang(*_: Any) -> None:
+            is_saving.set()
+            time.sleep(60)
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if is_saving.is_set():
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+            return micro_step(*args, **kwargs)
+
+        Snapshot.write, Engine.micro_step = hang, act  # type: ignore[method-assign, assignment]
+
+    changes = {"training.save_in_background": True, "training.checkpoint_every": 1, "training.steps": 500}
+    ranks = start_ranks(small_config(tmp_path, changes), 1, tmp_path, sabotage=interrupt_twice)
+    assert codes(ranks, seconds=40) == [130], said(tmp_path, 0)
 
 
 def losses(records: Sequence[Record]) -> list[tuple[int, float]]:
