@@ -49,6 +49,25 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def write_synced(file: BinaryIO, data: bytes) -> None:
+    """Writes `data`, on disk on return. In blocks no wait is long: at the end of a large file it may be minutes."""
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+COPY_BYTES = 1 << 24
+"""Bytes that `copy_file` copies at a time."""
+
+
+def copy_file(source_path: Path, target_path: Path) -> Iterator[None]:
+    """Copies a file to a new one, on disk at the end; yields after each block."""
+    with source_path.open("rb") as source, target_path.open("xb") as target:
+        while block := source.read(COPY_BYTES):
+            write_synced(target, block)
+            yield
+
+
 VISIBLE_SECONDS = 10.0
 """How long a network file system may take to show a file on other nodes."""
 
@@ -118,6 +137,11 @@ class AtomicFile:
         """Appends `data`."""
         with as_write_error(self.path):
             self._file.write(data)
+
+    def write_synced(self, data: bytes) -> None:
+        """Appends `data`, on disk on return."""
+        with as_write_error(self.path):
+            write_synced(self._file, data)
 
     def sync(self) -> None:
         """Waits until all written data is on disk; afterwards nothing can fail for lack of space."""

@@ -425,7 +425,7 @@ def fetch_into(
         if file is None:
             continue
         try:
-            received = download(store, name, expected, file.write)
+            received = download(store, name, expected, file.write_synced)
             yield from with_progress(received, f"{store.url}/{name}", expected.bytes, report)
             file.sync()
             file.publish()

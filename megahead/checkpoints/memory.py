@@ -36,7 +36,7 @@ from megahead.checkpoints.store import RetentionRules, highest_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.files import fsync, read_if_exists, sha256_of, wait_until_visible
+from megahead.files import copy_file, read_if_exists, sha256_of, wait_until_visible
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 from megahead.wording import format_gib, pluralize
@@ -223,9 +223,8 @@ class ReplicaSource(Source):
     def write(self, partial_folder: Path) -> Iterator[None]:
         for name, path in self._valid_files.get(self._selected, {}).items():
             if self._writers[self._selected][name] == self._rank:
-                shutil.copyfile(path, partial_folder / name)
+                yield from copy_file(path, partial_folder / name)
                 (partial_folder / name).chmod(partial_folder.stat().st_mode & 0o666)
-                fsync(partial_folder / name)
                 try:
                     yield from check_files(partial_folder, {name: self._manifests[self._selected].files[name]})
                 except CheckpointError:

@@ -42,7 +42,7 @@ from megahead.checkpoints.store import (
 )
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.files import fsync, write_atomically
+from megahead.files import fsync, write_atomically, write_synced
 from megahead.remote_files import DamagedError, ExpectedFile, Store, cache_folder, download, join_url, with_progress
 from megahead.run_folder import RunFolder
 from megahead.wording import print_line
@@ -184,9 +184,8 @@ def _fetch_files(remote: RemoteStorage, name: str, partial_folder: Path, manifes
     for file, entry in manifest.files.items():
         with (partial_folder / file).open("xb") as target:
             expected = ExpectedFile(entry.bytes, entry.sha256)
-            for received in download(remote.store, remote.path(name, file), expected, target.write):
+            for received in download(remote.store, remote.path(name, file), expected, partial(write_synced, target)):
                 yield previous_bytes + received
-        fsync(partial_folder / file)
         previous_bytes += entry.bytes
 
 

@@ -3,8 +3,11 @@ with a sentence."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megahead import files as writing
 from megahead.checkpoints import format as checkpoint_format
 from megahead.checkpoints import memory as handing_over
 from megahead.checkpoints.memory import last_session_id, share_replicas, wait_for_spare_ranks
@@ -189,15 +193,36 @@ def test_a_slow_rank_goes_on_from_the_same_copy_as_the_others(tmp_path: Path) ->
     assert [result[:2] for result in results] == [(2, 1)] * 2
 
 
+def rescue_on_slow_disk(group: Group, folder: Path, nodes: str) -> tuple[Any, ...] | None:
+    """A thousand bytes a second, waited for where they are synchronized; ranks wait for each other a second."""
+    synced, fsync = Counter[int](), os.fsync
+
+    def slowly(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".safetensors":
+            time.sleep((status.st_size - synced[status.st_ino]) / 1000)
+        synced[status.st_ino] = status.st_size
+        fsync(descriptor)
+
+    os.fsync, writing.COPY_BYTES = slowly, 100
+    return rescue(replace(group, timeout_seconds=1).new_gloo_group(), folder, nodes)
+
+
+def test_a_copy_that_takes_longer_than_ranks_wait_for_each_other_is_rescued(tmp_path: Path) -> None:
+    """The second rank has nothing to copy."""
+    on_ranks(1, keep, tmp_path, "0", (4,))
+    assert on_ranks(2, rescue_on_slow_disk, tmp_path, "01") == [(4, 4, [])] * 2
+
+
 def test_a_disk_that_spoils_what_is_copied_to_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, keep, tmp_path, "01", (4,))
-    copyfile = shutil.copyfile
+    copy_file = handing_over.copy_file
 
-    def spoiling(source: Path, target: Path) -> None:
-        copyfile(source, target)
+    def spoiling(source: Path, target: Path) -> Iterator[None]:
+        yield from copy_file(source, target)
         flip(target)
 
-    monkeypatch.setattr(handing_over.shutil, "copyfile", spoiling)
+    monkeypatch.setattr(handing_over, "copy_file", spoiling)
     with pytest.raises(AssertionError, match=r"must read back as it was written, but does not; check the disk\."):
         on_ranks(2, rescue, tmp_path, "01")
     assert not list((tmp_path / "run/checkpoints").glob("*step-*"))
