@@ -79,10 +79,11 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; renames it first, so that its name never means a partial folder."""
+        """Removes a checkpoint; renames it first, so that its name never means a partial folder. What NFS keeps of it
+        while another process reads a file, the next save removes."""
         partial_folder = self.partial_folder(name)
         (self.root / name).rename(partial_folder)
-        shutil.rmtree(partial_folder)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
     def partial_folder(self, name: str) -> Path:
         """The folder of an incomplete checkpoint."""
@@ -105,7 +106,7 @@ class DiskStorage(Storage):
     def remove_partial(self) -> None:
         """Removes partial files and folders of a crashed save."""
         for folder in self.root.glob(".step-*.partial"):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         for file in self.root.glob("latest.*.partial"):
             file.unlink()
         for folder in self.root.glob("step-*.replaced"):

@@ -91,7 +91,7 @@ class TaskEvaluation:
         rank_results = list(evaluate_tasks(folder, rank_files, limit=self._limit)) if rank_files else []
         results = chain.from_iterable(self._world_group.all_gather_objects(rank_results))
         if self._world_group.rank == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # NFS keeps files that are still mapped
         result_by_task = {result.task: result for result in results}
         return [result_by_task[name] for name in self._files]
 

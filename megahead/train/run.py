@@ -299,10 +299,10 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
                 ending, state = _train_phase(session, start)
             if ending != "finished" or state.step >= config.training.steps:
                 break
+        session.end(ending, state)
     except BaseException:
         session.close_after_error()
         raise
-    session.end(ending, state)
     perplexity = None if state.validation is None else exp(min(state.validation["loss"], 700.0))
     return Run(config.folder(), state.step, ending, perplexity, session.stop.signal == "SIGINT")
 

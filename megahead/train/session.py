@@ -271,7 +271,7 @@ def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
     if config.init is not None and not folder.source_hf_files.is_file():
         _copy_source_hf_files(folder, config.init)
     folder.session_end.unlink(missing_ok=True)
-    folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_atomically(folder.config, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:

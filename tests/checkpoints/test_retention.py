@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megahead.checkpoints.store import RetentionRules
 from megahead.distributed.group import Group
-from support.named import steps_of_history
+from support.named import steps_of_history, without_digits
 from support.saved import save_checkpoint
 
 
@@ -50,3 +53,27 @@ def test_a_damaged_one_does_not_stand_in_the_way_of_looking_for_the_best(tmp_pat
     (first / "checkpoint.json").write_text("{")
     save(tmp_path, 3, {"step": 3, "loss": 5.0}, RetentionRules(best=1), keep=1)
     assert steps_of_history(tmp_path) == [2, 3]
+
+
+def test_what_another_process_still_reads_over_nfs_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS renames an open file in place of removing it, and its folder stays until it is closed."""
+    unlink, rename, is_open = os.unlink, os.rename, True
+
+    def remove(path: str, *, dir_fd: int | None = None) -> None:
+        if is_open and Path(path).name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        if is_open and Path(path).suffix == ".safetensors":
+            rename(path, ".nfs0001", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", remove)
+    for step in (1, 2, 3):
+        save(tmp_path, step, None, RetentionRules())
+    assert steps_of_history(tmp_path) == [3]
+    is_open = False
+    save(tmp_path, 4, None, RetentionRules())
+    left = sorted(without_digits(path.name) for path in tmp_path.iterdir())
+    assert [name for name in left if "step-00000003" not in name] == ["latest", "step-00000004"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -20,10 +21,12 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.engine.engine import Engine
 from megahead.errors import UserError
+from megahead.files import WriteError
 from megahead.report.read import events_of, read_metrics, read_runs
 from megahead.train import loop
 from megahead.train import run as setup
 from megahead.train import saving as copier
+from megahead.train import session as sessions
 from megahead.train.loop import Training
 from megahead.train.progress import Progress
 from megahead.train.run import pretrain
@@ -263,6 +266,27 @@ def end_with_an_error(group: Group, config: RunConfig, folder: Path, restarts: b
     )  # type: ignore[method-assign, misc]
     assert "error: a reason to end." in told(group, config, Launch(restarts_ranks=restarts))
     return files_in(memory)
+
+
+def end_on_a_full_disk(group: Group, config: RunConfig, folder: Path) -> list[str]:
+    """The last file of the run finds no room."""
+    memory, write = give_memory(folder, group.rank), sessions.write_atomically
+
+    def fail(path: Path, *parts: str | bytes) -> None:
+        if path.name == "ending.json":
+            raise WriteError(path, OSError(errno.ENOSPC, "No space left on device"))
+        write(path, *parts)
+
+    waiting_for_copies()
+    sessions.write_atomically = fail
+    assert ("No space left" in told(group, config, Launch())) == (group.rank == 0)
+    return files_in(memory)
+
+
+def test_an_error_at_the_end_leaves_no_copies(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.replicate_every": 1, "training.checkpoint_every": 100})
+    assert on_ranks(2, end_on_a_full_disk, config, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("restarts", [False, True])

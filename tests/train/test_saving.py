@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.report.read import read_metrics
+from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
+from megahead.train.session import _write_run_files
 from support.killable import codes, said, start_ranks
 from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
@@ -163,3 +166,17 @@ def test_a_full_disk_is_told_with_what_is_missing_and_harms_nothing(
         for file in folder_of(small_disk / "run", step).iterdir():
             os.unlink(file)  # noqa: PTH108
     assert codes(start_ranks(fewer, 2, tmp_path)) == [0, 0], said(tmp_path, 0)
+
+
+def test_a_full_disk_leaves_the_config_of_the_last_session(tmp_path: Path) -> None:
+    config, folder = small_config(tmp_path), RunFolder(tmp_path)
+    _write_run_files(folder, config)
+    before, limit = folder.config.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _write_run_files(folder, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert folder.config.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [folder.config]
