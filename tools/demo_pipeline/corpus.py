@@ -236,8 +236,10 @@ def build_corpus(
     train = [page for page in pages if _hash_uniform(seed, page[0].module) >= held_out]
     held_out_pages = [page for page in pages if _hash_uniform(seed, page[0].module) < held_out]
     if not train or not held_out_pages:
-        rule = "The documentation of installed packages must fill a training and a held-out file"
-        raise DataError(f"{rule}, but {len(pages)} documents were found.")
+        raise DataError(
+            "The documentation of installed packages must fill a training and a held-out file, but "
+            f"{len(pages)} documents were found."
+        )
     for name, split in (("train", train), ("held_out", held_out_pages)):
         write_jsonl(folder / f"{name}.jsonl", ({"title": page.title, "text": page.text} for page, _ in split))
     characters = sum(len(page.text) for page, _ in pages)
