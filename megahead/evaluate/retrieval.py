@@ -152,15 +152,22 @@ class TextEncoder:
 
 
 def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str] = ("cls", "mean")) -> list[Score]:
-    """`ranking_metrics` of an exact search for each kind of vectors, as means over queries."""
+    """`ranking_metrics` of an exact search for each kind of vectors, as means over queries.
+
+    As in BEIR, a text with the id of a query is the query itself (ArguAna, Quora) and not found by it, unless it is
+    judged.
+    """
     query_vectors, text_vectors = (encoder.vectors([*texts.values()]) for texts in (data.queries, data.corpus))
     texts, scores = list(data.corpus), []
     for pooling in poolings:
-        cosines_Qk, nearest_Qk = find_nearest(query_vectors[pooling], text_vectors[pooling], max(RECALL_CUTOFFS))
+        cosines_Qk, nearest_Qk = find_nearest(query_vectors[pooling], text_vectors[pooling], max(RECALL_CUTOFFS) + 1)
         metrics: dict[str, list[float]] = {}
         for query, cosines, nearest in zip(data.queries, cosines_Qk.tolist(), nearest_Qk.tolist(), strict=True):
             run = {texts[index]: cosine for index, cosine in zip(nearest, cosines, strict=True)}
-            for metric, value in ranking_metrics(run, data.judgements[query]).items():
+            judgements = data.judgements[query]
+            if query not in judgements:
+                run.pop(query, None)
+            for metric, value in ranking_metrics(run, judgements).items():
                 metrics.setdefault(metric, []).append(value)
         scores += [Score.mean(f"{pooling}_{metric}", values) for metric, values in metrics.items()]
     return scores

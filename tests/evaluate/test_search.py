@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM
 from megahead.errors import DataError
 from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.retrieval import TextEncoder, find_nearest, ranking_metrics
+from megahead.evaluate.retrieval import TextEncoder, find_nearest, ranking_metrics, score_search
 from megahead.evaluate.search_data import has_queries, read_search_data, read_tuning_data
 from support.small_encoder import save_small_encoder
 
@@ -165,6 +165,25 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"query": "cat", "positive": "the cat sat"}] * 2)
     assert has_queries(pairs)
     assert next(evaluate_tasks(model, task_files(["retrieval"], articles=pairs))).scores[0].value == 1
+
+
+def test_a_query_that_is_in_the_corpus_does_not_find_itself(tmp_path: Path) -> None:
+    """As in ArguAna, where an argument is searched by another; a text with a query's id that is judged is an answer."""
+    encoder, folder = TextEncoder(save_small_encoder(tmp_path / "model")), write_beir(tmp_path / "beir")
+    texts = [{"_id": f"a{k}", "text": f"the {word} sat"} for k, word in enumerate(("cat", "dog", "mat"))]
+    write_rows(folder / "queries.jsonl", texts)
+    write_rows(folder / "corpus.jsonl", texts)
+
+    def ndcg(*lines: str) -> float:
+        (folder / "qrels/test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+        scores = score_search(encoder, read_search_data(folder), ["mean"])
+        return next(score.value for score in scores if score.metric == "mean_ndcg@10")
+
+    each_other = [f"a{i}\ta{k}\t1" for i in range(3) for k in range(3) if i != k]
+    assert ndcg(*each_other) == 1
+    assert ndcg("a0\ta0\t1", "a1\ta1\t1") == 1
+    with_self = ndcg("a0\ta0\t0", "a0\ta1\t1", "a0\ta2\t1")
+    assert with_self == pytest.approx((1 / np.log2(3) + 1 / np.log2(4)) / (1 + 1 / np.log2(3)))
 
 
 MISTAKES = {
