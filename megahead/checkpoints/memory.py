@@ -66,6 +66,41 @@ class Peers:
         return [rank for rank, other_node in enumerate(self.nodes) if other_node == node]
 
 
+# The memory that a run may use. Slurm and Kubernetes limit a job's or container's by cgroups, and kill what exceeds it.
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_FILES = {
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
+"""By controller (version 1, version 2): the files of limit and usage, and what counts as usage and can be freed."""
+
+
+def available_memory() -> tuple[int, int]:
+    """Available and total bytes: the node's, or fewer where this process is limited."""
+    memory = psutil.virtual_memory()
+    available, total = zip((memory.available, memory.total), *_limited_memory(), strict=True)
+    return min(available), min(total)
+
+
+def _limited_memory() -> Iterator[tuple[int, int]]:
+    """Available bytes and limit of each cgroup of this process, from its own to the root that it sees."""
+    for line in (read_if_exists(_OWN_CGROUPS) or b"").decode().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in _CGROUP_FILES.keys() & {*controllers.split(",")}:
+            limit_file, usage_file, reclaimable = _CGROUP_FILES[controller]
+            root = _CGROUPS / controller
+            folder = root / path.lstrip("/")
+            for group in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
+                with suppress(OSError, ValueError):  # no limit ("max"), or outside of the container
+                    limit, usage = (int((group / name).read_text()) for name in (limit_file, usage_file))
+                    pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    usage -= sum(int(value) for name, value in pairs if name in reclaimable)
+                    yield max(0, limit - usage), limit
+
+
 # The replicas of a run on a node: ROOT/megahead-NAME-HASH/SESSION/rank-R/step-N-XXXXXX, with a checkpoint's files.
 
 
@@ -73,7 +108,7 @@ ROOT = Path("/dev/shm")
 """A file system in memory that a node's processes share, and that outlives them."""
 
 RESERVE = 0.1
-"""Share of a node's memory that replicas leave free."""
+"""Share of the memory that replicas leave free."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAME_LENGTH = 60
@@ -125,15 +160,15 @@ class NodeMemory:
             raise CheckpointError(f"`{self.folder}` must belong to this user, but does not; remove it.")
 
     def require_free_memory(self, num_bytes: int) -> None:
-        """CheckpointError unless the node has `num_bytes` of free memory."""
-        memory = psutil.virtual_memory()
+        """CheckpointError unless the node has `num_bytes` of free memory, which this run may use."""
+        available_memory_bytes, total = available_memory()
         free_shared = shutil.disk_usage(ROOT).free
-        available = max(0, min(free_shared, int(memory.available - RESERVE * memory.total)))
+        available = max(0, min(free_shared, int(available_memory_bytes - RESERVE * total)))
         if num_bytes > available:
             raise CheckpointError(
                 f"{ROOT} on {socket.gethostname()} must have room for {format_gib(num_bytes, 3)} of replicas, but has "
                 f"{format_gib(available, 3)} ({format_gib(free_shared, 3)} free there, "
-                f"{format_gib(memory.available, 3)} of memory available); make it larger, or leave "
+                f"{format_gib(available_memory_bytes, 3)} of memory available); make it larger, or leave "
                 "training.replicate_every out."
             )
 

@@ -138,11 +138,11 @@ def compiler() -> Finding:
 
 
 def memory() -> Iterator[Finding]:
-    import psutil
+    from megahead.checkpoints.memory import available_memory
 
-    ram, cores = psutil.virtual_memory(), pluralize(os.cpu_count() or 1, "core")
-    detail = f"{ram.available / GIB:.1f} of {ram.total / GIB:.1f} GiB free, {cores}"
-    low = ram.available < 2 * GIB
+    (available, total), cores = available_memory(), pluralize(os.cpu_count() or 1, "core")
+    detail = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free, {cores}"
+    low = available < 2 * GIB
     yield Finding(
         "memory", "note" if low else "ok", detail, "close other programs: the demo takes 2 GiB" if low else ""
     )

@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
-import psutil
 import torch
 from lm_eval import evaluator
 from lm_eval.evaluator import simple_evaluate
@@ -23,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from megahead.checkpoints.memory import available_memory
 from megahead.evaluate.harness_tasks import (
     TASKS,
     LogProbabilityTask,
@@ -91,7 +91,7 @@ def evaluate_with_lm_eval(
     model: LanguageModel, name: str, file: Path, limit: int | None, batch_size: int | None
 ) -> TaskResult:
     """Scores a model on one of lm-eval's tasks with the data in `file`; batch_size None: see `fitting_batch_size`."""
-    free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory()[0]
     if not batch_size:
         longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
         tokens = len(model.tokenizer(longest, verbose=False)["input_ids"])

@@ -53,6 +53,30 @@ def test_without_room_on_one_node_all_are_told_and_nothing_is_left(tmp_path: Pat
     assert all(len(files) == 3 for files in on_ranks(2, keep_with_room, tmp_path, NEEDED))
 
 
+CGROUPS = {
+    "version 2, of a job": ("0::/slurm/job/step", "slurm/job", ("max", "current"), "inactive_file"),
+    "version 1": ("4:cpu,memory:/job\n0::/", "memory/job", ("limit_in_bytes", "usage_in_bytes"), "total_active_file"),
+    "version 1, in a container": ("4:memory:/docker/x", "memory", ("limit_in_bytes", "usage_in_bytes"), "total_cache"),
+}
+
+
+@pytest.mark.parametrize("kind", CGROUPS)
+def test_a_job_has_room_within_its_own_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, folder, (limit, usage), cache = CGROUPS[kind]
+    (tmp_path / "own").write_text(f"{own}\n")
+    (tmp_path / folder).mkdir(parents=True)
+    for name, text in {limit: "4000000", usage: "3000000", "stat": f"pgfault 7\n{cache} 500000"}.items():
+        (tmp_path / folder / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(keeping, "_OWN_CGROUPS", tmp_path / "own")
+    assert keeping.available_memory()[1] > 4_000_000
+    monkeypatch.setattr(keeping, "_CGROUPS", tmp_path)
+    available = 1_000_000 if cache == "total_cache" else 1_500_000
+    assert keeping.available_memory() == (available, 4_000_000)
+    NodeMemory(tmp_path).require_free_memory(available - 400_000)
+    with pytest.raises(CheckpointError, match="of memory available"):
+        NodeMemory(tmp_path).require_free_memory(available - 399_999)
+
+
 def keep_on_a_node_that_fills_up(group: Group, folder: Path) -> tuple[str, list[str]]:
     memory = give_memory(folder, group.rank)
     if group.rank == 1:
