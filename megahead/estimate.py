@@ -27,12 +27,13 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
     return _candidates_of_group(config, config.targets_per_row(), data_ranks)
 
 
-def _own_targets(config: RunConfig, data_ranks: int) -> tuple[int, int]:
-    """The auxiliary objective's own targets of a row, and the candidates of each."""
+def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
+    """The auxiliary objective's own targets of a row, and the candidates of each, which may be the `candidate_rows` of
+    the batch's targets."""
     auxiliary = config.objective.traits()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
-        return targets, candidate_rows(config, data_ranks)
+        return targets, candidate_rows
     return targets, _candidates_of_group(config, targets, data_ranks)
 
 
@@ -295,7 +296,7 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
-    targets, candidates = _own_targets(config, data_ranks)
+    targets, candidates = _own_targets(config, candidate_rows, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
     products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
     return 2 * config.model.hidden_size * products_per_token
@@ -482,9 +483,9 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     is_kernel = is_product and (is_half or plan.device == "cuda")
     sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
     groups = micro_size // min(plan.group_samples(), micro_size)
-    own_targets, own_candidates = _own_targets(config, plan.data_ranks)
     shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
-    for targets_per_row, candidates in (shared, (own_targets, own_candidates)):
+    own = _own_targets(config, shared[1], plan.data_ranks)
+    for targets_per_row, candidates in (shared, own):
         targets, rows = micro_size * targets_per_row, candidates / tensor  # rows of each group
         if not targets:
             continue
@@ -492,5 +493,5 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
     if config.objective.traits().pools_rows():  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
-        total += 9 * 4 * micro_size * own_candidates / tensor
+        total += 9 * 4 * micro_size * own[1] / tensor
     return total

@@ -241,6 +241,9 @@ def test_heads_of_tokens_further_ahead_are_counted():
     more = run_flops(config, 64).total - run_flops(plain, 64).total
     of_later_tokens = 2 * 3 * 4 * 48 * (18 - 19 / 2)
     assert counter.get_total_flops() == pytest.approx(36 * (more + of_later_tokens))
+    headless = config.model_copy(update={"objective": ObjectiveConfig(multi_token={"heads": 2})})
+    of_two_candidates = run_flops(headless, 9).head - run_flops(headless, 7).head
+    assert of_two_candidates == pytest.approx(3 * 3 * 2 * 48 * 2)  # those of next tokens, for all three predictions
 
 
 def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
