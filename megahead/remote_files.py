@@ -202,6 +202,8 @@ class Store:
         refuse_secrets("URL", url)
         self.url, self.timeout = strip_slashes(url), timeout
         self._files, self._root = open_url(self.url)
+        self._writes = dict[str, Future[None]]()
+        """The last write of each small file; one that was given up may still be on its way."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The sizes in bytes of all files below a folder; empty if it does not exist."""
@@ -234,11 +236,19 @@ class Store:
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file, and reads it back; RemoteError if it differs."""
         self._make_folder(name)
-        self._call_writing(partial(self._put_whole, self._path(name), content))
+        self._await_last_write(name)
+        self._writes[name] = submit(partial(self._put_whole, self._path(name), content))
+        self._call_writing(self._writes[name].result)
         if self.read_if_exists(name) != content:
             raise RemoteError(
                 f"`{self.url}/{name}` must read back as it was written, but does not; the store loses writes."
             )
+
+    def _await_last_write(self, name: str) -> None:
+        """Waits for an earlier write that was given up, and could arrive after what follows; RemoteError if it does not
+        end."""
+        if name in self._writes:
+            self._call(self._writes[name].exception)
 
     def _put_whole(self, path: str, content: bytes) -> None:
         """Local files are replaced atomically: a full disk leaves the previous content. `files.atomic_path` would raise
@@ -261,6 +271,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Removes a file, if it exists."""
+        self._await_last_write(name)
         with suppress(FileNotFoundError):
             self._call(lambda: self._files.rm_file(self._path(name)))
 

@@ -165,3 +165,16 @@ class EndsWhileOneLooks(Future[bytes]):
 def test_a_request_that_fails_right_after_its_time_is_reported_as_one_without_an_answer() -> None:
     with pytest.raises(RemoteError, match="must answer, but has not for 2 s; check the network"):
         Store("memory://store")._result(EndsWhileOneLooks(), 2)
+
+
+@pytest.mark.parametrize("follows", ["write", "remove"])
+def test_a_write_that_was_given_up_does_not_arrive_after_what_follows(tmp_path: Path, follows: str) -> None:
+    store = Store(f"faulty://{tmp_path}", timeout=0.3)
+    with faults("waits", times=1):
+        with pytest.raises(RemoteError, match=r"must answer, but has not for 0\.3 s"):
+            store.write("latest", b"older")
+        with pytest.raises(RemoteError, match=r"must answer, but has not for 0\.3 s"):
+            store.write("latest", b"newer")
+    store.write("latest", b"newer") if follows == "write" else store.remove("latest")
+    time.sleep(0.5)
+    assert store.read_if_exists("latest") == (b"newer" if follows == "write" else None)
