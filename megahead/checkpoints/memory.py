@@ -16,7 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import copy_file, read_if_exists, sha256_of, wait_until_visible
+from megahead.host_memory import available_memory
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
 from megahead.wording import format_gib, pluralize
@@ -64,41 +64,6 @@ class Peers:
     def ranks_on(self, node: str) -> list[int]:
         """The ranks on a node."""
         return [rank for rank, other_node in enumerate(self.nodes) if other_node == node]
-
-
-# The memory that a run may use. Slurm and Kubernetes limit a job's or container's by cgroups, and kill what exceeds it.
-
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
-_CGROUP_FILES = {
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-}
-"""By controller (version 1, version 2): the files of limit and usage, and what counts as usage and can be freed."""
-
-
-def available_memory() -> tuple[int, int]:
-    """Available and total bytes: the node's, or fewer where this process is limited."""
-    memory = psutil.virtual_memory()
-    available, total = zip((memory.available, memory.total), *_limited_memory(), strict=True)
-    return min(available), min(total)
-
-
-def _limited_memory() -> Iterator[tuple[int, int]]:
-    """Available bytes and limit of each cgroup of this process, from its own to the root that it sees."""
-    for line in (read_if_exists(_OWN_CGROUPS) or b"").decode().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in _CGROUP_FILES.keys() & {*controllers.split(",")}:
-            limit_file, usage_file, reclaimable = _CGROUP_FILES[controller]
-            root = _CGROUPS / controller
-            folder = root / path.lstrip("/")
-            for group in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
-                with suppress(OSError, ValueError):  # no limit ("max"), or outside of the container
-                    limit, usage = (int((group / name).read_text()) for name in (limit_file, usage_file))
-                    pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-                    usage -= sum(int(value) for name, value in pairs if name in reclaimable)
-                    yield max(0, limit - usage), limit
 
 
 # The replicas of a run on a node: ROOT/megahead-NAME-HASH/SESSION/rank-R/step-N-XXXXXX, with a checkpoint's files.
@@ -161,14 +126,14 @@ class NodeMemory:
 
     def require_free_memory(self, num_bytes: int) -> None:
         """CheckpointError unless the node has `num_bytes` of free memory, which this run may use."""
-        available_memory_bytes, total = available_memory()
+        host_bytes, total = available_memory()
         free_shared = shutil.disk_usage(ROOT).free
-        available = max(0, min(free_shared, int(available_memory_bytes - RESERVE * total)))
+        available = max(0, min(free_shared, int(host_bytes - RESERVE * total)))
         if num_bytes > available:
             raise CheckpointError(
                 f"{ROOT} on {socket.gethostname()} must have room for {format_gib(num_bytes, 3)} of replicas, but has "
                 f"{format_gib(available, 3)} ({format_gib(free_shared, 3)} free there, "
-                f"{format_gib(available_memory_bytes, 3)} of memory available); make it larger, or leave "
+                f"{format_gib(host_bytes, 3)} of memory available); make it larger, or leave "
                 "training.replicate_every out."
             )
 

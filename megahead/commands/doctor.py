@@ -138,7 +138,7 @@ def compiler() -> Finding:
 
 
 def memory() -> Iterator[Finding]:
-    from megahead.checkpoints.memory import available_memory
+    from megahead.host_memory import available_memory
 
     (available, total), cores = available_memory(), pluralize(os.cpu_count() or 1, "core")
     detail = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free, {cores}"

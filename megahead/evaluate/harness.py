@@ -22,7 +22,6 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megahead.checkpoints.memory import available_memory
 from megahead.evaluate.harness_tasks import (
     TASKS,
     LogProbabilityTask,
@@ -34,6 +33,7 @@ from megahead.evaluate.harness_tasks import (
 from megahead.evaluate.language_models import LanguageModel, open_language_model
 from megahead.evaluate.results import Score, TaskResult
 from megahead.hf.loading import context_length, is_encoder
+from megahead.host_memory import available_memory
 
 
 def evaluate_tasks(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoints import memory as keeping
+from megahead import host_memory
 from megahead.checkpoints import memory as node_memory
 from megahead.checkpoints.format import Snapshot
 from megahead.checkpoints.memory import NodeMemory, Peers, ReplicaWriter
@@ -67,11 +67,11 @@ def test_a_job_has_room_within_its_own_limit(kind: str, tmp_path: Path, monkeypa
     (tmp_path / folder).mkdir(parents=True)
     for name, text in {limit: "4000000", usage: "3000000", "stat": f"pgfault 7\n{cache} 500000"}.items():
         (tmp_path / folder / f"memory.{name}").write_text(f"{text}\n")
-    monkeypatch.setattr(keeping, "_OWN_CGROUPS", tmp_path / "own")
-    assert keeping.available_memory()[1] > 4_000_000
-    monkeypatch.setattr(keeping, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
+    assert host_memory.available_memory()[1] > 4_000_000
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     available = 1_000_000 if cache == "total_cache" else 1_500_000
-    assert keeping.available_memory() == (available, 4_000_000)
+    assert host_memory.available_memory() == (available, 4_000_000)
     NodeMemory(tmp_path).require_free_memory(available - 400_000)
     with pytest.raises(CheckpointError, match="of memory available"):
         NodeMemory(tmp_path).require_free_memory(available - 399_999)
@@ -84,7 +84,7 @@ def keep_on_a_node_that_fills_up(group: Group, folder: Path) -> tuple[str, list[
         def no_room(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        keeping.os.posix_fallocate = no_room  # type: ignore[assignment]
+        node_memory.os.posix_fallocate = no_room  # type: ignore[assignment]
     copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
     begin(copies, 2, group)
     wait(copies)
