@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import yaml
@@ -25,17 +25,29 @@ from megahead.wording import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML with `1e-4` as a number, and duplicate keys as errors."""
+    """Loads YAML with `1e-4` as a number, dates as text, and duplicate keys as errors."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if key.tag != _MERGE_TAG]
         for k, key in enumerate(keys):
-            if key in keys[:k]:
-                mark = node.value[k][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", mark)
-        return super().construct_mapping(node, deep)
+            if key.value in [other.value for other in keys[:k]]:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, AttributeError) as error:  # of a number without digits (`0x_`), or with thousands of them
+            problem = f"{str(node.value)[:40]!r} cannot be read ({error})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
+_MERGE_TAG, _DATE_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE_TAG]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -164,6 +176,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 _TYPE_RULES = {"int": "be a whole number", "float": "be a number", "bool": "be true or false", "string": "be text"}
+_UNION_TYPES = ("str", "int", "float", "bool")
 _TYPE_RULES |= dict.fromkeys(("model", "dict"), "be a section of settings")
 _TYPE_RULES |= dict.fromkeys(("tuple", "list"), "be a list")
 """Rules by the first word of pydantic's error types."""
@@ -180,7 +193,7 @@ def _error_messages(errors: Sequence[ErrorDetails], settings: Mapping[str, Any])
 def _location(details: ErrorDetails) -> list[str]:
     """The path to a field, without the names of a union's types."""
     parts = [str(part) for part in details["loc"]]
-    return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in ("str", "int")]
+    return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in _UNION_TYPES]
 
 
 def _error_message(location: list[str], errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> str:
@@ -189,10 +202,11 @@ def _error_message(location: list[str], errors: Sequence[ErrorDetails], settings
     if isinstance(inner, ConfigError):
         field = ".".join([*location, inner.field]) if inner.field not in location else field
         return str(ConfigError(field, inner.rule, got=inner.got, hint=inner.hint))
-    if details["type"] == "extra_forbidden":
+    if details["type"] in ("extra_forbidden", "invalid_key"):  # a key of another type, such as YAML's `on`
         settings_class = _settings_class(location[:-1])
         known = list(settings_class.model_fields) if settings_class else []
-        return unknown_setting_message(location[:-1], location[-1], known)
+        key = location[-1] if details["type"] == "extra_forbidden" else str(details["input"])
+        return unknown_setting_message(location[:-1], key, known)
     if details["type"] == "missing":
         reason = missing_dataset_note(settings) if field == "model.vocab_size" else ""
         return f"`{field}` must be given, but is missing{reason}{_description(location)}."
@@ -210,6 +224,10 @@ def _rule(details: ErrorDetails) -> str:
         return "consist of letters, digits, dots, dashes and underscores, and not of dots alone"
     if details["type"] in ("too_short", "string_too_short"):
         return "not be empty"
+    if details["type"] == "too_long":
+        return f"be a list of at most {details['ctx']['max_length']}"
+    if details["type"] == "int_parsing_size":
+        return "be a smaller number"
     message = details["msg"].removeprefix("Input should be ")
     for old, new in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
         message = message.replace(old, new)
@@ -224,16 +242,22 @@ def _description(location: list[str]) -> str:
 
 
 def _settings_class(path: Sequence[str]) -> type[BaseModel] | None:
-    """The class of the section at `path`, also if its annotation is `X | None`; None if there is no such section."""
+    """The class of the section at `path`, also if its annotation is `X | None`, or of a list's elements; None if there
+    is no such section."""
     current: type[BaseModel] = RunConfig
-    for name in path:
-        annotation = current.model_fields[name].annotation if name in current.model_fields else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        section = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    for name in (name for name in path if not name.isdigit()):
+        section = _section_within(current.model_fields[name].annotation) if name in current.model_fields else None
         if section is None:
             return None
         current = section
     return current
+
+
+def _section_within(annotation: Any) -> type[BaseModel] | None:
+    """The first class of settings in a type, such as `list[X] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for part in get_args(annotation) if (section := _section_within(part))), None)
 
 
 # Defaults from the metadata of the training datasets (`PREFIX.json`).

@@ -18,7 +18,7 @@ from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError, ConfigErrors
+from megahead.errors import ConfigError, ConfigErrors, UserError
 from support.good_settings import GOOD
 
 
@@ -159,3 +159,28 @@ def test_a_blend_is_a_list_of_prefixes_and_weights() -> None:
     assert [(part.prefix, part.weight) for part in config_from_dict(tree).data.parts()] == [("a", 2.0), ("b", 0.5)]
     assert config_from_dict(config_from_dict(tree).model_dump(mode="json")) == config_from_dict(tree)
     assert [part.prefix for part in config_from_dict(GOOD).data.parts()] == ["text"]
+
+
+def test_sections_may_be_merged_and_dates_are_text(tmp_path: Path) -> None:
+    """`<<` of YAML 1.1, also of a mapping that merges another, deeper down and later than it is used."""
+    text = yaml.safe_dump({**GOOD, "name": "NAME", "schedule": "SCHEDULE"})
+    text = text.replace("NAME", "2024-02-30")
+    text = text.replace("SCHEDULE", "{<<: [&b {<<: &a {warmup_steps: 1, final_ratio: 0.5}, warmup_steps: 2}, *a]}")
+    config = load_config(written(tmp_path, text))
+    assert (config.name, config.schedule.warmup_steps, config.schedule.final_ratio) == ("2024-02-30", 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("name: x", "line 2: key 'name' is given twice"),
+        ("{a: 1, <<: {b: 1, b: 2}}: 1", "line 2: key 'b' is given twice"),
+        ("seed: 0x_", "line 2: '0x_' cannot be read"),
+        ("seed: !!int x", "line 2: 'x' cannot be read"),
+        ("seed: !!timestamp x", "line 2: 'x' cannot be read"),
+        ("seed: " + "9" * 5000, "line 2: '9999999999999999999999999999999999999999' cannot be read"),
+    ],
+)
+def test_what_yaml_cannot_be_is_told_by_its_line(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(UserError, match=f"must be YAML, but is not in {says}"):
+        load_config(written(tmp_path, f"name: y\n{line}\n"))

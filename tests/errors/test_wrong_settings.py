@@ -28,6 +28,20 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer.betas": 0.9}, "`optimizer.betas` must be a list, but is 0.9 instead."),
     (
+        {"optimizer.betas": [0.9, 0.99, 0.5]},
+        "`optimizer.betas` must be a list of at most 2, but is [0.9, 0.99, 0.5] instead.",
+    ),
+    ({"engine.compile": "x"}, "`engine.compile` must be true or false or 'auto', but is 'x' instead."),
+    (
+        {"schedule.warmup_steps": "x"},
+        "`schedule.warmup_steps` must be a whole number or a number, but is 'x' instead.",
+    ),
+    ({"training.steps": 1e30}, "`training.steps` must be a smaller number, but is 1e+30 instead."),
+    (
+        {"resume": {True: 1}},
+        "`resume.True` is not a setting; known here: allow.",
+    ),
+    (
         {"data.isolate_documents": "perhaps"},
         "`data.isolate_documents` must be true or false, but is 'perhaps' instead.",
     ),
@@ -108,7 +122,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"data.train": [{"prefix": "a", "weight": 1}, {"prefix": "b"}]},
         "`data.train` must give every dataset a weight, or none, but is a mixture of both instead.",
     ),
-    ({"data.train": [{"weight": 1}]}, "`data.train.0.prefix` must be given, but is missing."),
+    (
+        {"data.train": [{"weight": 1}]},
+        "`data.train.0.prefix` must be given, but is missing (Prefix of the dataset).",
+    ),
+    (
+        {"data.train": [{"prefix": "a", "wieght": 1}]},
+        "`data.train.0.wieght` is not a setting; did you mean `data.train.0.weight`?",
+    ),
     (
         {"data.order": "stored", "data.pack": "best_fit"},
         "`data.pack` must be `stream` with order: stored, whose rows are ready, but is `best_fit` instead.",
