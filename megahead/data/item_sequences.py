@@ -5,6 +5,7 @@ Events are spread over files by user, so that one file at a time is sorted in me
 
 from __future__ import annotations
 
+import io
 import tempfile
 import zlib
 from collections import Counter
@@ -200,17 +201,45 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
         endings = ", ".join([*_DELIMITERS, ".parquet"])
         raise FieldError("--table", f"name files that end in {endings}, text files also in .gz or .zst", got=path)
 
-    def count(_: object) -> str:
-        dropped["with another number of columns"] += 1
+    is_complete = False
+
+    def skip(row: pyarrow.csv.InvalidRow) -> str:
+        nonlocal is_complete
+        if row.text == _LAST_LINE:
+            is_complete = True
+        else:
+            dropped["with another number of columns"] += 1
         return "skip"
 
-    parse = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[suffixes[-1]], invalid_row_handler=count)
+    delimiter = _DELIMITERS[suffixes[-1]]
+    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip)
     types = dict.fromkeys(columns, pa.string())
     convert = pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
-    with pyarrow.csv.open_csv(pa.input_stream(path), parse_options=parse, convert_options=convert) as reader:
+    with pyarrow.csv.open_csv(_MarkedEnd(path), parse_options=parse, convert_options=convert) as reader:
         _require_columns(path, columns, reader.schema.names)
         for batch in reader:
             yield batch.select(list(columns))
+    if not is_complete:
+        raise pa.ArrowInvalid("the last quotes do not end")
+
+
+_LAST_LINE = "end of table"
+
+
+class _MarkedEnd(io.RawIOBase):
+    """A file that ends in `_LAST_LINE`: pyarrow takes what follows quotes without end for one value, this line, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._parts = [pa.input_stream(path), io.BytesIO(f"\n{_LAST_LINE}\n".encode())]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = 0
+        while self._parts and not (size := self._parts[0].readinto(buffer)):
+            self._parts.pop(0)
+        return size
 
 
 def _require_columns(path: Path, columns: EventColumns, names: list[str]) -> None:
@@ -244,17 +273,23 @@ def _as_time(column: pa.Array, path: Path, name: str) -> tuple[pa.Array, set[str
 
     column = _without_encoding(column)
     if pa.types.is_temporal(column.type):
-        return column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), {"date"}
+        return _as_microseconds(column), {"date"}
     if not pa.types.is_string(column.type):
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise FieldError("--time", f"name a column of numbers or dates in `{path}`", got=f"{name}: {column.type}")
-        return _finite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)), {"number"}
+        return _finite(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)), {"number"}
     texts = column.to_pandas()
     numbers = pd.to_numeric(texts, errors="coerce").astype("float64")
     dates = pd.to_datetime(texts.where(numbers.isna()), errors="coerce", format="ISO8601", utc=True)
     kinds = {kind for kind, values in (("number", numbers), ("date", dates)) if values.notna().any()}
-    microseconds = pa.array(dates, pa.timestamp("us", "UTC"), from_pandas=True).cast(pa.int64()).cast(pa.float64())
+    microseconds = _as_microseconds(pa.array(dates, from_pandas=True))
     return pc.coalesce(_finite(numbers.to_numpy()), microseconds), kinds
+
+
+def _as_microseconds(dates: pa.Array) -> pa.Array:
+    """float64, rounded where a date has nanoseconds or is centuries away (9999-12-31)."""
+    truncated = pc.CastOptions(pa.timestamp("us", getattr(dates.type, "tz", None)), allow_time_truncate=True)
+    return dates.cast(options=truncated).cast(pa.int64()).cast(pa.float64(), safe=False)
 
 
 def _finite(values_N: Array) -> pa.Array:

@@ -217,3 +217,45 @@ def test_another_file_is_no_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "items.json").write_text('[{"id": 3}]')
     with pytest.raises(DataError, match=r"must be an items\.json"):
         ItemVocabulary.load(tmp_path / "items.json")
+
+
+LONG_AGO, FAR_AHEAD = "0001-01-01", "9999-12-31"
+TIMES = {
+    "nanoseconds": pa.array(1_700_000_000_000_000_001 + np.arange(5)),
+    "dates with nanoseconds": pa.array(1_700_000_000_000_000_001 + np.arange(5), pa.timestamp("ns")),
+    "in a time zone": pa.array(1_700_000_000_000_000_001 + np.arange(5), pa.timestamp("ns", "Asia/Tokyo")),
+    "far dates": pa.array([LONG_AGO, "2001-01-01", "2002-02-02", "2003-03-03", FAR_AHEAD]).cast(pa.date32()),
+    "far dates as text": pa.array([LONG_AGO, "2001-01-01", "2002-02-02", "2003-03-03", FAR_AHEAD]),
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_times_that_a_float_rounds_are_times(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"user": ["a"] * 5, "item": [*"vwxyz"], "time": TIMES[kind]})
+    pq.write_table(table, tmp_path / "events.parquet")
+    report = preprocess_events([tmp_path / "events.parquet"], COLUMNS, tmp_path / "out")
+    assert (report.events, +report.dropped) == (5, Counter())
+    keys = ItemVocabulary.load(items_path(tmp_path / "out")).keys.to_pylist()
+    assert [keys[id_ - 1] for id_ in IndexedDataset(tmp_path / "out-test").document(0)[:-1]] == [*"vwxyz"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv.gz"])
+def test_a_value_may_have_several_lines_and_its_quotes_must_end(tmp_path: Path, kind: str) -> None:
+    """Also in tables of more than the megabyte that is parsed at once."""
+    mark, long_value = "\t" if "tsv" in kind else ",", "x\n" * 300
+    lines = [("user", "item", "time", "n"), *((u, i, i, f'"{long_value}"') for u in "abc" for i in range(1000))]
+    path = tmp_path / f"events.{kind}"
+
+    def write_lines(end: str) -> None:
+        content = "\n".join(mark.join(map(str, line)) for line in lines) + end
+        path.write_bytes(gzip.compress(content.encode()) if kind.endswith(".gz") else content.encode())
+
+    for end in ("", "\n"):
+        write_lines(end)
+        report = preprocess_events([path], COLUMNS, tmp_path / "out")
+        assert (report.events, report.users, +report.dropped) == (3000, 3, Counter())
+    lines.insert(-10, ("d", 1, 1, '"Their quotes do not end'))
+    for end in ("", "\n"):
+        write_lines(end)
+        with pytest.raises(DataError, match=r"must be a readable table, but is not \(the last quotes do not end\)"):
+            preprocess_events([path], COLUMNS, tmp_path / "out")
