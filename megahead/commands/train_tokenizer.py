@@ -12,6 +12,7 @@ for the new ones.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -19,7 +20,7 @@ from megahead.data.records import Selection, parse_conditions
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, extend, sample_texts, save_tokenizer
 from megahead.data.writer import ProgressBar
-from megahead.errors import FieldError
+from megahead.errors import FieldError, require_at_least
 from megahead.remote_files import local_file
 
 
@@ -55,10 +56,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(arguments: argparse.Namespace) -> Tokenizer:
     """Trains a new tokenizer of the chosen type, or extends an existing one."""
-    limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
+    if Path(arguments.output).resolve() in {Path(pattern).resolve() for pattern in arguments.input}:
+        raise FieldError("--output", "be another file than --input", got=arguments.output)
+    require_at_least(1, max_bytes=arguments.max_bytes)
     with ProgressBar("Reading") as bar:
         selection = Selection(arguments.text_key, parse_conditions("--keep", arguments.keep))
-        texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
+        texts = sample_texts(arguments.input, selection=selection, max_bytes=arguments.max_bytes, progress=bar)
         if arguments.extend is not None:
             return extend(open_tokenizer(arguments.extend), texts, arguments.vocab_size)
         return TRAINERS[arguments.type](texts, arguments.vocab_size)

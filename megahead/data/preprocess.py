@@ -201,6 +201,15 @@ class Recipe:
                 fix = "give --holdout-tail 0.05, which holds out the end of each document"
             raise FieldError("holdout", f"hold out a document of `{output}`", got=got, hint=fix)
 
+    def require_other_names(self, output: str | Path, inputs: Iterable[Path]) -> None:
+        """DataError if the description of a dataset (`PREFIX.json`) would replace one of `inputs`, or the tokenizer."""
+        written = {Path(f"{prefix}.json").resolve() for prefix in self.outputs(output)}
+        if path := next((path for path in (self.tokenizer, *inputs) if path.resolve() in written), None):
+            raise DataError(
+                f"`{path}` must not be named like the dataset's description, but `{output}` would write over it; give "
+                "one of them another name."
+            )
+
     def outputs(self, output: str | Path) -> list[str]:
         """The prefixes of the datasets that it writes: two if documents are held out."""
         return [str(output)] if self.held_out_share is None else [str(output), f"{output}-validation"]
@@ -295,6 +304,7 @@ def preprocess(
     items = find_inputs(inputs)
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
+    recipe.require_other_names(output, [file for item in items for file in item.files])
     progress.start(total_bytes(items))
     with encoding_pool(workers) as encode:
         chunks, source = read_chunks(items, recipe.selection), source or input_names(inputs)
@@ -305,11 +315,6 @@ def write_dataset(
     chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, encode: Encode, progress: ByteProgress, source: str
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
-    if recipe.tokenizer.absolute() in {Path(f"{prefix}.json").absolute() for prefix in recipe.outputs(output)}:
-        raise DataError(
-            f"`{recipe.tokenizer}` must not be named like the dataset's description, but `{output}` would write over "
-            "it; give one of them another name."
-        )
     tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     end = end_token_id(tokenizer, recipe.end_token)
     encoder = ChunkTokenizer(recipe, tokenizer.path, tokenizer.engine, end)
@@ -380,8 +385,9 @@ def _add_documents(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter
         return
     held_out = encoded.held_out
     if held_out is None:
-        numbers = sum(writer.num_documents for writer in writers) + np.arange(len(encoded.lengths) + 1)
-        held_out = np.diff(numbers * share.numerator // share.denominator) > 0
+        first = sum(writer.num_documents for writer in writers)
+        numbers = range(first, first + len(encoded.lengths) + 1)  # of Python: a share may have 20 digits
+        held_out = np.diff([number * share.numerator // share.denominator for number in numbers]) > 0
     for writer, selected in zip(writers, (~held_out, held_out), strict=True):
         tokens = encoded.tokens[np.repeat(selected, encoded.lengths)]
         writer.add_documents(tokens, encoded.lengths[selected], int(encoded.text_bytes[selected].sum()))

@@ -46,8 +46,8 @@ class Selection:
 
     def text(self, record: Any) -> str | None:
         """The document's text; None for a record that is filtered out. InvalidRecord for a record without text."""
-        is_kept = all((key, _value_as_text(record, key)) in self.keep for key, _ in self.keep)
-        if not is_kept or any((key, _value_as_text(record, key)) in self.drop for key, _ in self.drop):
+        is_kept = all(_meets(record, key, self.keep) for key, _ in self.keep)
+        if not is_kept or any(_meets(record, key, self.drop) for key, _ in self.drop):
             return None
         if isinstance(record, str):
             return record
@@ -65,7 +65,8 @@ class Selection:
         column_by_key = {key: key if key in names else key.split(".")[0] for key in needed}
         for key, column in column_by_key.items():
             if column not in names:
-                raise DataError(f"`{path}` must have a column for '{key}', but has {', '.join(names)}; see --text-key.")
+                found = ", ".join(names) or "none"
+                raise DataError(f"`{path}` must have a column for '{key}', but has {found}; see --text-key.")
         return list(dict.fromkeys(column_by_key.values()))
 
     def _find_text(self, record: Any) -> tuple[str, Any]:
@@ -86,12 +87,15 @@ def parse_conditions(field: str, texts: Sequence[str]) -> tuple[Condition, ...]:
     return tuple((key, value) for key, _, value in (text.partition("=") for text in texts))
 
 
-def _value_as_text(record: Any, key: str) -> str | None:
-    """The value of `key` as text; None if the record lacks it, so that a filter never fails."""
+def _meets(record: Any, key: str, conditions: Sequence[Condition]) -> bool:
+    """Whether the record has a value of `key` among `conditions`, where true, false and null are spelled as in JSON or
+    in Python."""
     try:
-        return str(_nested_value(record, key))
+        value = _nested_value(record, key)
     except KeyError:
-        return None
+        return False
+    is_constant = value is None or isinstance(value, bool)
+    return (key, str(value)) in conditions or (is_constant and (key, orjson.dumps(value).decode()) in conditions)
 
 
 def _nested_value(record: Any, key: str) -> Any:

@@ -48,6 +48,8 @@ def preprocess_shards(
     urls = [str(item) for item in inputs if is_hub_url(str(item))]
     pinned_urls = {url: known_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
     shards = _find_shards([pinned_urls.get(str(item), item) for item in inputs], recipe)
+    for shard in shards:
+        recipe.require_other_names(folder / shard.name, shard.files)
     lock = AtomicFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
@@ -102,10 +104,12 @@ class ShardManifest:
         return ShardManifest(folder, recipe_json, shards, pinned_urls)
 
     def report(self, shard: Input, recipe: Recipe) -> PreprocessReport | None:
-        """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
-        its files are incomplete."""
+        """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, its
+        files are incomplete, or its texts spell end tokens, which the recipe refuses by now."""
         entry = self.shards.get(shard.name)
         if entry is None or entry["input"] != _fingerprint(shard):
+            return None
+        if entry["report"]["end_inside"] and recipe.end_inside == "fail":
             return None
         try:
             for name in recipe.outputs(shard.name):

@@ -44,6 +44,10 @@ from megahead.wording import format_names
 STANDARD_INPUT = Path("-")
 
 
+MAX_ZSTD_WINDOW = 1 << 31
+"""Bytes that `zstd --ultra --long=31` refers back to, its most."""
+
+
 def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """The decompressed bytes of a file or of standard input, in blocks of about 4 MB, each with the number of bytes on
     disk that were read so far.
@@ -74,7 +78,7 @@ def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
     frame, parts, size = None, list[bytes](), 0
     while packed := file.read(BLOCK_BYTES // 32):
         while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
             parts.append(frame.decompress(packed))
             size += len(parts[-1])
             packed = frame.unused_data if frame.eof else b""
@@ -218,16 +222,21 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _expand_pattern(pattern: str) -> list[Path]:
     folder = Path(pattern)
-    if folder.is_dir() and not (is_saved_dataset(folder) or (folder / SPLITS_FILE).is_file()):
+    if _is_plain_folder(folder):
         if readable := files_below(folder)[0]:
             return readable
         raise DataError(f"`{folder}` must hold files that end in {SUFFIXES}, but holds none.")
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
-    matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
-    if not matches:
+    matches = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 (a Path globs no absolute pattern)
+    paths = [path for match in matches for path in (files_below(match)[0] if _is_plain_folder(match) else [match])]
+    if not paths:
         raise DataError(f"`{pattern}` must match a file, but matches none; check the pattern.")
-    return [Path(path) for path in matches]
+    return list(dict.fromkeys(paths))  # `**` matches folders and what is in them
+
+
+def _is_plain_folder(path: Path) -> bool:
+    return path.is_dir() and not (is_saved_dataset(path) or (path / SPLITS_FILE).is_file())
 
 
 def _make_input(path: Path) -> Input:
@@ -327,8 +336,8 @@ def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The rows of a `.csv` or `.tsv` file, whose first line names the columns."""
-    position = 0
+    """The rows of a `.csv` or `.tsv` file, whose first line names the columns; blank lines are ignored."""
+    position = complete_lines = 0
 
     def text_lines() -> Iterator[str]:
         nonlocal position
@@ -337,13 +346,27 @@ def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
             position = read
             *complete, rest = (rest + decoder.decode(data)).split("\n")
             yield from (f"{line}\n" for line in complete)
+            if len(rest) > MAX_TEXT_BYTES:
+                raise csv.Error(f"line {reader.line_num + 1} is longer than 1 GiB")
         yield rest + decoder.decode(b"", final=True)
+        if reader.line_num > complete_lines:  # the reader would take all that follows the quotes for one field
+            raise csv.Error(f"the quotes that begin in line {complete_lines + 1} do not end")
+
+    def read_rows() -> Iterator[list[str]]:
+        nonlocal complete_lines
+        for row in reader:
+            complete_lines = reader.line_num
+            if row:
+                yield row
 
     csv.field_size_limit(MAX_TEXT_BYTES)
+    reader = csv.reader(text_lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
     try:
-        rows = csv.DictReader(text_lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
-        columns = selection.columns(path, rows.fieldnames or ())
-        records = ((position, orjson.dumps({column: row[column] for column in columns})) for row in rows)
+        rows = read_rows()
+        names = next(rows, [])
+        columns = selection.columns(path, names)
+        fields = (dict(zip(names, row, strict=False)) for row in rows)
+        records = ((position, orjson.dumps({column: row.get(column) for column in columns})) for row in fields)
         yield from _chunk_records(path, selection, records)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"`{path}` must be a table in UTF-8 text, but is not ({error}).") from error

@@ -118,7 +118,8 @@ class Tokenizer:
         dtype, parts = token_dtype(self.vocab_size), []
         for text in texts:
             segments = split_text(text, self.encode_batch)
-            parts.append(np.concatenate([self._encode_whole([segment])[0].astype(dtype) for segment in segments]))
+            encoded = [self._encode_whole([segment])[0].astype(dtype) for segment in segments]
+            parts.append(np.concatenate([np.empty(0, dtype), *encoded]))  # an empty text has no segment
         return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
 
     def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:

@@ -160,7 +160,7 @@ def sample_texts(
     inputs: Sequence[str | Path],
     *,
     selection: Selection | None = None,
-    max_bytes: int | None = None,
+    max_bytes: float | None = None,
     skip_broken: bool = False,
     progress: ByteProgress = NO_PROGRESS,
 ) -> Iterator[str]:
@@ -206,6 +206,8 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 def _require_vocab_size(vocab_size: int, min_size: int) -> None:
     if vocab_size < min_size:
         raise FieldError("vocab_size", f"be at least {min_size} for this type of tokenizer", got=vocab_size)
+    if vocab_size >= 2**31:
+        raise FieldError("vocab_size", f"be below {2**31:,}", got=f"{vocab_size:,}")
 
 
 # Adds tokens to a byte-level BPE tokenizer, for languages that it splits into too many pieces. Training continues where

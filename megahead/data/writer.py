@@ -57,6 +57,9 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
             )
+        if str(prefix).rpartition("/")[2] in ("", ".", ".."):
+            rule, hint = "end in the name of the dataset", "name one in that folder, like data/text"
+            raise ArgumentError("prefix", rule, got=repr(str(prefix)), hint=hint)
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
         self.vocab_size = vocab_size

@@ -134,3 +134,20 @@ def test_a_mistake_is_one_sentence(
     assert (code, "`--holdout` must be a number" in says) == (2, True)
     code, _, says = command("inspect_dataset.py", tmp_path / "out")
     assert (code, "out.idx` must exist" in says) == (2, True)
+
+
+def test_a_tokenizer_is_trained_on_any_number_of_bytes_and_never_replaces_its_text(
+    command: Command, json_lines: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = json_lines(["A cat had tea."] * 9)
+    files = ("--input", text, "--output", tmp_path / "t.json", "--vocab-size")
+    for max_bytes in ("inf", "1e30", "1.5"):
+        assert command("train_tokenizer.py", *files, 260, "--max-bytes", max_bytes)[0] == 0
+    code, _, says = command("train_tokenizer.py", *files, 260, "--max-bytes", "-1")
+    assert (code, "`--max-bytes` must be at least 1, but is -1.0 instead." in says) == (2, True)
+    code, _, says = command("train_tokenizer.py", *files, 10**20)
+    assert (code, "`vocab_size` must be below 2,147,483,648, but is 100,000," in says) == (2, True)
+    text = text.rename(tmp_path / "text.json")
+    code, _, says = command("train_tokenizer.py", "--input", text, "--output", text, "--vocab-size", 260)
+    assert (code, "`--output` must be another file than --input" in says) == (2, True)
+    assert "A cat had tea." in text.read_text()

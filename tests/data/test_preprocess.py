@@ -80,6 +80,14 @@ def test_every_tenth_document_is_held_out(
     assert documents(tmp_path / "out") == expected(tokenizer_path, kept)
 
 
+@pytest.mark.parametrize("share", [Fraction(0.02), Fraction("0.02000000000000000000001")])
+def test_a_share_of_many_digits_is_exact(tmp_path: Path, tokenizer_path: Path, share: Fraction) -> None:
+    """Of more than a thousand documents: their products with 16 digits exceed 64 bits."""
+    (tmp_path / "a.json").write_bytes(orjson.dumps(["tea"] * 4_000))
+    report = preprocess(tmp_path / "a.json", tokenizer_path, tmp_path / "out", holdout=share)
+    assert (report.documents, report.held_out) == (4_000, 80)
+
+
 def test_files_that_are_too_few_to_hold_one_out_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     for k in range(3):
         (tmp_path / f"{k}.md").write_text("words")
@@ -234,3 +242,14 @@ def test_a_bar_ends_with_the_text_that_was_read_and_its_rate(capsys: pytest.Capt
     (text, rate), *_ = re.findall(r"100 % (\d+) MB, ([\d.]+) MB/s", capsys.readouterr().err)
     assert text == "120"
     assert float(rate) > 120, "it took less than a second"
+
+
+@pytest.mark.parametrize("name", ["text", "text-validation"])
+def test_a_dataset_never_replaces_its_text(tokenizer_path: Path, tmp_path: Path, name: str) -> None:
+    text = tmp_path / f"{name}.json"
+    text.write_bytes(content := orjson.dumps(["tea"] * 9))
+    (tmp_path / "link.json").symlink_to(text)
+    for file in (text, tmp_path / "link.json", tmp_path):
+        with pytest.raises(DataError, match=r"json` must not be named like the dataset's description"):
+            preprocess(file, tokenizer_path, tmp_path / "text", holdout=2)
+    assert text.read_bytes() == content

@@ -7,7 +7,7 @@ import pytest
 from megahead.data.records import InvalidRecord, Selection, parse_conditions
 from megahead.errors import FieldError
 
-PILE = {"text": "words", "meta": {"pile_set_name": "ArXiv", "year": 2020}}
+PILE = {"text": "words", "meta": {"pile_set_name": "ArXiv", "year": 2020}, "spam": True, "lang": None}
 
 
 def test_nested_and_literal_keys() -> None:
@@ -32,6 +32,10 @@ def test_nested_and_literal_keys() -> None:
         ([], ["meta.pile_set_name=ArXiv"], False),
         ([], ["meta.pile_set_name=Books3", "lang=en"], True),
         (["meta.year=2020"], ["meta.pile_set_name=ArXiv"], False),
+        ([], ["spam=true"], False),  # as JSON spells it
+        ([], ["spam=True"], False),
+        ([], ["spam=false"], True),
+        (["lang=null", "spam=true"], [], True),
     ],
 )
 def test_filters(keep: list[str], drop: list[str], wanted: bool) -> None:

@@ -178,3 +178,19 @@ def test_two_runs_in_one_folder_do_not_mix(files: list[Path], tokenizer_path: Pa
     with pytest.raises(InUseError, match=r"in-use\.partial` must not be in use"):
         preprocess_shards(files, Recipe(tokenizer=tokenizer_path), tmp_path / "out")
     other.discard()
+
+
+def test_a_shard_never_replaces_its_text(tokenizer_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content := orjson.dumps(["tea"]))
+    with pytest.raises(DataError, match=r"a\.json` must not be named like the dataset's description"):
+        preprocess_shards([tmp_path / "a.json"], Recipe(tokenizer=tokenizer_path), tmp_path)
+    assert (tmp_path / "a.json").read_bytes() == content
+
+
+def test_end_tokens_that_were_reported_are_refused_when_a_later_call_refuses_them(
+    tokenizer_path: Path, tmp_path: Path, json_lines: JsonLines
+) -> None:
+    files = [json_lines(["tea<|endoftext|>", "tea"], name="a.jsonl")]
+    assert preprocess_shards(files, Recipe(tokenizer=tokenizer_path), tmp_path / "out").end_inside == 1
+    with pytest.raises(DataError, match="texts must not spell the end token"):
+        preprocess_shards(files, Recipe(tokenizer=tokenizer_path, end_inside="fail"), tmp_path / "out")

@@ -113,6 +113,22 @@ def test_globs_are_sorted_and_may_be_deep(json_lines: Callable[..., Path], tmp_p
         find_inputs([tmp_path / "x*.jsonl"])
 
 
+@pytest.mark.parametrize("pattern", ["*", "**", "**/*", "sub*"])
+def test_a_folder_that_a_glob_matches_is_what_is_in_it(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "sub" / "pictures").mkdir(parents=True)
+    (tmp_path / "sub" / "b.txt").write_text("in the folder")
+    found = find_inputs(tmp_path / pattern)
+    assert [item.name for item in found] == ["b"]  # once
+
+
+def test_a_zst_file_may_refer_far_back(tmp_path: Path) -> None:
+    """As of `zstd --long=31`, in which large corpora are published; without its size in the header."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(frame.compress(b'{"text": "a"}') + frame.flush())
+    assert read(tmp_path / "a.jsonl.zst") == ["a"]
+
+
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "a"}\n{"text": "b"}')))
     inputs = find_inputs(["-"])
@@ -172,12 +188,18 @@ def test_an_array_may_hold_strings_and_a_json_file_lines(tmp_path: Path) -> None
     ("content", "says"),
     [
         (b"a,b\n1,2\n", r"must have a column for 'text', but has a, b; see --text-key\."),
-        (b"", "must have a column for 'text'"),
+        (b"", "must have a column for 'text', but has none;"),
+        (b'text,n\na,1\n\n"b,2\nc,3\n', r"is not \(the quotes that begin in line 4 do not end\)"),
+        (b"text\n" + b"a" * 300, r"is not \(line 2 is longer than 1 GiB\)"),
         (b"text\n\xff\n", "must be a table in UTF-8 text, but is not"),
         (b"a,text\n1\n", r"t\.csv:1` must have a string in `text`, but has NoneType"),
     ],
 )
-def test_a_table_without_text_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_table_without_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, says: str
+) -> None:
+    monkeypatch.setattr(decompression, "MAX_TEXT_BYTES", 200)
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", 64)
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=says):
         read(tmp_path / "t.csv")
@@ -192,3 +214,9 @@ def test_a_folder_is_what_can_be_read_in_it(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"must hold files that end in one of \.jsonl, .*, but holds none"):
         find_inputs(empty)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n\r\n", b"\n\n"])
+def test_blank_lines_of_a_table_are_no_rows(tmp_path: Path, end: bytes) -> None:
+    (tmp_path / "t.csv").write_bytes(b'\n\ntext,n\n\na,1\n"b\n\n",2' + end)
+    assert read(tmp_path / "t.csv") == ["a", "b\n\n"]

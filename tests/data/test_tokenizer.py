@@ -81,3 +81,12 @@ def test_an_added_token_that_engines_number_differently_is_left_to_the_reference
     chosen = load_tokenizer(tmp_path / "gap.json", ["The cat"])
     reference = Tokenizer(tmp_path / "gap.json", "tokenizers")
     assert chosen.encode_batch(["a <far>"]) == reference.encode_batch(["a <far>"])
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
+def test_an_empty_text_beside_one_that_is_encoded_in_segments_has_no_ids(
+    tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, engine: tokenizer_module.Engine
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "SEGMENT_CHARACTERS", 300)
+    ids, lengths = tokenizer_module.Tokenizer(tokenizer_path, engine).encode_flat(["", "A cat had tea. " * 90, ""])
+    assert lengths.tolist() == [0, len(ids), 0]

@@ -46,6 +46,14 @@ def test_refuses_a_vocabulary_of_no_ids(tmp_path: Path, wrong: Any) -> None:
         IndexedDatasetWriter(tmp_path / "data", vocab_size=wrong)
 
 
+@pytest.mark.parametrize("prefix", ["", ".", "data/", "data/."])
+def test_refuses_a_folder_as_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="`prefix` must end in the name of the dataset, but is"):
+        IndexedDatasetWriter(prefix, vocab_size=10)
+    assert list(tmp_path.iterdir()) == []
+
+
 def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
