@@ -100,7 +100,7 @@ def complete() -> int:
 
 
 def patch_argparse() -> None:
-    """Makes `parse_args` complete the command line and exit. Values stay strings, so that nothing is fetched."""
+    """Makes `parse_args` complete the command line and exit. Argument types are not applied: no downloads."""
     from argparse import Action, ArgumentParser
 
     import argcomplete

@@ -10,7 +10,7 @@ from typing import Any
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
 from megahead.config.model import ModelConfig
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes, resolve_candidate_group_samples
-from megahead.config.plan import RunPlan, captures_micro_steps, phases_of
+from megahead.config.plan import RunPlan, phases_of, uses_cuda_graphs
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
 
@@ -30,7 +30,7 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
 def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
     """The auxiliary objective's own targets of a row, and the candidates of each, which may be the `candidate_rows` of
     the batch's targets."""
-    auxiliary = config.objective.traits()
+    auxiliary = config.objective.auxiliary_or_neutral()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
         return targets, candidate_rows
@@ -136,7 +136,7 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
 
 
 def _auxiliary_head(config: RunConfig) -> int:
-    auxiliary = config.objective.traits()
+    auxiliary = config.objective.auxiliary_or_neutral()
     blocks = auxiliary.head_blocks(config.model)
     in_blocks = 0 if blocks is None else body_parameters(blocks) - position_parameters(blocks)
     return in_blocks + auxiliary.head_parameters(config.model)
@@ -200,7 +200,7 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     temporary = (block if recompute else 0) + model.hidden_size - block_input
     saved_layers = sum(subset.layers_saved() for subset in subset_layers(config))
     layers = sum(model.num_layers for model in _model_configs(config)) - saved_layers
-    own_layers = config.objective.traits().num_layers * tensor  # each rank has them whole
+    own_layers = config.objective.auxiliary_or_neutral().num_layers * tensor  # each rank has them whole
     return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
 
 
@@ -274,7 +274,11 @@ def training_flops(
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
     auxiliary objective are not counted if their number depends on the text. `data_ranks`: see `BatchConfig`."""
-    length, targets, auxiliary = config.data.sequence_length, config.targets_per_row(), config.objective.traits()
+    length, targets, auxiliary = (
+        config.data.sequence_length,
+        config.targets_per_row(),
+        config.objective.auxiliary_or_neutral(),
+    )
     model, generator = config.model_in_training(), config.generator_config()
     head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
     if (blocks := auxiliary.head_blocks(model)) is not None:
@@ -291,7 +295,11 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
 def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> float:
     """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    auxiliary, products, sampled = config.objective.traits(), 3 + (masking is not None and masking.is_adaptive()), 0
+    auxiliary, products, sampled = (
+        config.objective.auxiliary_or_neutral(),
+        3 + (masking is not None and masking.is_adaptive()),
+        0,
+    )
     if auxiliary.samples_tokens:
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
@@ -382,7 +390,7 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     embedding = sharded_embedding_bytes(config, plan.ranks, _ids_of_step(plan))
     activations, loss = activation_bytes(config, element_size), _loss_bytes(plan, precision)
     pool = activations + loss + (0 if precision == "fp32" else 2 * rank_parameters(config))
-    graphs = pool if plan.device == "cuda" and captures_micro_steps(plan) else 0
+    graphs = pool if plan.device == "cuda" and uses_cuda_graphs(plan) else 0
     return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, graphs, host)
 
 
@@ -479,8 +487,8 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     in bf16 count as such.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
-    is_half, is_product, total = precision != "fp32", config.objective.score != "harmonic", 0.0
-    is_kernel = is_product and (is_half or plan.device == "cuda")
+    is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0
+    is_kernel = is_linear and (is_half or plan.device == "cuda")
     sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
     groups = micro_size // min(plan.group_samples(), micro_size)
     shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
@@ -491,7 +499,9 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
             continue
         chunk = sizes.outputs_per_chunk(targets // groups, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
-        total += matrices * config.model.hidden_size + (score_size + (0 if is_product else 4)) * chunk * rows
-    if config.objective.traits().pools_rows():  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
+        total += matrices * config.model.hidden_size + (score_size + (0 if is_linear else 4)) * chunk * rows
+    if (
+        config.objective.auxiliary_or_neutral().pools_rows()
+    ):  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor
     return total

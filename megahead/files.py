@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_synced(file: BinaryIO, data: bytes) -> None:
-    """Writes `data`, on disk on return. In blocks no wait is long: at the end of a large file it may be minutes."""
+    """Writes `data`, on disk on return. Call it for each block: one sync of a large file may take minutes."""
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
@@ -83,12 +83,17 @@ def wait_until_visible(path: Path, seconds: float) -> bool:
 
 
 def is_visible(path: Path) -> bool:
-    """Whether `path` exists, although it was missing when this node last looked: clients of NFS remember that for up to
-    a minute, except in folders that are opened."""
+    """Whether `path` exists now, see `refresh_nfs`."""
+    refresh_nfs(path)
+    return path.exists()
+
+
+def refresh_nfs(path: Path) -> None:
+    """Opens the folders of `path`, in which other nodes may have created it: clients of NFS remember for up to a minute
+    that a file was missing, except in folders that are opened."""
     for folder in reversed(path.absolute().parents):
         with suppress(OSError):
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-    return path.exists()
 
 
 class WriteError(UserError, OSError):

@@ -1,5 +1,5 @@
-"""The memory that this process may use: the machine's, or less by the limit of a job or container (Slurm, Kubernetes),
-which the kernel ends when it exceeds that."""
+"""The memory that this process may use: the machine's, or the lower limit of its job or container (Slurm, Kubernetes),
+above which the kernel kills it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CGROUP_FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
-"""By controller (version 1, version 2): the files of limit and usage, and what counts as usage and can be freed."""
+"""By controller (cgroup v1, v2): the files of limit and usage, and the parts of usage that can be reclaimed."""
 
 
 def available_memory() -> tuple[int, int]:

@@ -107,7 +107,7 @@ def wsd(schedule: ScheduleConfig, step: int, last: int) -> float:
 
 
 DecayFunction = Callable[[ScheduleConfig, int, int], float]
-"""The share, 0 to 1, of the decay from the peak to `final_ratio` that is done at a step after warm-up. Arguments: the
+"""How much, 0 to 1, of the decay from the peak to `final_ratio` is done at a step after warm-up. Arguments: the
 settings, the step, the last step."""
 
 SCHEDULES: Mapping[str, DecayFunction] = {"cosine": cosine, "triangular": triangular, "constant": constant, "wsd": wsd}

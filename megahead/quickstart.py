@@ -1,7 +1,7 @@
 """From a folder of text to a model that writes, in one call: a tokenizer, ids, a run, its report and an export.
 
 What is trained is planned from the text that is there and from how fast this machine trains; the plan is the run's
-YAML. Each part rests on files, so that a second call goes on where the first one ended.
+YAML. Each part's result is a file, so that a second call resumes the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.inspection import Survey, survey
+from megahead.data.inspection import TextSurvey, survey
 from megahead.data.preprocess import END_TOKEN, end_token_id, preprocess, suitable_workers
 from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
@@ -37,8 +37,8 @@ from megahead.errors import DataError, FieldError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
-from megahead.run_process import BENCHMARK_STEPS, Pace, pretrain, step_seconds
-from megahead.sharing import complete_card
+from megahead.run_process import BENCHMARK_STEPS, DeadlineMonitor, measure_step_seconds, pretrain
+from megahead.sharing import add_sample_and_curves
 from megahead.wording import format_duration, format_si, pluralize
 
 Report = Callable[[str], object]
@@ -48,19 +48,19 @@ SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
 """Layers and hidden size; heads have 64 features."""
 
 TIMING_SHARE = 0.2
-"""Of the minutes, for timings of shapes. If it ends before the first one had a step, the run's own steps are timed."""
+"""Share of the time for timing shapes. If no step ends within it, the run's own steps are timed."""
 
 ASSUMED_FLOPS = 5e10
-"""A second, of a machine that could not be measured: half of what one core does."""
+"""FLOPs per second of a machine that could not be measured: half of one core's."""
 
 TOLERANCE = 0.05
-"""Of the minutes: a run that would end later gets fewer steps."""
+"""Share of the time: a run that would exceed it by more gets fewer steps."""
 
 MIN_TOKENS_PER_PARAMETER = 2
-"""A larger shape is taken where the time is enough for so many tokens a parameter of its blocks."""
+"""A larger shape must see this many tokens per parameter of its blocks."""
 
 MAX_EPOCHS = 16
-"""Text is not read more often."""
+"""Most epochs."""
 
 BYTES_PER_TOKEN, TOKENS_PER_VOCAB_ID = 4, 100
 """How many ids a tokenizer gets: each shall occur often enough to be learned."""
@@ -69,17 +69,17 @@ FEW_DOCUMENTS = 200
 """With fewer, the end of each is held out."""
 
 MIN_TEXT_BYTES = 10_000
-"""Of text: of less, what is held out would not fill a row."""
+"""With less text, the held-out part would not fill a row."""
 
 EXPORT_SECONDS = 25
-"""Seconds for the export, the report and the sample, on a machine that starts a run in half of them or less."""
+"""For the export, the report and the sample, unless starting a run takes over half of it."""
 
 MIN_TRAINING_SECONDS = 15
-"""Training gets so many seconds where the minutes leave less."""
+"""Least training time."""
 
 EVALUATION_ROWS, EVALUATION_SLOWNESS = 256, 2.0
-"""Of an evaluation; and how many times as long as in training its operations take, most of which are a softmax over the
-vocabulary (measured for 2 layers of 128 and 16,384 ids: a step of 168 ms, an evaluation of 7 s)."""
+"""Rows per evaluation, and its time per FLOP relative to training's, due to the softmax over the vocabulary (measured
+for 2 layers of 128 and 16,384 ids: a step of 168 ms, an evaluation of 7 s)."""
 
 MAX_EVALUATIONS, EVALUATION_SHARE = 8, 0.2
 """During a run; fewer where they would take a larger share of its time."""
@@ -99,51 +99,51 @@ class Plan:
     """Of a run, until its first step."""
 
     is_measured: bool = True
-    """Or `step_seconds` is assumed."""
+    """Else `step_seconds` is assumed."""
 
     @cached_property
     def config(self) -> RunConfig:
-        """Of a run of one step."""
+        """The config of a run of one step."""
         return config_from_dict(_settings(self.shape, self.vocab_size))
 
     def step_flops(self) -> float:
         return run_flops(self.config, candidate_rows(self.config)).total * self.config.tokens_per_step()
 
-    def steps(self, seconds: float) -> int:
-        """As many as there is text for, and time between the run's start, its evaluations and the export."""
+    def steps(self, available_seconds: float) -> int:
+        """The steps that text and time allow, without startup, evaluations and export."""
         max_steps = MAX_EPOCHS * self.tokens / self.config.tokens_per_step()
-        training_seconds = max(MIN_TRAINING_SECONDS, seconds - self.other_seconds(seconds))
+        training_seconds = max(MIN_TRAINING_SECONDS, available_seconds - self.other_seconds(available_seconds))
         return max(1, math.ceil(min(training_seconds / self.step_seconds, max_steps)))
 
-    def evaluations(self, seconds: float) -> int:
-        """As many as there is time for, the last one after the last step."""
-        run_seconds = seconds - self.startup_seconds - self.export_seconds()
+    def evaluations(self, available_seconds: float) -> int:
+        """The number of evaluations that time allows, the last one after the last step."""
+        run_seconds = available_seconds - self.startup_seconds - self.export_seconds()
         return min(MAX_EVALUATIONS, max(1, int(EVALUATION_SHARE * run_seconds / self._evaluation_seconds())))
 
     def _evaluation_seconds(self) -> float:
         flops = run_flops(self.config, self.vocab_size).total / 3 * EVALUATION_ROWS * self.config.data.sequence_length
         return EVALUATION_SLOWNESS * self.step_seconds * flops / self.step_flops()
 
-    def other_seconds(self, seconds: float) -> float:
-        """Of what follows the plan, all but the training steps."""
-        evaluation_seconds = self.evaluations(seconds) * self._evaluation_seconds()
+    def other_seconds(self, available_seconds: float) -> float:
+        """Everything after the plan but training steps."""
+        evaluation_seconds = self.evaluations(available_seconds) * self._evaluation_seconds()
         return self.startup_seconds + evaluation_seconds + self.export_seconds()
 
     def export_seconds(self) -> float:
-        """Of what follows the training."""
+        """Everything after training."""
         return max(EXPORT_SECONDS, 2 * self.startup_seconds)
 
-    def seconds(self, seconds: float) -> float:
-        """What all that follows the plan takes; more than `seconds` where those are too few."""
-        return self.other_seconds(seconds) + self.steps(seconds) * self.step_seconds
+    def total_seconds(self, available_seconds: float) -> float:
+        """Everything after the plan; more than `available_seconds` if those are too few."""
+        return self.other_seconds(available_seconds) + self.steps(available_seconds) * self.step_seconds
 
-    def is_enough(self, seconds: float) -> bool:
+    def fits(self, available_seconds: float) -> bool:
         """Whether there are time and text for MIN_TOKENS_PER_PARAMETER."""
-        tokens = self.steps(seconds) * self.config.tokens_per_step()
+        tokens = self.steps(available_seconds) * self.config.tokens_per_step()
         return tokens >= MIN_TOKENS_PER_PARAMETER * run_parameters(self.config).body
 
-    def line(self, seconds: float) -> str:
-        steps, layers = self.steps(seconds), pluralize(self.shape[0], "layer")
+    def line(self, available_seconds: float) -> str:
+        steps, layers = self.steps(available_seconds), pluralize(self.shape[0], "layer")
         size = format_si(run_parameters(self.config).total)
         return (
             f"headless decoder, {layers} of {self.shape[1]}, {size} parameters; {pluralize(steps, 'step')} of "
@@ -153,8 +153,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Started:
-    """Where everything is."""
+class QuickstartResult:
+    """The paths that `start` wrote, and what the model does."""
 
     config: Path
     run: Path
@@ -176,7 +176,7 @@ def start(
     folder: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     report: Report = print,
-) -> Started | None:
+) -> QuickstartResult | None:
     """Trains a headless decoder on the text in `path` (a file, or a folder with all that is in it) for about `minutes`
     in all, and exports it.
 
@@ -191,19 +191,19 @@ def start(
     config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"
     if config.exists() and not dry_run:
         _check_same_text(config, header)
-        idle = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
-        report(f"{config} is there: the run goes on with it, and {idle}")
+        ignored = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
+        report(f"{config} is there: the run goes on with it, and {ignored}")
         ending = _pretrain(config)
     else:
         tokenizer_path, deadline = None if tokenizer is None else Path(tokenizer), monotonic() + 60 * minutes
-        text = _survey_text(Path(path), folder, tokenizer_path, report)
+        found = _survey_text(Path(path), folder, tokenizer_path, report)
         if not dry_run:
             _require_writable(folder)
-        plan = make_plan(text, tokenizer_path, 60 * minutes, report)
+        plan = make_plan(found, tokenizer_path, 60 * minutes, report)
         if not dry_run:
-            _write_text(text, tokenizer_path, plan.vocab_size, folder, report)
+            _write_datasets(found, tokenizer_path, plan.vocab_size, folder, report)
         remaining_seconds = deadline - monotonic()
-        missing_seconds = plan.seconds(remaining_seconds) - remaining_seconds
+        missing_seconds = plan.total_seconds(remaining_seconds) - remaining_seconds
         if missing_seconds > plan.step_seconds:
             excess = format_duration(missing_seconds)
             report(f"{'time':<12}about {excess} more than --minutes {minutes:g}, which are too few for this machine")
@@ -233,15 +233,15 @@ def _train_until(deadline: float, config: Path, plan: Plan, tolerance: float, re
     while True:
         settings = load_config(config)
         run, steps = settings.folder().path, settings.training.steps
-        pace = Pace(run, steps, deadline, plan.startup_seconds, tolerance)
-        ending = _pretrain(config, pace.is_too_slow)
-        if ending != "stopped" or pace.new_steps is None:
+        monitor = DeadlineMonitor(run, steps, deadline, plan.startup_seconds, tolerance)
+        ending = _pretrain(config, monitor.must_stop)
+        if ending != "stopped" or monitor.new_steps is None:
             return ending
-        report(f"{'time':<12}steps take longer than planned: {pace.new_steps:,} instead of {steps:,}")
+        report(f"{'time':<12}steps take longer than planned: {monitor.new_steps:,} instead of {steps:,}")
         header, _, content = config.read_text(encoding="utf-8").partition("\n")
         tree = yaml.safe_load(content)
-        slower = replace(plan, step_seconds=pace.step_seconds)
-        tree["training"] |= _intervals(pace.new_steps, slower.evaluations(seconds))
+        slower = replace(plan, step_seconds=monitor.step_seconds)
+        tree["training"] |= _intervals(monitor.new_steps, slower.evaluations(seconds))
         _save_config(config, header, tree)
 
 
@@ -255,17 +255,17 @@ def _check_same_text(config: Path, header: str) -> None:
         raise FieldError("--folder", rule, got=got, hint="name another folder")
 
 
-def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> Survey:
-    """What of `path` is text; FieldError where that is too little, or where the tokenizer cannot close documents."""
-    text = survey(path, folder.absolute())
+def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> TextSurvey:
+    """What of `path` is text; FieldError if that is too little, or if the tokenizer has no end token."""
+    found = survey(path, folder.absolute())
     if tokenizer is not None:
         _require_end_token(tokenizer)
-    if text.text_bytes() < MIN_TEXT_BYTES:
+    if found.text_bytes() < MIN_TEXT_BYTES:
         rule = f"hold at least {MIN_TEXT_BYTES:,} bytes of text to learn from"
-        raise FieldError("PATH", rule, got=f"{path} with {text.bytes:,}", hint="add text")
-    for line in text.lines():
+        raise FieldError("PATH", rule, got=f"{path} with {found.bytes:,}", hint="add text")
+    for line in found.lines():
         report(line)
-    return text
+    return found
 
 
 def _require_writable(folder: Path) -> None:
@@ -280,7 +280,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _require_end_token(tokenizer: Path) -> None:
-    """FieldError for one that cannot close documents, before anything that takes long."""
+    """FieldError for one without an end token, before anything that takes long."""
     try:
         end_token_id(load_tokenizer(str(tokenizer)), None)
     except FieldError:
@@ -290,15 +290,15 @@ def _require_end_token(tokenizer: Path) -> None:
 
 
 def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where everything of a start goes."""
+    """The output folder: by default named after the text, in the working directory."""
     name = path.resolve().name.split(".")[0] or "text"
     return Path(f"{name}-headless") if folder is None else Path(folder)
 
 
-def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
+def make_plan(found: TextSurvey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
     """The largest shape that `seconds` and the text are enough for, by the speed of this machine: shapes are timed from
     the smallest on, each by a run of a few steps on drawn ids, all within TIMING_SHARE of `seconds`."""
-    tokens, start_time = text.text_bytes() / BYTES_PER_TOKEN, monotonic()
+    tokens, start_time = found.text_bytes() / BYTES_PER_TOKEN, monotonic()
     vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
     report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
     report(f"{'speed':<12}measuring how fast this machine trains")
@@ -310,7 +310,7 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
         timing_start = monotonic()
         max_seconds = TIMING_SHARE * seconds - (timing_start - start_time)
         try:
-            step_seconds = _step_seconds(shape, vocab_size, max_seconds)
+            step_seconds = _measure_shape(shape, vocab_size, max_seconds)
         except TimeoutError:
             return None
         startup_seconds = max(0.0, monotonic() - timing_start - BENCHMARK_STEPS * step_seconds)
@@ -328,10 +328,10 @@ def make_plan(text: Survey, tokenizer: Path | None, seconds: float, report: Repo
         if remaining_seconds() - timing_seconds < (1 - TIMING_SHARE) * seconds:
             report(f"{'speed':<12}no time to measure more than {pluralize(plan.shape[0], 'layer')} of {plan.shape[1]}")
             break
-        if not larger.is_enough(remaining_seconds() - timing_seconds):
+        if not larger.fits(remaining_seconds() - timing_seconds):
             break
         timed = time_shape(shape)
-        if timed is None or not timed.is_enough(remaining_seconds()):
+        if timed is None or not timed.fits(remaining_seconds()):
             break
         plan = timed
     report(f"{'run':<12}{plan.line(remaining_seconds())}")
@@ -344,7 +344,7 @@ def _vocab_size(tokens: float) -> int:
 
 
 def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
-    """Of a run of one step: the demo's, whose rates a search came to (docs/research/recipe.md), in another shape."""
+    """Settings of a run of one step: the demo's, tuned by a search (docs/research/recipe.md), in another shape."""
     settings: dict[str, Any] = load_config("demo-headless").model_dump(mode="json", exclude_unset=True)
     layers, hidden = shape
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": hidden // 64, "vocab_size": vocab_size}
@@ -355,8 +355,8 @@ def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
     return settings | {"name": "run", "output_dir": "run", "training": {"steps": 1}}
 
 
-def _step_seconds(shape: Shape, vocab_size: int, max_seconds: float) -> float:
-    """On ids drawn as in text, id i as often as 1 / (i + 2)."""
+def _measure_shape(shape: Shape, vocab_size: int, max_seconds: float) -> float:
+    """Measured on random ids with Zipf frequencies, 1 / (i + 2)."""
     with TemporaryDirectory() as name:
         dataset, weights = Path(name) / "text", 1 / np.arange(2, vocab_size + 1)
         ids = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
@@ -365,7 +365,7 @@ def _step_seconds(shape: Shape, vocab_size: int, max_seconds: float) -> float:
                 writer.add_document([*document, 0])
         settings = _settings(shape, vocab_size)
         settings["data"]["train"] = str(dataset)
-        return step_seconds(settings, max_seconds=max_seconds)
+        return measure_step_seconds(settings, max_seconds=max_seconds)
 
 
 def make_tokenizer(
@@ -377,20 +377,20 @@ def make_tokenizer(
         save_tokenizer(train_bpe(texts, vocab_size), output)
 
 
-def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """The tokenizer and the ids, as far as they are not there."""
-    paths, selection = [item.path for item in text.inputs], text.selection()
+def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
+    """Writes the tokenizer and datasets that are missing."""
+    paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if not chosen.exists():
         make_tokenizer(paths, selection, vocab_size, chosen)
     if not all(_is_tokenized(folder / f"text{part}", chosen) for part in ("", "-validation")):
-        few = text.has_fewer_documents(FEW_DOCUMENTS)
+        few = found.has_fewer_documents(FEW_DOCUMENTS)
         held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
-        workers = suitable_workers(text.bytes, os.cpu_count() or 1)
+        workers = suitable_workers(found.bytes, os.cpu_count() or 1)
         with ProgressBar("Tokenizing") as bar:
             done = preprocess(
-                paths, chosen, folder / "text", selection=selection, on_error="skip", source=text.name, workers=workers,
-                progress=bar, **held_out,
+                paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
+                workers=workers, progress=bar, **held_out,
             )  # fmt: skip
         left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
         held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"
@@ -401,7 +401,7 @@ def _write_text(text: Survey, tokenizer: Path | None, vocab_size: int, folder: P
 
 
 def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
-    """Whether the dataset is there, was cut by this tokenizer and knows it."""
+    """Whether the dataset exists, was tokenized with this tokenizer and refers to it."""
     with suppress(DataError):
         dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
         saved = dataset.tokenizer_identity()
@@ -410,7 +410,7 @@ def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
 
 
 def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
-    """What the text's datasets know is left to them. Paths are absolute: the file is read from any folder."""
+    """Omits settings that the datasets provide. Paths are absolute: the file is read from any folder."""
     folder, steps, settings = path.parent.absolute(), plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
     del settings["model"]["vocab_size"]
     settings["name"] = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.resolve().name).strip("-") or "run"
@@ -432,15 +432,15 @@ def _save_config(path: Path, header: str, settings: Mapping[str, Any]) -> None:
     write_atomically(path, f"{header}\n{content}")
 
 
-def _export_results(config: Path, report: Report) -> Started:
-    """Exports the run, lets it write, and makes its report."""
+def _export_results(config: Path, report: Report) -> QuickstartResult:
+    """Exports the run, samples text, and makes its report."""
     from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
     from megahead.report.page import render_page
 
     run, model = load_config(config).folder(), config.parent / "model"
     export(run.path, model, "pmi", card=CardMetadata(str(model)))
-    text = complete_card(model, run.path) or ""
+    text = add_sample_and_curves(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = config.parent / "report.html"
     write_atomically(page, render_page(read_runs([run.path])))
@@ -449,4 +449,4 @@ def _export_results(config: Path, report: Report) -> Started:
     report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
     report(f"{'report':<12}{page}")
     report(f"{'model':<12}{model}: megahead generate --model {quote(str(model))} --interactive")
-    return Started(config, run.path, model, page, perplexity, text)
+    return QuickstartResult(config, run.path, model, page, perplexity, text)

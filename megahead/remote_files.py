@@ -119,7 +119,7 @@ _SCHEMES_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 _LOCAL_SCHEMES = ("file", "local")
 
 _S3_SCHEMES = ("s3", "s3a")
-"""Schemes of the extra `megahead[far]`."""
+"""Schemes of the extra `megahead[remote]`."""
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -148,9 +148,7 @@ def _validate_url(url: str, scheme: str) -> None:
     if "::" in url:
         raise RemoteError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
     if scheme in _LOCAL_SCHEMES and not url.partition("://")[2].startswith("/"):
-        raise RemoteError(
-            f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
-        )
+        raise RemoteError(f"`{url}` must be an absolute path, but is relative; write {scheme}:///.")
     if not has_folders(url) and "//" in url.partition("://")[2]:  # a listing would not contain such files
         raise RemoteError(f"`{url}` must have single slashes, but has two that follow each other; leave one out.")
 
@@ -161,12 +159,12 @@ def has_folders(url: str) -> bool:
 
 
 def _install_hint(scheme: str) -> str:
-    """The install command. gcsfs must have fsspec's version, which `datasets` limits."""
+    """The install command. gcsfs must match fsspec, which `datasets` pins."""
     import fsspec
     from fsspec.registry import known_implementations
 
     if scheme in _S3_SCHEMES:
-        return "pip install -e '.[far]'"
+        return "pip install -e '.[remote]'"
     module = known_implementations.get(scheme, {}).get("class", "").split(".")[0]
     if module == "gcsfs":
         return f"pip install 'gcsfs=={fsspec.__version__}'"
@@ -203,7 +201,7 @@ class Store:
         self.url, self.timeout = strip_slashes(url), timeout
         self._files, self._root = open_url(self.url)
         self._writes = dict[str, Future[None]]()
-        """The last write of each small file; one that was given up may still be on its way."""
+        """The last write of each small file; one that timed out may still arrive."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The sizes in bytes of all files below a folder; empty if it does not exist."""

@@ -70,7 +70,7 @@ class RunFolder:
     """How the last session ended; missing while one runs, or if it was killed."""
 
     session = _File("session")
-    """The id of the session that trains here, or of one that was killed."""
+    """The id of the session (one start of the run's processes) that trains here, or of one that was killed."""
 
     run_id = _File("run-id")
     """The id of the run in `training.remote_checkpoints`."""

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, so that what they took is free afterwards: started, watched, timed."""
+"""Starts, watches and times runs in subprocesses, which free their memory when they end."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megahead.errors import UserError
 from megahead.report.read import last_logged_step, read_metrics
 
 BENCHMARK_STEPS = 12
-"""Of a timing."""
+"""Steps of a run that is timed."""
 
 POLL_SECONDS = 0.5
-"""Between two looks at a run that may have to end early."""
+"""Interval for polling a run that may have to end early."""
 
-PACE_SECONDS = 10.0
-"""Of training, before its speed is known."""
+MIN_MEASURED_SECONDS = 10.0
+"""Training time before its speed is judged."""
 
 
 def launcher(ranks: int) -> list[str]:
-    """What python is given before a script, or `-m` and a module, to run it on so many ranks of this machine."""
+    """Python's arguments before a script or `-m MODULE`, to run it on this many ranks of this machine."""
     return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """The ranks share the cores, unless OMP_NUM_THREADS says how many threads each has."""
+    """Environment variables of the process: the ranks share the cores, unless OMP_NUM_THREADS is set."""
     if ranks == 1:
         return dict(os.environ)
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
@@ -49,8 +49,8 @@ def pretrain(
     quiet: bool = False,
     must_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Trains, or goes on. `must_stop` is asked twice a second: once it says so, the run saves and stops, or ends
-    unsaved where it has not begun to train. UserError if it fails; KeyboardInterrupt if Ctrl-C ended it."""
+    """Trains, or resumes. `must_stop` is called twice a second: once it is true, the run saves and stops (unsaved
+    before training has begun). UserError if it fails; KeyboardInterrupt if Ctrl-C ended it."""
     command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
     command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
@@ -72,9 +72,9 @@ def pretrain(
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
 
 
-def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:
-    """The median over a few steps of a run with these settings, which is thrown away. TimeoutError if it has none
-    within `max_seconds` of its start."""
+def measure_step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:
+    """The median step time of a short run with these settings, which is deleted. TimeoutError if it has no step within
+    `max_seconds` of its start."""
     start_time = monotonic()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,29 +92,29 @@ def step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: fl
 
 
 @dataclass
-class Pace:
-    """Whether a run of `steps` will end by `deadline` (of `monotonic`), by the time that its steps take on the clock,
-    evaluations and saves included."""
+class DeadlineMonitor:
+    """Tells whether a run of `steps` misses `deadline` (of `monotonic`), from its wall time per step, evaluations and
+    saves included."""
 
     run: Path
     steps: int
     deadline: float
     startup_seconds: float
-    """Which stopping and going on would cost."""
+    """The cost of a restart."""
 
     tolerance: float
-    """Seconds: it is not stopped for less."""
+    """Seconds: the smallest saving that is worth a restart."""
 
     new_steps: int | None = None
-    """As many as there is time for, after `is_too_slow`."""
+    """The number of steps that fit, set when `must_stop` returns true."""
 
     step_seconds: float = 0.0
-    """What a step has taken then, with its share of evaluations and saves."""
+    """Measured then, evaluations and saves included."""
 
     def __post_init__(self) -> None:
         self._step, self._first = last_logged_step(self.run), (0.0, 0)
 
-    def is_too_slow(self) -> bool:
+    def must_stop(self) -> bool:
         """Whether fewer steps, after another start, would end earlier by more than the tolerance."""
         now, step, (first_time, first_step) = monotonic(), last_logged_step(self.run), self._first
         if step == self._step:
@@ -122,7 +122,7 @@ class Pace:
         self._step = step
         if not first_time:
             self._first = (now, step)
-        if not first_time or now - first_time < PACE_SECONDS:
+        if not first_time or now - first_time < MIN_MEASURED_SECONDS:
             return False
         seconds_each = (now - first_time) / (step - first_step)
         remaining_seconds = max(0.0, self.deadline - now - self.startup_seconds)

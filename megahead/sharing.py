@@ -17,7 +17,7 @@ _MAX_SAMPLED_BYTES = 8 * 2**30
 """Weights of a sampled model: unlike an export, generation needs all of them in memory."""
 
 
-def complete_card(folder: Path, run: Path) -> str | None:
+def add_sample_and_curves(folder: Path, run: Path) -> str | None:
     """Adds a sample (generated text, of an encoder a sentence that it completes) and the training curves of `run` to
     the model card in `folder`; returns the sample.
 

@@ -15,8 +15,8 @@ GIB = 2**30
 
 
 def print_line(text: str, output: TextIO | None = None) -> None:
-    """Prints `text` at once, to stdout by default. An output that fails, since its reader has gone (`| tee` after
-    Ctrl-C) or its disk is full, is replaced by the null device: it must not end a run, nor keep one from ending."""
+    """Prints `text` at once, to stdout by default. If the output fails, since its reader has gone (`| tee` after
+    Ctrl-C) or its disk is full, the null device replaces it: the run neither dies nor hangs."""
     output = output or sys.stdout
     try:
         print(text, file=output, flush=True)

@@ -31,10 +31,10 @@ from megahead.errors import FieldError, UserError
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import export
 from megahead.hf.heads import build_head
+from megahead.hf.importing import from_hf
 from megahead.hf.other_programs import possible_heads, serving_support
-from megahead.hf.published import from_hf
 from megahead.hf.trained import TrainedModel
-from megahead.sharing import check_push, complete_card
+from megahead.sharing import add_sample_and_curves, check_push
 from megahead.train.preflight import describe_run
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -301,7 +301,7 @@ def test_a_card_of_an_encoder_has_a_sentence_that_it_completes(
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "sequence_length": 8}
     save_small(tmp_path / "run", small_config(model=model, masking={**MASKS, "mask_token": 1}, data=data))
     folder = export(tmp_path / "run", tmp_path / "out", "pmi").folder
-    sample = complete_card(folder, tmp_path / "run")
+    sample = add_sample_and_curves(folder, tmp_path / "run")
     card = (folder / "README.md").read_text()
     assert ("## Sample" in card) == has_sample == (sample is not None)
     if sample is None:
@@ -323,7 +323,7 @@ def test_a_tokenizer_that_names_no_ends_gives_no_sample(tmp_path: Path, monkeypa
         (published / name).unlink()
     from_hf(published, tmp_path / "run2")
     export(tmp_path / "run2", tmp_path / "again", "trained")
-    assert complete_card(tmp_path / "again", tmp_path / "run") is None
+    assert add_sample_and_curves(tmp_path / "again", tmp_path / "run") is None
     card = (tmp_path / "again/README.md").read_text()
     assert "## Sample" not in card
     assert "## Curves" in card

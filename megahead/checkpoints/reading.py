@@ -27,8 +27,8 @@ from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
 from megahead.errors import CheckpointError
-from megahead.files import is_visible
-from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, ROW_OPTIMIZERS
+from megahead.files import refresh_nfs
+from megahead.sharded_embedding.optimizer import LAST_STEP, LEARNING_RATES, ROW_OPTIMIZERS
 
 SINGLE_RANK = Group()
 
@@ -51,14 +51,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and a
-    sentence for each newer, damaged one. Collective."""
+    """The newest undamaged checkpoint in a run or checkpoints folder that was not rolled back, every byte verified, and
+    a sentence for each newer, damaged one. Collective."""
     return first_valid(path, lambda: step_folders(path), group)
 
 
 def first_valid(root: Path, folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The first undamaged of the step folders below `root`, a path of this node's own, that rank 0 lists; otherwise as
-    `newest_valid`."""
+    """As `newest_valid`, for the folders that rank 0 lists below `root`, a path that may differ by node."""
     damage: list[str] = []
     for name in run_on_first_rank(group, lambda: [folder.relative_to(root) for folder in folders()]):
         try:
@@ -82,7 +81,7 @@ def find_on_first_rank(path: Path, group: Group) -> Path | None:
 def open_verified(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, every byte verified: each rank reads a share of its files, at about 1 GB per
     second. Collective; the same CheckpointError on all ranks."""
-    is_visible(folder)  # this node may have looked before another one wrote it
+    refresh_nfs(folder)  # this node may have looked before another one wrote it
     run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)))
     checkpoint = Checkpoint(folder, Manifest.read(folder))
     checkpoint.verify(group)
@@ -204,7 +203,7 @@ _PENDING_PREFIX = "late/"
 def _derivable_names(tensor_names: Iterable[str]) -> list[str]:
     """The names of up-to-date tensors that can be derived from tensors with pending updates."""
     names = [name.removeprefix(_PENDING_PREFIX) for name in tensor_names if name.startswith(_PENDING_PREFIX)]
-    return [name for name in names if name.split("/")[0] not in (LAST_STEP, RATES)]
+    return [name for name in names if name.split("/")[0] not in (LAST_STEP, LEARNING_RATES)]
 
 
 def _derive(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, ...], Iterator[Tensor]]:
@@ -220,7 +219,7 @@ def _derive(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, ...], Iterato
         rows = tensors[f"weight/{parameter}"].shape[:1]
         last_step = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
         return rows, iter([last_step])
-    if is_dense and kind == RATES:
+    if is_dense and kind == LEARNING_RATES:
         rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
         return rates.shape, iter([rates])
     if is_dense and dense_name in tensors:
@@ -235,7 +234,7 @@ def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
     kind, _, parameter = name.partition("/")
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
     row_optimizer = ROW_OPTIMIZERS[config.table.rule](config)
-    row_optimizer.resume(checkpoint.read(f"{_PENDING_PREFIX}{RATES}/{parameter}").numpy())
+    row_optimizer.resume(checkpoint.read(f"{_PENDING_PREFIX}{LEARNING_RATES}/{parameter}").numpy())
     kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape[0]
     for block in block_ranges(count):
         rows = {name: checkpoint.read_rows(f"{_PENDING_PREFIX}{name}/{parameter}", block) for name in kinds}
@@ -255,7 +254,7 @@ class RecoveryResult:
     """The recovered one, on disk; None if all newer ones are damaged."""
 
     problems: list[str]
-    """A sentence for each damaged one, or for its file."""
+    """A sentence for each damaged checkpoint or file."""
 
     message: str = ""
     """A description for the banner."""
@@ -274,8 +273,8 @@ class RecoveryResult:
 
 
 def target_samples(checkpoint: Checkpoint) -> int:
-    """Samples of the targets in the counter `targets`: those of steps that were applied and not rolled back. For
-    checkpoints without this counter: their step times `batch.global_size`."""
+    """How many samples the counter `targets` covers: those of steps that were applied and not rolled back. For
+    checkpoints without this number: their step times `batch.global_size`."""
     batch = checkpoint.config.get("batch")
     global_size = batch.get("global_size") if isinstance(batch, dict) else None
     default = checkpoint.step * global_size if isinstance(global_size, int) else None

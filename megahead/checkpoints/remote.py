@@ -88,7 +88,7 @@ class RemoteStorage(Storage):
 
     @property
     def latest(self) -> Latest:
-        """See `Storage`, or a complete checkpoint that continues it, whose upload was killed before it wrote this."""
+        """As in `Storage`, or a complete later checkpoint whose upload was killed before it wrote `latest`."""
         latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
         return latest if latest.name is None else self._find_continuation(latest, latest.name)
 
@@ -170,8 +170,8 @@ class RemoteStorage(Storage):
 
 
 def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
-    """The storage and the checkpoints at a URL, the best first: the history of a run or checkpoints folder, the part of
-    it with one step (.../checkpoints/step-N without random digits), or one checkpoint."""
+    """The storage and the checkpoints at a URL, in the order to try them: all of a run or checkpoints folder, those of
+    one step (.../checkpoints/step-N without random digits), or one."""
     store = Store(url, timeout)
     sizes = store.sizes("")
     folder, name = split_url(store.url)
@@ -186,14 +186,14 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStora
 
 
 def retry_seconds(group: Group) -> float:
-    """How long one request may be retried while the other ranks of `group` wait for a few of them."""
+    """Retry limit of a request: the timeout of the other ranks of `group` must cover a few of them."""
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
-    """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, the best
-    first: newer ones, or, if the remote history has rolled back past the run's, all outside of the run's ancestry.
-    Those that the run has orphaned itself are excluded."""
+    """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in
+    the order to try them: newer ones, or, if the remote run rolled back past this one, all that are not its ancestors;
+    without those that it rolled back itself (`orphaned`)."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)

@@ -107,7 +107,7 @@ def fetch_checkpoint(
             f"{': ' if damage else '.'}{' '.join(damage)}"
         )
     for problem in damage if group.rank == 0 else ():
-        print_line(f"passed over: {problem}", sys.stderr)
+        print_line(f"skipped: {problem}", sys.stderr)
     return disk.root / name
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
     if arguments.direction == "from-hf":
-        from megahead.hf.published import from_hf
+        from megahead.hf.importing import from_hf
 
         ids = arguments.special_ids
         special_ids = ids and dict(zip(("mask_token", "cls_token", "sep_token"), ids, strict=True))
@@ -54,7 +54,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
     """Exports, completes the model card and uploads; yields messages for the user."""
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
-    from megahead.sharing import check_push, complete_card, push
+    from megahead.sharing import add_sample_and_curves, check_push, push
 
     if arguments.push is not None:
         metadata = {"license_name": arguments.license, "languages": arguments.language}
@@ -75,7 +75,7 @@ def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
         card=CardMetadata(arguments.push or str(arguments.output), arguments.license, tuple(arguments.language)),
         pooling=arguments.pooling,
     )
-    complete_card(report.folder, RunFolder.of(arguments.checkpoint).path)
+    add_sample_and_curves(report.folder, RunFolder.of(arguments.checkpoint).path)
     yield export_summary(report)
     if arguments.push is not None:
         yield f"uploaded to {push(report.folder, arguments.push, private=arguments.private)}"

@@ -23,13 +23,13 @@ def main() -> None:
     runs = read_all_metrics(arguments.runs)
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
-    from megahead.report.figures import draw_curves, draw_task_curves, logged_points, save_figure
+    from megahead.report.figures import draw_curves, draw_task_curves, logged_task_scores, save_figure
 
     save_figure(draw_curves(runs), output)
     console = terminal()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
-    points = [point for run in runs for point in logged_points(run)]
+    points = [point for run in runs for point in logged_task_scores(run)]
     if points:
         path = save_figure(draw_task_curves(points), output.with_name(f"{output.stem}-tasks{output.suffix}"))
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)

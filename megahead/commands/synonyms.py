@@ -30,7 +30,7 @@ def main() -> None:
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")
     arguments = parser.parse_args()
     from megahead.evaluate.geometry import similarities, synonym_pairs
-    from megahead.hf.published import load_input_embedding
+    from megahead.hf.importing import load_input_embedding
 
     pairs = synonym_pairs(arguments.wordnet)
     results: dict[str, Similarities] = {}

@@ -38,7 +38,7 @@ class AuxiliarySettings(Settings):
     """Whether it needs the hidden states of all tokens, not only of those with targets."""
 
     num_layers: ClassVar[int] = 0
-    """Blocks of its own that read all tokens, for estimates of memory."""
+    """Blocks of its own that read all tokens, for the memory of `megahead estimate`."""
 
     shares_candidates: ClassVar[bool] = False
     """Whether its targets are predicted among the candidates of the batch's targets, without a lookup of its own."""
@@ -83,7 +83,7 @@ class AuxiliarySettings(Settings):
         return 0
 
     def head_blocks(self, model: ModelConfig) -> ModelConfig | None:
-        """The shape of a decoder whose blocks and final norm it has, for estimates; None by default."""
+        """The shape of a decoder whose blocks and final norm it has, for `megahead estimate`; None by default."""
         return None
 
     def pools_rows(self) -> bool:

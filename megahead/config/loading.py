@@ -82,8 +82,8 @@ def config_from_dict(
 
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
-    """The config of the phase that saved a checkpoint, from its JSON. Checks between sections are skipped, since the
-    run worked by the rules of its version, and unused settings, which earlier versions saved, get their defaults."""
+    """The config of the phase that saved a checkpoint (of `objective.schedule`), from its JSON. Cross-section checks
+    are skipped: the run passed its version's. Unused settings, which earlier versions saved, get their defaults."""
     return reset_unused(_validate(_with_new_names(tree, quiet=True), source, saved=True))
 
 
@@ -309,10 +309,10 @@ def _prefixes(data: Mapping[str, Any]) -> list[str]:
 
 
 def _common_value(setting: str, values: Mapping[str, Any]) -> Any:
-    """The value of all datasets, by prefix; the first one of tokenizers, which are compared when a run starts."""
+    """The datasets' common value; for tokenizers the first, since a run compares them at its start."""
     (first, value), *others = values.items()
     for prefix, other in others if setting != "data.tokenizer" else ():
-        got, hint = f"{value} in {first} and {other} in {prefix}", "cut their text with one tokenizer"
+        got, hint = f"{value} in {first} and {other} in {prefix}", "tokenize their text with one tokenizer"
         require(other == value, "data.train", f"have one {setting} in all datasets", got=got, hint=hint)
     return value
 

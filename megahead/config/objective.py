@@ -61,14 +61,14 @@ class ObjectiveScheduleConfig(Settings):
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """How the loss splits its outputs into chunks; also read by estimates."""
+    """How the loss splits its outputs into chunks; also read by `megahead estimate`, without torch."""
 
     score_bytes: int
-    """Limit on the bytes of one chunk's scores, with residuals where they have memory of their own."""
+    """Limit on the bytes of a chunk's scores, and of their gradients if these have a buffer of their own."""
 
     min_outputs: int
-    """Outputs that a chunk may have whatever the number of candidates: each chunk costs a pass over the gradient of
-    all rows."""
+    """Outputs that a chunk may always have, however many candidates: each chunk costs a pass over all rows'
+    gradient."""
 
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
@@ -87,15 +87,15 @@ CPU_CHUNKS = ChunkSize(score_bytes=8 * 2**20, min_outputs=256, multiple=1)
 times as fast as 41)."""
 
 GPU_CHUNKS = ChunkSize(score_bytes=2 * 2**30, min_outputs=1024, multiple=128)
-"""The memory for scores in one shot: with 2 bytes a score in bf16, 16,384 outputs against 50,304 ids or 65,536 against
-16,384 candidates. Each further chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over
-the rows' gradient in float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: n outputs
-move 8 bytes for 2 n operations. Products are tiled by 128 outputs."""
+"""One chunk has, in bf16 (2 bytes a score), 16,384 outputs against 50,304 ids or 65,536 against 16,384 candidates. Each
+further chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over the rows' gradient in
+float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: 8 bytes are moved for 2 n
+operations, n being the outputs. Products are tiled by 128 outputs."""
 
 
 def gpu_score_bytes(precision: str) -> int:
-    """The bytes of a score of a loss on GPUs, and of its residual: one memory for both, but for fp16, whose scores are
-    float32."""
+    """The bytes of a score of a loss on GPUs, and of its gradient: one buffer for both, except in fp16, whose scores
+    are float32."""
     return {"bf16": 2, "fp16": 6, "fp32": 4}[precision]
 
 
@@ -182,7 +182,7 @@ class ObjectiveConfig(Settings):
     """encoder: replaced-token detection (ELECTRA), with this objective for the generator."""
 
     phrases: PhrasesConfig | None = None
-    """encoder: also learns phrases that several rows share (NPM)."""
+    """encoder: also learns phrases that several rows share (NPM, arXiv 2212.01349)."""
 
     retromae: RetroMAEConfig | None = None
     """encoder: also reads texts back from [CLS], for retrieval (RetroMAE)."""
@@ -234,7 +234,7 @@ class ObjectiveConfig(Settings):
         """Settings of the auxiliary objective, or None."""
         return getattr(self, self.auxiliary_name(), None)
 
-    def traits(self) -> AuxiliarySettings:
+    def auxiliary_or_neutral(self) -> AuxiliarySettings:
         """Settings of the auxiliary objective; without one, settings that add nothing."""
         return self.auxiliary() or AuxiliarySettings.model_construct(weight=0.0)
 
@@ -287,7 +287,7 @@ class ObjectiveConfig(Settings):
         """The setting that needs token counts of the dataset, or None."""
         if self.bias == "corrected":
             return "bias"
-        if self.traits().samples_vocabulary():
+        if self.auxiliary_or_neutral().samples_vocabulary():
             return f"{self.auxiliary_name()}.draws"
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 

@@ -396,7 +396,7 @@ class RunPlan:
 # Which runs have the micro-steps of their ranks captured as CUDA graphs (`engine.graphs`).
 
 
-def captures_micro_steps(plan: RunPlan) -> bool:
+def uses_cuda_graphs(plan: RunPlan) -> bool:
     """Whether a run's micro-steps are captured, on a CPU: take static inputs."""
     return wants_graphs(plan) and not graphs_unsupported_reason(plan)
 

@@ -217,8 +217,8 @@ class TrainingConfig(Settings):
     nodes (docs/nodes.md)."""
 
     remote_checkpoints: str | None = None
-    """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which checkpoints,
-    settings and log are uploaded in the background (docs/nodes.md)."""
+    """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[remote]'`) to which
+    checkpoints, settings and log are uploaded in the background (docs/nodes.md)."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> TrainingConfig:

@@ -33,7 +33,7 @@ class SubsetIndex(NamedTuple):
     """Whether they attend to all tokens in the first of these layers."""
 
     cu_seqlens: Tensor | None = None
-    """As `Batch.cu_seqlens`, for the shorter rows."""
+    """As `Batch.cu_seqlens`, of the subset alone."""
 
     @staticmethod
     def from_mask(mask_BT: Array, layers: range, first_layer_attends_to_all: bool = False) -> SubsetIndex:
@@ -93,9 +93,11 @@ class RowCollator:
     upper_bound: ClassVar[bool] = False
     """Whether its loss is an upper bound of the text's negative log-likelihood."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(
+        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
+    ) -> Batch:
         """The batch of a `RowSource`'s rows, int64 [B, t], negative where a row is empty, and its `document_starts`,
-        bool [B, t]: where documents begin other than after end tokens."""
+        bool [B, t]: document starts that follow no end token."""
         raise NotImplementedError
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
@@ -109,7 +111,9 @@ class CausalCollator(RowCollator):
 
     data: DataConfig
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(
+        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
+    ) -> Batch:
         """The target of token t is token t + 1.
 
         A document begins after each end token (which belongs to the document that it closes), and where
@@ -118,9 +122,9 @@ class CausalCollator(RowCollator):
         Negative tokens are padding: they are read as end tokens, each as a document of its own, have no targets and are
         no targets.
         """
-        padding_BT, targets = text[:, :-1] < 0, text[:, 1:].reshape(-1)
-        inputs_BT = np.where(padding_BT, self.data.end_token, text[:, :-1])
-        last_token_BT = (inputs_BT == self.data.end_token) | (text[:, 1:] < 0)
+        padding_BT, targets = token_ids[:, :-1] < 0, token_ids[:, 1:].reshape(-1)
+        inputs_BT = np.where(padding_BT, self.data.end_token, token_ids[:, :-1])
+        last_token_BT = (inputs_BT == self.data.end_token) | (token_ids[:, 1:] < 0)
         if document_starts is not None:
             last_token_BT |= document_starts[:, 1:]
         no_target_BT = padding_BT if self.data.boundary_targets else last_token_BT
@@ -194,16 +198,16 @@ class EncoderRowBuilder:
         """Ids that are never masked."""
         return self.masking.unmaskable_ids(self.end_token)
 
-    def build(self, text: Array, document_starts: Array | None = None) -> EncoderRows:
-        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
+    def build(self, token_ids: Array, document_starts: Array | None = None) -> EncoderRows:
+        """Rows of T = t + 2 tokens from `token_ids`, int64 [B, t], negative where a row is empty.
 
-        document_starts: bool [B, t], where documents begin other than after end tokens.
+        document_starts: bool [B, t], document starts that follow no end token.
         """
-        rows, length = text.shape
+        rows, length = token_ids.shape
         tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)  # the empty part is read as end tokens
         tokens_BT[:, 0] = self.masking.cls_token
-        tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
-        last_B = 1 + (text >= 0).sum(1)
+        tokens_BT[:, 1:-1] = np.where(token_ids < 0, self.end_token, token_ids)
+        last_B = 1 + (token_ids >= 0).sum(1)
         tokens_BT[np.arange(rows), last_B] = self.masking.sep_token
         ends_BT = tokens_BT == self.end_token
         if document_starts is not None:
@@ -213,31 +217,33 @@ class EncoderRowBuilder:
         last_token_BT = column_T == last_B[:, None]
         if self.isolate_documents:
             last_token_BT |= ends_BT
-        has_several = bool((text < 0).any()) or bool(last_token_BT[:, :-1].any())
+        has_several = bool((token_ids < 0).any()) or bool(last_token_BT[:, :-1].any())
         positions_BT = document_positions(last_token_BT) if has_several else None
         return EncoderRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
 
 
 @dataclass(frozen=True)
-class NextTokenCollator(RowCollator):
+class CausalEncoderCollator(RowCollator):
     """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
     token is the next one of the text, that of [CLS] the first. A sample has the same text as when it is masked."""
 
     row_builder: EncoderRowBuilder
 
     boundary_targets: bool
-    """Whether the first token of a document is the target of the last token of the document before it."""
+    """Whether a document's last token has the next document's first token as target."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(
+        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
+    ) -> Batch:
         """Arguments as in `EncoderRowBuilder.build`; a full row has t targets."""
-        rows = self.row_builder.build(text, document_starts)
+        rows = self.row_builder.build(token_ids, document_starts)
         has_target_BT = np.zeros(rows.tokens_BT.shape, bool)
-        has_target_BT[:, :-2] = text >= 0
+        has_target_BT[:, :-2] = token_ids >= 0
         if not self.boundary_targets:
             has_target_BT &= ~rows.ends_BT
-        masked = rows.to_batch(has_target_BT, rows.tokens_BT)
-        next_ids_N = masked.input_ids_BT.reshape(-1)[masked.target_index_N + 1]
-        return replace(masked, target_ids_N=next_ids_N, max_targets_per_row=None)
+        batch = rows.to_batch(has_target_BT, rows.tokens_BT)
+        next_ids_N = batch.input_ids_BT.reshape(-1)[batch.target_index_N + 1]
+        return replace(batch, target_ids_N=next_ids_N, max_targets_per_row=None)
 
 
 @dataclass(frozen=True)
@@ -249,9 +255,11 @@ class MaskedInputCollator(RowCollator):
     data: DataConfig
     seed: int
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(
+        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
+    ) -> Batch:
         """As `CausalCollator.batch`, with masked inputs."""
-        plain = CausalCollator(self.data).batch(text, sample_indices, document_starts)
+        plain = CausalCollator(self.data).batch(token_ids, sample_indices, document_starts)
         inputs_BT = plain.input_ids_BT.numpy()
         allowed_BT = inputs_BT != self.data.end_token
         count_B = np.rint(self.config.share * allowed_BT.sum(1))

@@ -267,7 +267,7 @@ PREFERRED_KEYS = ("text", "content")
 
 
 @dataclass(frozen=True)
-class Survey:
+class TextSurvey:
     """What `megahead start` found in a folder or file."""
 
     name: str
@@ -311,7 +311,7 @@ class Survey:
         return [f"{name:<12}{line}" for name, line in lines]
 
 
-def survey(path: Path, exclude: Path | None = None) -> Survey:
+def survey(path: Path, exclude: Path | None = None) -> TextSurvey:
     """Surveys a file, or the files below a folder except those below `exclude`; DataError if none has text."""
     if not path.exists():
         raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
@@ -342,7 +342,9 @@ def survey(path: Path, exclude: Path | None = None) -> Survey:
         first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
     keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
-    return Survey(path.resolve().name, inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped)
+    return TextSurvey(
+        path.resolve().name, inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped
+    )
 
 
 def _type_name(item: Input) -> str:

@@ -15,20 +15,20 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import (
     Batch,
     CausalCollator,
+    CausalEncoderCollator,
     EncoderRowBuilder,
     MaskedInputCollator,
-    NextTokenCollator,
     RowCollator,
 )
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.data.masking import DiffusionCollator, MaskingCollator, TokenSubsets
 from megahead.data.samples import (
     DATASET_SEED,
+    ConcatenatedSamples,
     PackedSamples,
     RowSource,
     Samples,
     StoredSamples,
-    StreamSamples,
     derive_seed,
     pack_table,
 )
@@ -73,8 +73,8 @@ class Blend(RowSource):
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[positions_B]
 
     def describe(self, samples: int) -> list[str]:
-        """A line for each dataset: its share of the first `samples` samples: by its weight, in a period, and achieved;
-        how often they read its rows, with a warning if that is more than once."""
+        """A line for each dataset: its requested, rounded and achieved share of the first `samples` samples; its
+        epochs, marked REPEATED above 1."""
         periods, rest = divmod(samples, PERIOD)
         counts = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
         columns, lines = (self.requested_shares.tolist(), self.quotas.tolist(), counts.tolist()), []
@@ -140,7 +140,7 @@ def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed:
             table = pack_table(dataset, length, data.documents_a_row)
             parts.append(PackedSamples(dataset, length, part_seed, table))
         else:
-            parts.append(StreamSamples(dataset, length, part_seed))
+            parts.append(ConcatenatedSamples(dataset, length, part_seed))
     if isinstance(data.train, str):
         return parts[0]
     weights = [part.weight or float(dataset.num_tokens) for part, dataset in zip(data.train, datasets, strict=True)]
@@ -224,19 +224,19 @@ def training_collator(
 
 
 def held_out_collator(config: RunConfig) -> RowCollator:
-    """The collator of held-out rows. It masks equal rows alike in every run, but for masked diffusion, whose rows are
-    masked as in training."""
+    """The collator of held-out rows. Every run masks them alike, except masked diffusion, which masks them as in
+    training."""
     return _make_collator(config)
 
 
 def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_before_masking: int = 0) -> RowCollator:
-    """`text`: the run's training text; None for held-out rows, whose single tokens every run masks with seed 0."""
+    """`text`: the run's training text; None: held-out rows, masked by single tokens with seed 0."""
     if config.masking is None:
         return CausalCollator(config.data)
     masking = config.masking.for_evaluation() if text is None else config.masking
     row_builder = EncoderRowBuilder(masking, config.data.end_token, config.data.isolate_documents)
     if config.model.is_causal:
-        return NextTokenCollator(row_builder, config.data.boundary_targets)
+        return CausalEncoderCollator(row_builder, config.data.boundary_targets)
     strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
         return DiffusionCollator(row_builder, seed, strategy)

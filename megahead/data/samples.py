@@ -147,7 +147,7 @@ class Samples(RowSource):
         return positions * self.sequence_length
 
 
-class StreamSamples(Samples):
+class ConcatenatedSamples(Samples):
     """The whole text cut into rows, for training; each epoch is cut at another offset and shuffled anew.
 
     An epoch has (tokens - T) // T rows: that many fit at any offset in [0, T), and at most 2 T tokens are left out.

@@ -1,4 +1,4 @@
-"""Masking strategies: how rows are split into units, and the weights of these."""
+"""Masking strategies: the units of tokens that are masked together, and their weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pmi(EqualWeights):
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Pmi:
         """Counts the bigrams of the text. Collocations are the pairs with at least `least_pmi` nats and `least_count`
-        uses, without special ids."""
+        occurrences, without special ids."""
         pairs = text.pair_counts()
         selected = (pairs.pmi() >= masking.least_pmi) & pairs.selected(masking.least_count, text.special_ids())
         max_tokens = masking.max_unit_length(text.config.data.sequence_length)
@@ -92,7 +92,7 @@ class Hardest(WeightedIds):
 
     target_error_counts: TargetErrorCounts
     _cache: list[tuple[Tensor, Hardest]] = field(default_factory=list)
-    """The latest counts and the strategy made of them: one pass over the vocabulary per period."""
+    """The latest counts and the strategy made of them: one pass over the vocabulary per update of the counts."""
 
     @staticmethod
     def build(masking: MaskingConfig, text: TrainingText) -> Hardest:
@@ -112,8 +112,8 @@ class Hardest(WeightedIds):
 
 
 class Informative(WeightedIds):
-    """Weights of ids: WEIGHT_FLOOR plus the mean positive PMI with a neighbour, over both neighbours of all uses.
-    Pairs that occur less than `least_count` times count as 0.
+    """Weights of ids: WEIGHT_FLOOR plus the mean positive PMI with a neighbour, over both neighbours of all
+    occurrences. Pairs that occur less than `least_count` times count as 0.
 
     After InforMask (Sadeq, Xu, McAuley 2022, arXiv 2210.11771), which prefers tokens with a high PMI with the rest of
     their row. Here an id has one weight, so that how often it is selected depends on the id alone, and the

@@ -199,7 +199,7 @@ def _wait_for_listener(launch: Launch, seconds: float) -> None:
 
 
 REPORT_SECONDS = 5.0
-"""How long a rank tries to reach the store before it prints an error that another rank may have printed."""
+"""How long a failing rank tries to reach the store before it prints its error regardless of the others."""
 
 
 def print_error_once(launch: Launch, message: str) -> None:

@@ -133,7 +133,7 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether overflows lower it, and so are no faults."""
+        """Whether overflows are expected, and lower it."""
         return bool(getattr(self._scaler, "dynamic", False))
 
     def state(self) -> dict[str, float]:
@@ -226,7 +226,7 @@ class Engine:
         return {}
 
     def capture_micro_steps(self) -> CapturedMicroStep:
-        """Has micro-batches prepared with static shapes captured, where `captures_micro_steps`; returns what does."""
+        """Runs micro-steps as CUDA graphs from now on, which need batches of static shapes; returns the runner."""
         sums = GradientSums(self._deepspeed.optimizer, self.module.parameters())
         self._captured = CapturedMicroStep(self._run_micro_batch, sums, lambda: build_capture(self._deepspeed.device))
         self._reduces_gradients, self._deepspeed.enable_backward_allreduce = True, False
@@ -237,7 +237,7 @@ class Engine:
         if self._captured is None:
             loss = self._run_micro_batch(batch, self.forward_timer)
         else:
-            with self.forward_timer.measure():  # with the backward pass, which a graph does not separate
+            with self.forward_timer.measure():  # includes the backward pass: one graph holds both
                 loss = self._captured(batch)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
         if self._backward_done and self._reduces_gradients:
@@ -249,7 +249,7 @@ class Engine:
         return loss
 
     def _run_micro_batch(self, batch: Any, timer: ForwardTimer | None = None) -> Tensor:
-        """Forward and backward without what follows the last micro-batch; returns the loss, detached."""
+        """Forward and backward, without the reduction of gradients; returns the loss, detached."""
         with nullcontext() if timer is None else timer.measure():
             loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
@@ -364,7 +364,7 @@ class ShardedEmbeddingEngine(Engine):
 
     def prepare_step(self, rows: RowPlan | None) -> dict[str, float]:
         """Fetches the rows that the next micro-steps look up. Collective. Returns how many rows it fetched, and how
-        many of this rank's own rows that any rank looks up are stale (the previous step did not update them)."""
+        many of the requested rows of this rank are stale (not updated by the previous step)."""
         assert rows is not None
         stale = self._embedding.owned.count_stale(rows.owned_O)
         self._embedding.fetch(rows)
@@ -398,7 +398,8 @@ class ShardedEmbeddingEngine(Engine):
         self._embedding.restore(MappedTensors(lambda key: (tensors, f"late/{key}/{self._name}.weight")))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters except `grad_norm_proxy` (see `ShardedEmbedding`), which is not part of a checkpoint."""
+        """All parameters except `grad_norm_proxy`, which is not part of a checkpoint: a dummy whose gradient has the
+        norm of the rows' gradients, so that DeepSpeed's global norm includes them."""
         proxy, parameters = self._embedding.grad_norm_proxy, super()._saved_parameters()
         return {name: parameter for name, parameter in parameters.items() if parameter is not proxy}
 

@@ -52,8 +52,8 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
     """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
 
     `get` and `set` access one parameter's WEIGHT or one of its MOMENTS (`state_key`), and are collective. Must be
-    called before the first step: at stages 1 and 2 DeepSpeed links the state of all groups once, right after the first
-    group has stepped, when the others still have none. The memory peak stays the same.
+    called before the first step: at stages 1 and 2 DeepSpeed links all parameter groups' state once, after the
+    first has stepped, when the others have none. Does not raise peak memory.
     """
     optimizer = engine.optimizer
     if stage == 0:

@@ -22,7 +22,7 @@ from megahead.evaluate.retrieval import TextEncoder, score_search
 from megahead.evaluate.search_data import ContrastiveSettings, SearchData
 from megahead.files import atomic_folder
 from megahead.hf.other_programs import MODULES_FILE, write_pooling
-from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.candidates import all_rows_as_candidates
 from megahead.losses.scores import LearnedTemperature
 from megahead.losses.softmax import candidate_loss
 from megahead.wording import pluralize
@@ -31,18 +31,27 @@ from megahead.wording import pluralize
 class ContrastiveModel(nn.Module):
     """An encoder and a learned temperature, with the loss of a batch that is split over the ranks of `group`.
 
-    `rows`: the tokenized texts of all batches, by text.
+    `token_ids_by_text`: the tokenized texts of all batches.
     """
 
     def __init__(
-        self, encoder: TextEncoder, rows: Mapping[str, list[int]], settings: ContrastiveSettings, group: Group
+        self,
+        encoder: TextEncoder,
+        token_ids_by_text: Mapping[str, list[int]],
+        settings: ContrastiveSettings,
+        group: Group,
     ) -> None:
         super().__init__()
         self.backbone: nn.Module = encoder.model
         self.temperature = LearnedTemperature(settings.temperature)
         nn.init.constant_(self.temperature.log_value, math.log(settings.temperature))
         self.to(encoder.model.device)
-        self._encoder, self._rows, self._pooling, self._group = encoder, rows, settings.pooling, group
+        self._encoder, self._token_ids_by_text, self._pooling, self._group = (
+            encoder,
+            token_ids_by_text,
+            settings.pooling,
+            group,
+        )
 
     def loss(self, batch: Sequence[Example]) -> Tensor:
         """This rank's part of the batch's loss, a scalar; collective, with the same batch on every rank.
@@ -54,22 +63,23 @@ class ContrastiveModel(nn.Module):
         shares = [batch[rank :: self._group.size] for rank in range(self._group.size)]
         texts_by_rank = [list(dict.fromkeys(text or "" for x in share for text in x.second_texts)) for share in shares]
         width = max(map(len, texts_by_rank))
-        rows: dict[str, int] = {}
+        gathered_row: dict[str, int] = {}
         for rank, texts in enumerate(texts_by_rank):
             for index, text in enumerate(texts):
-                rows.setdefault(text, rank * width + index)
+                gathered_row.setdefault(text, rank * width + index)
         pairs, texts = shares[self._group.rank], texts_by_rank[self._group.rank]
         with per_rank_rng(self._group, self.temperature.log_value.device):
             queries_BD, texts_PD = self._vectors([pair.first_text for pair in pairs]), self._vectors(texts)
         padded_PD = F.pad(texts_PD, (0, 0, 0, width - len(texts)))
         gathered_PD = copy_to_group(gather_from_group(padded_PD, self._group, 0), self._group)
-        indices = {text: index for index, text in enumerate(rows)}
+        indices = {text: index for index, text in enumerate(gathered_row)}
         target_B = torch.tensor([indices[pair.second_texts[0] or ""] for pair in pairs], device=queries_BD.device)
-        candidates = vocabulary_candidates(target_B)
-        return candidate_loss(self.temperature(queries_BD), gathered_PD[list(rows.values())], candidates) / len(batch)
+        candidates = all_rows_as_candidates(target_B)
+        rows_UD = gathered_PD[list(gathered_row.values())]
+        return candidate_loss(self.temperature(queries_BD), rows_UD, candidates) / len(batch)
 
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        return self._encoder.pool([self._rows[text] for text in texts])[self._pooling]
+        return self._encoder.pool([self._token_ids_by_text[text] for text in texts])[self._pooling]
 
 
 def tokenize_pairs(encoder: TextEncoder, pairs: Sequence[Example]) -> dict[str, list[int]]:
@@ -79,14 +89,15 @@ def tokenize_pairs(encoder: TextEncoder, pairs: Sequence[Example]) -> dict[str, 
 
 
 def epoch_batches(pairs: Sequence[Example], batch_size: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """Yields every query once, with one of its answers, in random batches of almost equal sizes: no answer of a query
-    is drawn as another's negative because the query is in the batch twice."""
+    """Yields random batches of almost equal sizes, with every query once and one of its answers, so that no answer is
+    a negative of its own query."""
     by_query: dict[str, list[Example]] = {}
     for pair in pairs:
         by_query.setdefault(pair.first_text, []).append(pair)
     drawn = [members[int(torch.randint(len(members), (), generator=generator))] for members in by_query.values()]
     order = torch.randperm(len(drawn), generator=generator)
-    yield from ([drawn[row] for row in rows.tolist()] for rows in order.tensor_split(num_batches(pairs, batch_size)))
+    parts = order.tensor_split(num_batches(pairs, batch_size))
+    yield from ([drawn[index] for index in indices.tolist()] for indices in parts)
 
 
 def num_batches(pairs: Sequence[Example], batch_size: int) -> int:
@@ -106,18 +117,18 @@ class ContrastiveRun:
             rule = f"have at least two queries of a batch on each of {pluralize(self._group.size, 'rank')}"
             raise DataError(f"{data.name} must {rule}, but has {queries} to train on; add pairs.")
         self._encoder = self._open_encoder()
-        self._rows = tokenize_pairs(self._encoder, data.train)
+        self._token_ids_by_text = tokenize_pairs(self._encoder, data.train)
         count, max_tokens = self._encoder.num_truncated, self._encoder.max_tokens
         note = f"{data.name}: {pluralize(count, 'text')} longer than {max_tokens} tokens, and truncated"
         self.truncation_note = note if count else ""
-        """A line about texts to train on that are longer than `max_length` or the context; empty without any."""
+        """A line about truncated training texts, longer than `max_length` or the context; empty if there are none."""
 
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Tunes with `seed` for the order and dropout (and random weights); yields after each epoch."""
         torch.manual_seed(seed)
         self._encoder, order = self._open_encoder(), torch.Generator().manual_seed(seed)
         pairs, settings = self.data.train, self.settings
-        model = ContrastiveModel(self._encoder, self._rows, settings, self._group)
+        model = ContrastiveModel(self._encoder, self._token_ids_by_text, settings, self._group)
         batches = partial(epoch_batches, pairs, settings.batch_size, order)
         steps = num_batches(pairs, settings.batch_size)
         yield from train_epochs(model, batches, steps, model.loss, self._scores, settings, self._group)

@@ -25,7 +25,7 @@ from megahead.errors import DataError, FieldError
 from megahead.evaluate.perplexity import open_held_out
 from megahead.evaluate.results import ResultCache
 from megahead.hf.trained import EMBEDDING, TrainedModel
-from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates
 from megahead.losses.contrastive import build_objective
 from megahead.losses.fused_softmax import build_chunk_softmax
 from megahead.losses.scores import Dot
@@ -35,8 +35,8 @@ from megahead.run_folder import RunFolder
 
 # The gradient bottleneck of a head, and the isotropy of outputs and embeddings.
 #
-# The backbone receives the product of the loss's gradient by an output's U scores and the candidates' rows [U, D]; its
-# part that is orthogonal to their D columns is lost: the *gradient bottleneck* (Godey and Artzi, arXiv 2603.10145).
+# The backbone receives dL/dscores [U] of an output times the candidates' rows [U, D]; what is orthogonal to the D
+# columns is lost: the *gradient bottleneck* (Godey and Artzi, arXiv 2603.10145).
 # *Anisotropy*: the mean cosine of two different vectors, 0 for uniform directions (Ethayarajh, arXiv 1909.00512).
 # *Effective rank*: exp of the entropy of the singular values' shares (Roy and Vetterli 2007), between 1 and D.
 #
@@ -51,14 +51,14 @@ class Geometry:
     """Measures of a checkpoint on held-out rows."""
 
     gradient_share: float
-    """Share of the squared norm of the loss's gradient by the scores in the span of the candidates' columns.
+    """Share of the squared norm of dL/dscores in the span of the candidates' columns.
     Candidates are those of training: the rows' own targets in a headless run, the vocabulary in a vanilla one."""
 
     output_rank: float
     output_anisotropy: float
     embedding_rank: float
     embedding_anisotropy: float
-    """As `embedding_rank`, of all V rows of the input embedding."""
+    """Both as those of the outputs, of all V rows of the input embedding."""
 
 
 def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
@@ -118,7 +118,7 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     config, size = model.config, model.config.model.vocab_size
     table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
     if config.objective.name == "vanilla":
-        return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
+        return table_VD, all_rows_as_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
     candidate_set = build_objective(config.objective, size, model.dataset_counts()).candidate_set(batch.target_ids_N)
     candidates = candidate_set.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
@@ -128,14 +128,14 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
 def _add_gradient_norms_(
     norms_2: Tensor, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float
 ) -> None:
-    """Adds squared norms of gradients by scores, and of their projections on the span of the rows' columns."""
+    """Adds squared norms of gradients w.r.t. scores, and of their projections on the span of the rows' columns."""
     basis_UD = rows_UD @ _whitening(rows_UD)
-    step = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
-    counted_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
-    parts = (each_N.split(step.chunk_size) for each_N in (outputs_ND, candidates.target_N, counted_N))
-    for outputs_nD, target_n, counted_n in zip(*parts, strict=True):
-        _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, target_n)
-        gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]
+    softmax = build_chunk_softmax(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
+    weight_N = candidates.apply_weights(torch.ones_like(outputs_ND[:, 0]))
+    parts = (each_N.split(softmax.chunk_size) for each_N in (outputs_ND, candidates.target_N, weight_N))
+    for outputs_nD, target_n, weight_n in zip(*parts, strict=True):
+        _, matrix_nU, weight_n1, _ = softmax.score_gradients(outputs_nD, target_n)
+        gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * weight_n[:, None]
         for index, each in enumerate((gradient_nU, gradient_nU @ basis_UD)):
             norms_2[index] += each.square().sum(dtype=torch.float64)
 
@@ -143,8 +143,8 @@ def _add_gradient_norms_(
 def _whitening(rows_UD: Tensor) -> Tensor:
     """[D, rank]: the product of the rows and this matrix has orthonormal columns."""
     values_D, vectors_DD = torch.linalg.eigh(rows_UD.double().T @ rows_UD.double())
-    there_D = values_D > values_D[-1] * 1e-12
-    basis: Tensor = vectors_DD[:, there_D] * values_D[there_D].rsqrt()
+    is_nonzero_D = values_D > values_D[-1] * 1e-12
+    basis: Tensor = vectors_DD[:, is_nonzero_D] * values_D[is_nonzero_D].rsqrt()
     return basis.to(rows_UD.dtype)
 
 
@@ -175,8 +175,8 @@ class _Spread:
         return float((self._direction_D.square().sum() - self._vectors) / max(pairs, 1))
 
 
-# How close WordNet's synonyms are in a model's input embedding, against random pairs of the same words (the paper's
-# figure 9).
+# How close WordNet's synonyms are in a model's input embedding, against random pairs of the same words (figure 9
+# of Godey et al., arXiv 2309.08351).
 #
 # A synset line of WordNet's data files: `offset file type count word id word id ... relations | gloss`, `count` in
 # hexadecimal (wndb(5WN)). P pairs, V vocabulary, D features.

@@ -28,7 +28,13 @@ from megahead.evaluate.results import Score, TaskResult
 from megahead.evaluate.search_data import SearchData, has_queries, read_search_data
 from megahead.files import AtomicFile
 from megahead.hf.export import ensure_encoder_folder
-from megahead.hf.loading import context_length, is_encoder, load_encoder, load_tokenizer_folder, read_context_length
+from megahead.hf.loading import (
+    context_length,
+    is_encoder,
+    load_embedding_model,
+    load_tokenizer_folder,
+    read_context_length,
+)
 from megahead.hf.other_programs import POOLINGS, PoolingName, max_text_tokens, read_pooling
 
 CUTOFF = 10
@@ -94,7 +100,7 @@ class TextEncoder:
         the context has room for them. CheckpointError for a folder of another kind of model."""
         if not is_encoder(folder):
             raise CheckpointError(f"`{folder}` must hold an encoder, whose [CLS] reads the whole text, but does not.")
-        self.model = load_encoder(folder, random_weights=random_weights)
+        self.model = load_embedding_model(folder, random_weights=random_weights)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer, self._batch_size = load_tokenizer_folder(folder), batch_size
         self._start, self._end, _ = special_ids(self.tokenizer)

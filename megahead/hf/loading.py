@@ -1,4 +1,4 @@
-"""Loads Hugging Face folders as models of transformers: without its reports, in one dtype, never with a random head."""
+"""Loads Hugging Face folders as models of transformers: quietly, in one dtype; missing weights are errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
+from megahead.hf.importing import max_positions, read_hf_config, require_tokenizer
 from megahead.hf.llama import LLAMA
-from megahead.hf.published import max_positions, read_hf_config, require_tokenizer
 from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER
 from megahead.hf.settings import HFSettings
 
@@ -64,9 +64,9 @@ def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return _load(AutoModelForMaskedLM, folder, dtype, {})
 
 
-def load_encoder(folder: Path, *, random_weights: bool = False) -> Any:
-    """Returns the body of the encoder in `folder` in fp32, in evaluation mode, without its head or pooler, if it has
-    one; random_weights: only the config is read. CheckpointError if weights of the body are missing."""
+def load_embedding_model(folder: Path, *, random_weights: bool = False) -> Any:
+    """Returns the base model in `folder` in fp32, in evaluation mode, without its head or pooler, if it has
+    one; random_weights: only the config is read. CheckpointError if weights are missing."""
     options = _pooler_options(folder)
     if random_weights:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)

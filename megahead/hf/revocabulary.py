@@ -19,7 +19,7 @@ from megahead.config.run import RunConfig
 from megahead.data.vocabulary_map import ROLES, ByteVocabulary, VocabularyMap, map_vocabulary
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
-from megahead.hf.published import from_hf, require_tokenizer, save_initial_checkpoint
+from megahead.hf.importing import from_hf, require_tokenizer, save_initial_checkpoint
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder

@@ -22,8 +22,8 @@ from megahead.errors import FieldError, UserError
 from megahead.files import atomic_folder
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import PARITY_FILE, export
-from megahead.hf.published import from_hf
-from megahead.losses.candidates import log_unigram, vocabulary_candidates
+from megahead.hf.importing import from_hf
+from megahead.losses.candidates import all_rows_as_candidates, log_unigram
 from megahead.losses.contrastive import build_objective
 from megahead.losses.softmax import candidate_loss, streamed_sums
 from megahead.objectives.loader import gather_targets
@@ -131,8 +131,8 @@ class Headless(nn.Module):
     """The body of a causal or masked language model, shared with `model`; its head is neither used nor trained.
 
     In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike; in
-    evaluation the loss of the training-free head with these counts, so that exp(`eval_loss`) is its perplexity (of the
-    tied head before any target was counted). Candidates are the targets of the rank's micro-batch, or with
+    evaluation that of the training-free head with these counts (none yet: the tied head), so that exp(`eval_loss`) is
+    its perplexity. Candidates are the targets of the rank's micro-batch, or with
     `share_candidates` those of all ranks.
 
     FieldError for another kind of model, or if its hidden size differs from its embedding dimension; CheckpointError if
@@ -169,7 +169,7 @@ class Headless(nn.Module):
         without targets 0, in evaluation NaN, which `Trainer` excludes from its mean.
 
         labels: as in transformers, unshifted ids for a causal model, -100 where there is no target; FieldError for
-        None, as with label smoothing, which needs logits. An input without an argument of the body is dropped; `kwargs`
+        None, as with label smoothing, which needs logits. An input that the body does not take is dropped; `kwargs`
         is passed to the body. Collective in training.
         """
         if labels is None:
@@ -198,7 +198,7 @@ class Headless(nn.Module):
         raise FieldError("model", "have a head to generate", got="headless", hint="`save` it with one")
 
     def log_frequencies(self) -> Tensor:
-        """[V] fp32: log q; `E h` plus log q is log p, up to a constant."""
+        """[V] fp32: log q, the log-frequencies of the targets; `E h` plus log q is log p, up to a constant."""
         self._resize_counts()
         return log_unigram(self.target_counts, self.target_counts.numel())
 
@@ -207,7 +207,7 @@ class Headless(nn.Module):
     ) -> None:
         """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
 
-        tokenizer: of transformers; encoders need it to come back into a run. state_dict: this module's, where its
+        tokenizer: of transformers; needed to import an encoder again. state_dict: this module's, where its
         parameters are not whole (ZeRO-3). UserError, with nothing written, if the class cannot have the head.
         """
         self._resize_counts()
@@ -275,7 +275,7 @@ class Headless(nn.Module):
     def _evaluation_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
         """Returns the loss over the vocabulary, block by block, summed over the outputs."""
         table, ids_V = self.body.get_input_embeddings(), torch.arange(len(self.target_counts), device=outputs_ND.device)
-        vocabulary = vocabulary_candidates(target_ids_N, self.log_frequencies())
+        vocabulary = all_rows_as_candidates(target_ids_N, self.log_frequencies())
         with torch.autocast(outputs_ND.device.type, enabled=False):
             sums = streamed_sums(outputs_ND, (table(ids_b) for ids_b in ids_V.split(_BLOCK_ROWS)), vocabulary)
         return torch.tensor(sums.loss, device=outputs_ND.device)

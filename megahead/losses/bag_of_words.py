@@ -69,21 +69,21 @@ def bag_loss_reference(
     outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, texts: Texts, score: Score = DOT
 ) -> Tensor:
     """The sum over all texts and the candidates p in them, each once, of `log( sum_u exp(m_u + b_u) ) - m_p`, computed
-    literally; with `subtracts_target_bias` also `- b_p`.
+    literally; with `target_logit_has_bias` also `- b_p`.
 
     m_u is the largest `score` of candidate u over the text's tokens, b is `bias_U`, for candidates in the text
-    `target_bias_U`, if given. The paper's code has the same sum, divided by the number of tokens, too.
+    `own_target_bias_U`, if given. The paper's code has the same sum, divided by the number of tokens, too.
     """
     scores_NU, terms = score.reference_scores(outputs_ND, rows_UD), [outputs_ND[:0].sum() + rows_UD[:0].sum()]
     zeros_U = torch.zeros(len(rows_UD), dtype=scores_NU.dtype)
     bias_U = zeros_U if candidates.bias_U is None else candidates.bias_U
-    target_bias_U = bias_U if candidates.target_bias_U is None else candidates.target_bias_U
+    own_target_bias_U = bias_U if candidates.own_target_bias_U is None else candidates.own_target_bias_U
     for text in range(texts.num_texts):
         is_here_N = texts.index_N // texts.length == text
         present = candidates.target_N[is_here_N].unique()
         if len(present):
             largest_U = scores_NU[is_here_N].amax(0)
-            biased_U = (largest_U + bias_U).index_copy(0, present, (largest_U + target_bias_U)[present])
+            biased_U = (largest_U + bias_U).index_copy(0, present, (largest_U + own_target_bias_U)[present])
             logits = candidates.target_logit(largest_U, biased_U)[present]
             terms.append((biased_U.logsumexp(0) - logits).sum())
     return torch.stack(terms).sum()
@@ -108,10 +108,10 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
 
 def _softmax_loss(pooled_Bw: Tensor, is_in_Bw: Tensor, candidates: Candidates, group: Group) -> Tensor:
     """The loss of the largest scores; `is_in_Bw`: bool, the candidates that texts contain."""
-    bias_w, target_bias_w = candidates.bias_U, candidates.target_bias_U
+    bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
     biased_Bw = pooled_Bw if bias_w is None else pooled_Bw + bias_w.to(pooled_Bw.dtype)
-    if target_bias_w is not None:
-        biased_Bw = biased_Bw.where(~is_in_Bw, pooled_Bw + target_bias_w.to(pooled_Bw.dtype))
+    if own_target_bias_w is not None:
+        biased_Bw = biased_Bw.where(~is_in_Bw, pooled_Bw + own_target_bias_w.to(pooled_Bw.dtype))
     logits_Bw = candidates.target_logit(pooled_Bw, biased_Bw).masked_fill(~is_in_Bw, 0.0)
     top_B1 = group.all_reduce_max_(biased_Bw.detach().amax(1, keepdim=True))
     parts = (biased_Bw - top_B1).exp().sum(1), logits_Bw.sum(1), is_in_Bw.sum(1).to(pooled_Bw.dtype)

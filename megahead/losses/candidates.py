@@ -32,10 +32,10 @@ class Candidates:
     target_N: Tensor
     """int64: the index of each output's target among the candidates."""
 
-    target_bias_U: Tensor | None = None
+    own_target_bias_U: Tensor | None = None
     """Replaces `bias_U` of each output's own target; None: `bias_U`."""
 
-    subtracts_target_bias: bool = False
+    target_logit_has_bias: bool = False
     """Whether the target's bias is also in the numerator of the loss, as in an ordinary softmax. Required of a bias
     with a gradient."""
 
@@ -52,7 +52,7 @@ class Candidates:
 
     def target_logit(self, logit_n: Tensor, biased_logit_n: Tensor) -> Tensor:
         """[n]: the target logits in the numerator of the loss, with or without bias."""
-        return biased_logit_n if self.subtracts_target_bias else logit_n
+        return biased_logit_n if self.target_logit_has_bias else logit_n
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory are asynchronous."""
@@ -72,7 +72,7 @@ class Candidates:
             self,
             ids_U=torch.cat([self.ids_U, self.ids_U[:1].expand(missing)]),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
-            target_bias_U=None if self.target_bias_U is None else F.pad(self.target_bias_U, (0, missing)),
+            own_target_bias_U=None if self.own_target_bias_U is None else F.pad(self.own_target_bias_U, (0, missing)),
             sampling_bias_U=None if self.sampling_bias_U is None else F.pad(self.sampling_bias_U, (0, missing)),
         )
 
@@ -92,10 +92,10 @@ def unique_candidates(target_ids_N: Tensor) -> Candidates:
     return Candidates(ids_U, counts_U.double().log(), target_N)
 
 
-def vocabulary_candidates(
+def all_rows_as_candidates(
     target_ids_N: Tensor, bias_V: Tensor | None = None, weight_N: Tensor | None = None
 ) -> Candidates:
-    """The whole vocabulary: the ordinary language-model softmax."""
+    """All rows of the output matrix, in order: for the vocabulary the ordinary language-model softmax."""
     return Candidates(None, bias_V, target_ids_N, weight_N=weight_N)
 
 
@@ -118,10 +118,10 @@ class CandidateBiases:
     bias_P: Tensor
     """b: of an id as a negative."""
 
-    target_bias_P: Tensor
+    own_target_bias_P: Tensor
     """b': of an id as the target."""
 
-    subtracts_target_bias: bool
+    target_logit_has_bias: bool
     """Whether the loss has the term - b'_p. The paper's loss does not have it, which does not change gradients."""
 
 
@@ -134,10 +134,10 @@ def compute_biases(bias: BiasRule, counts_P: Tensor, log_inclusion_P: Tensor | N
     zeros_P = torch.zeros_like(log_counts_P)
     if bias != "corrected":
         rules = {"paper": (log_counts_P, log_counts_P), "once": (zeros_P, zeros_P), "own_once": (log_counts_P, zeros_P)}
-        return CandidateBiases(*rules[bias], subtracts_target_bias=False)
+        return CandidateBiases(*rules[bias], target_logit_has_bias=False)
     if log_inclusion_P is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
-    return CandidateBiases(-log_inclusion_P, -log_inclusion_P, subtracts_target_bias=True)
+    return CandidateBiases(-log_inclusion_P, -log_inclusion_P, target_logit_has_bias=True)
 
 
 def leave_one_out_bias(bias: BiasRule, counts_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
@@ -278,7 +278,7 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     with the same probability); None if training masks like this or not at all, or `token_counts_V` are all 0."""
     if config.masking is None or config.model.is_causal:
         return None
-    skews_targets = config.masking.skews_targets() or config.objective.traits().skews_targets
+    skews_targets = config.masking.skews_targets() or config.objective.auxiliary_or_neutral().skews_targets
     if not skews_targets or token_counts_V is None or not token_counts_V.any():
         return None
     special_ids = config.masking.unmaskable_ids(config.data.end_token)

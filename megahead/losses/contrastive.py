@@ -20,6 +20,7 @@ from megahead.errors import ArgumentError, ConfigError
 from megahead.losses.candidates import (
     CandidateBiases,
     Candidates,
+    all_rows_as_candidates,
     compute_biases,
     inclusion_probabilities,
     leave_one_out_bias,
@@ -30,7 +31,6 @@ from megahead.losses.candidates import (
     sample_ids,
     systematic_sample,
     unique_candidates,
-    vocabulary_candidates,
 )
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import candidate_loss
@@ -64,14 +64,14 @@ class SharedCandidateSet:
         is_candidate_P[index_N] = True
         target_N = (is_candidate_P.cumsum(0) - 1)[index_N]
         ids_U, bias_U = self.ids_P[is_candidate_P], self.shared_bias_P[is_candidate_P]
-        target_bias_U = self.biases.target_bias_P[is_candidate_P]
+        own_target_bias_U = self.biases.own_target_bias_P[is_candidate_P]
         sampling_bias_U = None if self.sampling_bias_P is None else self.sampling_bias_P[is_candidate_P]
         return Candidates(
             ids_U,
             bias_U,
             target_N,
-            None if torch.equal(bias_U, target_bias_U) else target_bias_U,
-            self.biases.subtracts_target_bias,
+            None if torch.equal(bias_U, own_target_bias_U) else own_target_bias_U,
+            self.biases.target_logit_has_bias,
             weight_N,
             sampling_bias_U,
         )
@@ -84,7 +84,7 @@ class Headless:
     """
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
-        self._config, self._samples_tokens = config, config.traits().samples_tokens
+        self._config, self._samples_tokens = config, config.auxiliary_or_neutral().samples_tokens
         self._log_q_V, self._log_r_V = None, None
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
         setting = config.token_counts_needed_by()
@@ -139,7 +139,7 @@ class Vanilla:
         return self
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        return vocabulary_candidates(target_ids_N, weight_N=weight_N)
+        return all_rows_as_candidates(target_ids_N, weight_N=weight_N)
 
 
 Objective = Headless | Vanilla

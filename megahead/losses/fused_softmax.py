@@ -1,7 +1,7 @@
-"""The softmax over candidates in three products of N x w x D: in one chunk of outputs where memory for scores allows.
+"""The softmax over candidates as three N x w x D matmuls, in one chunk of outputs if its scores fit in memory.
 
-One product gives a chunk's scores, a `ChunkSoftmax` their residuals (on CPUs with torch operations, on GPUs with a
-kernel), two products both gradients: in the forward pass, so that nothing is computed twice. Never synchronizes the
+One gives a chunk's scores, a `ChunkSoftmax` their gradients (on CPUs with torch operations, on GPUs with a kernel), two
+the gradients of outputs and rows: in the forward pass, so that nothing is computed twice. Never synchronizes the
 device, and uses no atomic additions, so that results are deterministic.
 
 N outputs, n of a chunk; D features; w candidates of this rank (all of them where there is one rank).
@@ -52,20 +52,20 @@ class SoftmaxStats(NamedTuple):
         )
 
 
-class Residuals(NamedTuple):
-    """The loss of a chunk and its gradient by the scores: probabilities, minus 1 at the target."""
+class ScoreGradients(NamedTuple):
+    """The loss of a chunk and its gradient w.r.t. the scores: probabilities, minus 1 at the target."""
 
     loss_n: Tensor
     """Each output's loss, over all ranks' candidates."""
     matrix_nw: Tensor
-    """The gradient by this rank's scores, divided by `weight_n1`, in the products' dtype; a reused buffer."""
+    """The gradient w.r.t. this rank's scores, divided by `weight_n1`, in the products' dtype; a reused buffer."""
     weight_n1: Tensor | None
     """Factors of the rows of `matrix_nw`; None: ones."""
     derivatives_nw: Tensor | None = None
-    """Derivatives of the scores by the products, divided by the scale; None: ones."""
+    """Derivatives of the scores w.r.t. the products, divided by the scale; None: ones."""
 
-    def apply_weights(self, weight_n: Tensor) -> Residuals:
-        """The residuals of the losses times `weight_n`."""
+    def apply_weights(self, weight_n: Tensor) -> ScoreGradients:
+        """The gradients of the losses times `weight_n`."""
         weight_n1 = weight_n[:, None].to(self.loss_n.dtype)
         weight_n1 = weight_n1 if self.weight_n1 is None else self.weight_n1 * weight_n1
         return self._replace(loss_n=self.loss_n * weight_n.to(self.loss_n.dtype), weight_n1=weight_n1)
@@ -88,7 +88,7 @@ class ChunkSoftmax(ABC):
         """target_n: indices into this rank's candidates; out of range for targets on other ranks."""
 
     @abstractmethod
-    def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
+    def score_gradients(self, outputs_nD: Tensor, target_n: Tensor) -> ScoreGradients:
         """Arguments as in `stats`."""
 
     def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
@@ -106,9 +106,9 @@ class TorchChunkSoftmax(ChunkSoftmax):
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
         width, dtype = rows_wD.shape[0], torch.promote_types(rows_wD.dtype, torch.float32)
-        bias_w, target_bias_w = candidates.bias_U, candidates.target_bias_U
+        bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
         self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
-        self._target_bias_w = None if target_bias_w is None else target_bias_w.to(dtype)
+        self._own_target_bias_w = None if own_target_bias_w is None else own_target_bias_w.to(dtype)
         self.chunk_size = CPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], width, dtype.itemsize)
         self._buffer, self.gradient_dtype = rows_wD.new_empty(self.chunk_size, width, dtype=dtype), dtype
 
@@ -121,7 +121,7 @@ class TorchChunkSoftmax(ChunkSoftmax):
         scores_nw.scatter_(1, scores.index_n1, target_score_n1.masked_fill(is_local_n1, -torch.inf))
         return SoftmaxStats(lse_n, target_n, biased_n, self._group.all_reduce_max_(scores_nw.amax(dim=1)))
 
-    def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
+    def score_gradients(self, outputs_nD: Tensor, target_n: Tensor) -> ScoreGradients:
         scores_nw, index_n1, is_local_n1, target_scores_n2, derivatives_nw = self._compute_scores(outputs_nD, target_n)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(MIN_SHIFTED_SCORE).exp_()
@@ -129,13 +129,13 @@ class TorchChunkSoftmax(ChunkSoftmax):
         total_n1, *target_scores = self._group.all_reduce_(sums_n3).split(1, dim=1)
         scores_nw.scatter_add_(1, index_n1, -total_n1 * is_local_n1)
         loss_n1 = top_n1 + total_n1.log() - self._target_logit(*target_scores)
-        return Residuals(loss_n1.squeeze(1), scores_nw, 1 / total_n1, derivatives_nw)
+        return ScoreGradients(loss_n1.squeeze(1), scores_nw, 1 / total_n1, derivatives_nw)
 
     def sample(self, outputs_nD: Tensor, target_n: Tensor, uniform_n: Tensor) -> Tensor:
         """int64 [n]: the index of a candidate sampled from each output's softmax, or -1 where another rank has it.
 
         Inverse transform sampling: the candidate at which the cumulative probability, in the order of ranks and
-        indices, passes `uniform_n` (float64 in (0, 1)). The target where all candidates have the weight 0.
+        indices, passes `uniform_n` (float64 in (0, 1)). If all candidates have the weight 0: the target.
         """
         scores_nw, index_n1, is_local_n1, _, _ = self._compute_scores(outputs_nD, target_n)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
@@ -159,20 +159,20 @@ class TorchChunkSoftmax(ChunkSoftmax):
         is_local_n1 = ((target_n >= 0) & (target_n < width))[:, None]
         index_n = target_n.clamp(0, width - 1)
         biased_n1 = scores_nw.gather(1, index_n[:, None])
-        if self._target_bias_w is None:
+        if self._own_target_bias_w is None:
             target_n1 = biased_n1 - self._bias_w[index_n, None]
         else:
             target_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True, dtype=scores_nw.dtype)
             self._score.to_similarity_(target_n1)
             target_n1 *= self._score.scale
-            biased_n1 = biased_n1.where(~is_local_n1, target_n1 + self._target_bias_w[index_n, None])
+            biased_n1 = biased_n1.where(~is_local_n1, target_n1 + self._own_target_bias_w[index_n, None])
             scores_nw.scatter_(1, index_n[:, None], biased_n1)
         target_scores_n2 = torch.cat([target_n1, biased_n1], dim=1).where(is_local_n1, 0.0)
         return _ChunkScores(scores_nw, index_n[:, None], is_local_n1, target_scores_n2, derivatives_nw)
 
     def _fill_biased_scores_(self, scores_nw: Tensor, outputs_nD: Tensor) -> Tensor | None:
         """Fills `scores_nw` with biased scores; returns the derivatives of the similarities."""
-        if self._score.is_product:
+        if self._score.is_linear:
             torch.addmm(self._bias_w, outputs_nD, self._rows_wD.T, alpha=self._score.scale, out=scores_nw)
             return None
         derivatives_nw = self._score.to_similarity_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
@@ -202,7 +202,7 @@ def _cumulative_sums(values_nk: Tensor) -> Tensor:
 
 def _search_cumulative(weights_nw: Tensor, cumulative_nk: Tensor, threshold_n: Tensor) -> Tensor:
     """int64 [n]: the index at which the cumulative sum of weights passes `threshold_n`. `cumulative_nk`: the cumulative
-    sums of blocks, so that only one block's weights are added in float64: all would take longer than their product."""
+    sums of blocks, so that only one block is summed in float64: all would take longer than their matmul."""
     threshold_n1, last = threshold_n[:, None], weights_nw.shape[1] - 1
     block_n1 = torch.searchsorted(cumulative_nk, threshold_n1, right=True).clamp_max(cumulative_nk.shape[1] - 1)
     end_n1 = cumulative_nk.gather(1, block_n1)
@@ -225,25 +225,25 @@ class _ChunkScores(NamedTuple):
     target_scores_n2: Tensor
     """Scores of targets without and with bias; 0 for other ranks' targets."""
     derivatives_nw: Tensor | None
-    """As in `Residuals`."""
+    """As in `ScoreGradients`."""
 
 
 # Products in bf16, for CPUs that support them. torch rounds scores to bf16, as for a bf16 head in Megatron or under
-# autocast. Their softmax, the loss and the sums of gradients are in float32; residuals are rounded once more for the
-# products that read them, as on GPUs.
+# autocast. Their softmax, the loss and the sums of gradients are in float32; score gradients are rounded once more for
+# the products that read them, as on GPUs.
 
 
 class Bf16ChunkSoftmax(TorchChunkSoftmax):
-    """A `ChunkSoftmax` on bf16 inputs, for losses with scores that are products."""
+    """A `ChunkSoftmax` on bf16 inputs, for losses with linear scores."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
         self._bf16_buffer = rows_wD.new_empty(self._buffer.shape)
-        """A chunk's scores and, once these are copied, its residuals."""
+        """A chunk's scores and, once these are copied, its score gradients."""
 
-    def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
-        residuals = super().residuals(outputs_nD, target_n)
-        return residuals._replace(matrix_nw=self._bf16_buffer[: len(outputs_nD)].copy_(residuals.matrix_nw))
+    def score_gradients(self, outputs_nD: Tensor, target_n: Tensor) -> ScoreGradients:
+        score_gradients = super().score_gradients(outputs_nD, target_n)
+        return score_gradients._replace(matrix_nw=self._bf16_buffer[: len(outputs_nD)].copy_(score_gradients.matrix_nw))
 
     def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
         result.copy_(self._multiply(left, right))
@@ -274,8 +274,8 @@ def fused_softmax_loss(
     the inputs' dtype (on CPUs float32) and w x D in float32. Collective.
     """
     dtype, bias_w = loss_dtype(outputs_ND, rows_wD, score), candidates.bias_U
-    if bias_w is not None and bias_w.requires_grad and not candidates.subtracts_target_bias:
-        raise ValueError("a bias with a gradient must be in the numerator, too (subtracts_target_bias)")
+    if bias_w is not None and bias_w.requires_grad and not candidates.target_logit_has_bias:
+        raise ValueError("a bias with a gradient must be in the numerator, too (target_logit_has_bias)")
     inputs = outputs_ND.to(dtype), rows_wD.to(dtype), bias_w
     loss: Tensor = _FusedSoftmax.apply(*inputs, candidates, score, group)
     return loss
@@ -287,9 +287,9 @@ def softmax_stats(
     """The `SoftmaxStats` of all outputs, without gradients; arguments as in `fused_softmax_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
         return SoftmaxStats(*outputs_ND.new_zeros(4, 0))
-    dtype = product_dtype(outputs_ND, rows_wD, score)
+    dtype = matmul_dtype(outputs_ND, rows_wD, score)
     outputs_ND = outputs_ND.to(dtype)
-    softmax = build_chunk_softmax(outputs_ND, rows_wD.to(dtype), candidates, score, group, for_loss=False)
+    softmax = build_chunk_softmax(outputs_ND, rows_wD.to(dtype), candidates, score, group, with_gradients=False)
     parts = [softmax.stats(outputs_ND[part], candidates.target_N[part]) for part in _chunk_slices(softmax, outputs_ND)]
     return SoftmaxStats(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -316,20 +316,20 @@ def supports_kernel(tensor: Tensor) -> bool:
 
 
 def uses_kernel(outputs_ND: Tensor, score: Score) -> bool:
-    """Whether these outputs use the GPU kernel. A score that is not a product uses float32 torch operations on every
+    """Whether these outputs use the GPU kernel. A score that is not linear uses float32 torch operations on every
     device."""
-    return supports_kernel(outputs_ND) and score.is_product
+    return supports_kernel(outputs_ND) and score.is_linear
 
 
 def loss_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
-    """The dtype of the operands of a loss's products: `product_dtype`, but bf16 on CPUs that multiply it fast, where a
+    """The dtype of the operands of a loss's products: `matmul_dtype`, but bf16 on CPUs that multiply it fast, where a
     GPU would use it."""
     dtype = _input_dtype(outputs_ND, rows_wD)
     is_fast = outputs_ND.device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bf16(outputs_ND.device)
-    return dtype if is_fast and score.is_product else product_dtype(outputs_ND, rows_wD, score)
+    return dtype if is_fast and score.is_linear else matmul_dtype(outputs_ND, rows_wD, score)
 
 
-def product_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
+def matmul_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
     """The dtype of the operands of products: for the kernel that of the inputs or of autocast; else float32, or float64
     if either input has it."""
     dtype = _input_dtype(outputs_ND, rows_wD)
@@ -346,12 +346,12 @@ def _input_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
 
 
 def build_chunk_softmax(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group, for_loss: bool = True
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group, with_gradients: bool = True
 ) -> ChunkSoftmax:
-    """The implementation for the inputs' device, with buffers for chunks of these outputs: with `for_loss` also for
-    residuals, and in bf16 for rounded scores."""
+    """The implementation for the inputs' device, with buffers for chunks of these outputs: with `with_gradients` also
+    for score gradients, and in bf16 for rounded scores."""
     if uses_kernel(outputs_ND, score):
-        return _triton_chunk_softmax()(outputs_ND, rows_wD, candidates, score, group, for_loss)
+        return _triton_chunk_softmax()(outputs_ND, rows_wD, candidates, score, group, with_gradients)
     softmax_class = Bf16ChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax
     return softmax_class(outputs_ND, rows_wD, candidates, score, group)
 
@@ -392,12 +392,12 @@ class _FusedSoftmax(torch.autograd.Function):
             gradients = _Gradients(outputs_ND, rows_wD, softmax, needs_bias=ctx.needs_input_grad[2])
             losses = []
             for part in _chunk_slices(softmax, outputs_ND):
-                residuals = softmax.residuals(outputs_ND[part], candidates.target_N[part])
+                score_gradients = softmax.score_gradients(outputs_ND[part], candidates.target_N[part])
                 if candidates.weight_N is not None:
-                    residuals = residuals.apply_weights(candidates.weight_N[part])
-                losses.append(residuals.loss_n)
+                    score_gradients = score_gradients.apply_weights(candidates.weight_N[part])
+                losses.append(score_gradients.loss_n)
                 if any(ctx.needs_input_grad):
-                    gradients.add(part, residuals)
+                    gradients.add(part, score_gradients)
             group.all_reduce_(gradients.outputs)
         ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
         ctx.scale, ctx.dtype = score.scale, outputs_ND.dtype
@@ -425,7 +425,7 @@ def _multiply(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _RefuseSecondDerivative(torch.autograd.Function):
     """A zero whose backward pass raises: without it autograd would treat the gradients as constants in outputs and
-    rows. They can be differentiated by the loss's factor."""
+    rows. Differentiating by `grad_loss` still works."""
 
     @staticmethod
     def forward(ctx: Any, zero: Tensor) -> Tensor:
@@ -440,7 +440,8 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 
 
 class _Gradients:
-    """Accumulates the loss's gradients by outputs and rows (divided by the score's scale) and by biases over chunks."""
+    """Accumulates the loss's gradients w.r.t. outputs and rows (divided by the score's scale) and biases over
+    chunks."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, softmax: ChunkSoftmax, needs_bias: bool) -> None:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
@@ -449,9 +450,9 @@ class _Gradients:
         self.rows, self._is_empty = torch.empty_like(rows_wD, dtype=total_dtype), True
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if needs_bias else None
 
-    def add(self, part: slice, residuals: Residuals) -> None:
+    def add(self, part: slice, score_gradients: ScoreGradients) -> None:
         """Sets the gradients of the outputs of `part`, and adds its gradients of rows and biases."""
-        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, derivatives_nw) = self._inputs, residuals
+        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, derivatives_nw) = self._inputs, score_gradients
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
         if self.bias is not None:  # the loss subtracts the target's bias: its gradient has the same -1 as the scores'
             if weight_n1 is None:

@@ -26,8 +26,8 @@ class Score(ABC):
     temperature: float | TemperatureScaling = 1.0
     """Scores are divided by it; a learned temperature divides the transformed outputs."""
 
-    is_product: ClassVar[bool] = True
-    """Whether the similarity is the product itself."""
+    is_linear: ClassVar[bool] = True
+    """Whether the similarity is the matmul's result itself."""
 
     @property
     def scale(self) -> float:
@@ -43,7 +43,7 @@ class Score(ABC):
         return rows_UD
 
     def to_similarity_(self, products_nw: Tensor) -> Tensor | None:
-        """Converts products to similarities in place; returns the derivatives of the similarities by the products, or
+        """Converts products to similarities in place; returns the derivatives of the similarities w.r.t. them, or
         None for ones."""
         return None
 
@@ -92,7 +92,7 @@ class Harmonic(Score):
     Computed in float32 or float64.
     """
 
-    is_product: ClassVar[bool] = False
+    is_linear: ClassVar[bool] = False
 
     @property
     def scale(self) -> float:

@@ -1,11 +1,11 @@
 """The softmax of a chunk of outputs as one Triton kernel, between cuBLAS products: one program for each output.
 
-A program reads its row of scores once for their logsumexp, and again, from a cache, to write residuals in the dtype of
-the following products: in bf16 and float32 over the scores. For candidates split over ranks the kernel runs twice, with
-a small all-gather in between.
+A program reads its row of scores once for their logsumexp, and again, from a cache, to write score gradients in the
+dtype of the following products: in bf16 and float32 over the scores. For candidates split over ranks the kernel runs
+twice, with a small all-gather in between.
 
-Bytes moved for a score, forward and backward, residuals and their two products included: in bf16 10, and 2 where the
-second read misses the cache (float32 scores and residuals beside them: 14 and 4).
+Bytes moved for a score, forward and backward, its gradient and their two products included: in bf16 10, or 12 where the
+second read misses the cache (float32 scores and gradients beside them: 14 or 18).
 
 Shapes: n outputs of a chunk, w candidates of this rank, D features. With `TRITON_INTERPRET=1` in the environment before
 this module is imported, the kernel runs on the CPU, for tests.
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from megahead.config.objective import GPU_CHUNKS
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.fused_softmax import ChunkSoftmax, Residuals, SoftmaxStats
+from megahead.losses.fused_softmax import ChunkSoftmax, ScoreGradients, SoftmaxStats
 from megahead.losses.scores import Score
 
 BLOCK = 1024
@@ -36,9 +36,9 @@ ALIGNMENT = 16
 
 
 class TritonChunkSoftmax(ChunkSoftmax):
-    """A `ChunkSoftmax` for GPUs, for scores that are products, on half-precision or float32 inputs of one dtype.
+    """A `ChunkSoftmax` for GPUs, for linear scores, on half-precision or float32 inputs of one dtype.
 
-    Statistics are float32. So are scores, but in bf16 those of a loss are rounded once: relative errors of at most
+    Statistics are float32, and scores, but for those of a loss on bf16 inputs: bf16, with relative errors of at most
     2^-8. With s the largest score of an output, its loss changes by at most 2^-7 s and a probability by at most that
     factor, to first order. float16 scores could overflow, and stay float32."""
 
@@ -49,32 +49,34 @@ class TritonChunkSoftmax(ChunkSoftmax):
         candidates: Candidates,
         score: Score,
         group: Group,
-        for_loss: bool = True,
+        with_gradients: bool = True,
     ) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
-        biases = candidates.bias_U, candidates.target_bias_U
-        bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
-        self._biases = None if bias_w is None else _pad_bias(bias_w), target_bias_w
+        biases = candidates.bias_U, candidates.own_target_bias_U
+        bias_w, own_target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
+        self._biases = None if bias_w is None else _pad_bias(bias_w), own_target_bias_w
         dtype = self.gradient_dtype = rows_wD.dtype
-        score_dtype = torch.bfloat16 if for_loss and dtype == torch.bfloat16 else torch.float32
-        is_separate = for_loss and dtype != score_dtype
+        score_dtype = torch.bfloat16 if with_gradients and dtype == torch.bfloat16 else torch.float32
+        is_separate = with_gradients and dtype != score_dtype
         score_size = score_dtype.itemsize + (dtype.itemsize if is_separate else 0)
         self.chunk_size = GPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], len(rows_wD), score_size)
         shape = self.chunk_size, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=score_dtype)
-        self._residuals = rows_wD.new_empty(shape) if is_separate else self._scores
+        self._score_gradients = rows_wD.new_empty(shape) if is_separate else self._scores
 
     def stats(self, outputs_nD: Tensor, target_n: Tensor) -> SoftmaxStats:
-        return self._reduce_over_ranks(self._run_kernel(self._compute_scores(outputs_nD), target_n, residuals=False))
+        return self._reduce_over_ranks(
+            self._run_kernel(self._compute_scores(outputs_nD), target_n, score_gradients=False)
+        )
 
-    def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
+    def score_gradients(self, outputs_nD: Tensor, target_n: Tensor) -> ScoreGradients:
         scores_nw = self._compute_scores(outputs_nD)
         is_single_rank = self._group.size == 1
-        stats = self._reduce_over_ranks(self._run_kernel(scores_nw, target_n, residuals=is_single_rank))
+        stats = self._reduce_over_ranks(self._run_kernel(scores_nw, target_n, score_gradients=is_single_rank))
         if not is_single_rank:
-            self._run_kernel(scores_nw, target_n, residuals=True, stats=stats)
+            self._run_kernel(scores_nw, target_n, score_gradients=True, stats=stats)
         loss_n = stats.lse - self._target_logit(stats.target_score, stats.biased_target_score)
-        return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
+        return ScoreGradients(loss_n, self._score_gradients[: len(scores_nw), : scores_nw.shape[1]], None)
 
     def matmul_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
         if left.dtype == result.dtype:
@@ -97,13 +99,13 @@ class TritonChunkSoftmax(ChunkSoftmax):
         return scores_nw
 
     def _run_kernel(
-        self, scores_nw: Tensor, target_n: Tensor, residuals: bool, stats: SoftmaxStats | None = None
+        self, scores_nw: Tensor, target_n: Tensor, score_gradients: bool, stats: SoftmaxStats | None = None
     ) -> Tensor:
         """Runs the kernel. Returns this rank's `SoftmaxStats`, [4, n], unless those of all ranks are passed; fills the
-        residual buffer if `residuals`."""
+        gradient buffer if `score_gradients`."""
         count, width = scores_nw.shape
         sums_4n = scores_nw.new_empty(4, count, dtype=torch.float32)
-        buffers = scores_nw, self._residuals if residuals else None, sums_4n
+        buffers = scores_nw, self._score_gradients if score_gradients else None, sums_4n
         known = (None, None) if stats is None else (stats.lse, stats.biased_target_score)
         numbers = self._score.scale, count, width, scores_nw.stride(0)
         with torch.cuda.device_of(scores_nw):  # Triton launches on the current device
@@ -127,22 +129,22 @@ def _pad_bias(bias_w: Tensor) -> Tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_kernel(  # type: ignore[no-untyped-def]
     scores,
-    residuals,
+    score_gradients,
     sums,
     lse,
     known_score,
     target,
     bias,
-    target_bias,
+    own_target_bias,
     scale,
     count,
     width,
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Writes one output's statistics, unless `lse` and the target's biased score are passed, and its residuals, if
-    that buffer is passed. It may be the scores': all warps meet in the statistics' reductions after they have read the
-    target's score, and where it is passed they do not read it."""
+    """Writes one output's statistics, unless `lse` and the target's biased score are passed, and its score gradients,
+    if that buffer is passed. It may be the scores' buffer: before the first write every warp has read the target's
+    score, or was passed it."""
     n = tl.program_id(0)
     scores += n.to(tl.int64) * stride
     index = tl.load(target + n)
@@ -151,24 +153,24 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     if lse is None:
         score = tl.load(scores + index, mask=is_local, other=0.0).to(tl.float32) * scale
         target_score = score
-        if target_bias is not None:
-            target_score += tl.load(target_bias + index, mask=is_local, other=0.0)
+        if own_target_bias is not None:
+            target_score += tl.load(own_target_bias + index, mask=is_local, other=0.0)
         elif bias is not None:
             target_score += tl.load(bias + index, mask=is_local, other=0.0)
-        total, best_other = _reduce_scores(scores, bias, index, target_score, scale, width, stride, BLOCK)
-        tl.store(sums + n, total)
+        log_sum, best_other = _reduce_scores(scores, bias, index, target_score, scale, width, stride, BLOCK)
+        tl.store(sums + n, log_sum)
         tl.store(sums + count + n, score)
         tl.store(sums + 2 * count + n, target_score)
         tl.store(sums + 3 * count + n, best_other)
     else:
-        total, target_score = tl.load(lse + n), tl.load(known_score + n)
-    if residuals is not None:
-        residuals += n.to(tl.int64) * stride
+        log_sum, target_score = tl.load(lse + n), tl.load(known_score + n)
+    if score_gradients is not None:
+        score_gradients += n.to(tl.int64) * stride
         for first in range(0, width, BLOCK):
             u = first + tl.arange(0, BLOCK)
             biased = _load_biased_scores(scores, bias, index, target_score, u, scale, width, stride)
-            values = tl.exp(biased - total) - tl.where(u == index, 1.0, 0.0)
-            tl.store(residuals + u, values.to(residuals.dtype.element_ty), mask=u < stride)
+            values = tl.exp(biased - log_sum) - tl.where(u == index, 1.0, 0.0)
+            tl.store(score_gradients + u, values.to(score_gradients.dtype.element_ty), mask=u < stride)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -32,8 +32,8 @@ class Backbone(nn.Module, ABC):
     blocks: nn.ModuleList
 
     recompute_blocks: Recompute = False
-    """True: save only each block's input and recompute the block in the backward pass: a third more time for memory of
-    L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
+    """True: save only each block's input and recompute the block in the backward pass: a third more time, memory
+    L x B x T x D (else about 17 times that); "selective": 11 times, little more time."""
 
     compiled: CompiledBlocks | None = None
     """Runs blocks compiled; None: eagerly."""
@@ -90,7 +90,7 @@ class Backbone(nn.Module, ABC):
         """[N, D]: the hidden states of `targets`; where these are sparse, an encoder's last block computes only them.
 
         Equal to `encode` at these positions, except for dropout masks. With sequence parallelism all positions are
-        computed. `subsets`: the tokens that some layers before the last one are restricted to, in the layers' order.
+        computed. `subsets`: in layer order, the tokens to which layers before the last are restricted.
         """
         targets_only = self.has_target_only_last_block and targets.are_sparse and self.sequence_group.size == 1
         if not subsets and not targets_only:

@@ -45,8 +45,8 @@ class Targets(NamedTuple):
 
 
 TargetsLoss = Callable[[Tensor], Tensor]
-"""The loss of outputs [P, D] for an objective's own targets by the run's softmax, summed over these targets,
-differentiable. Candidates are those of its candidate groups."""
+"""The run's softmax loss of outputs [P, D] for an objective's own targets, among its candidate groups' candidates; a
+differentiable sum."""
 
 CandidatesLoss = Callable[[Tensor, Tensor], Tensor]
 """The loss of other outputs [N, D] for the batch's targets with the float32 weights [N], summed, differentiable; among
@@ -86,7 +86,7 @@ class ForwardContext:
     """In training the loss of other outputs for the batch's targets."""
 
     bag_loss: TargetsLoss | None = None
-    """In training the loss by which their outputs together predict the set of each row's own `targets`."""
+    """In training the loss of predicting the set of each row's own `targets` from their outputs together."""
 
 
 class Auxiliary(nn.Module):
@@ -97,12 +97,12 @@ class Auxiliary(nn.Module):
     Under ZeRO 3 a weight is complete only inside its own layer: call layers, do not read weights.
     """
 
-    key = "custom"
-    """Prefix of its parameters in checkpoints."""
+    module_name = "custom"
+    """Name of its submodule: the prefix of its parameters in checkpoints."""
 
     needs_all_outputs = False
     """Whether it needs `ForwardContext.hidden_MD`; by default only targets' outputs are computed. Built-in objectives
-    define it in their settings, for estimates."""
+    define it in their settings, for `megahead estimate`."""
 
     needs_first_outputs = False
     """Whether it needs `ForwardContext.first_BD`."""
@@ -113,7 +113,7 @@ class Auxiliary(nn.Module):
     generator: Backbone | None
     """A second encoder, which learns the targets instead of the backbone."""
 
-    sampling_bias_V: Tensor | None
+    training_free_bias_V: Tensor | None
     """The bias of the training-free head, in runs whose settings sample tokens from all ids."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -121,11 +121,11 @@ class Auxiliary(nn.Module):
         settings = config.objective.auxiliary()
         assert settings is not None
         self.weight, self.needs_all_outputs = settings.weight, settings.needs_all_outputs
-        self.generator, self.sampling_bias_V = None, None
+        self.generator, self.training_free_bias_V = None, None
 
     @classmethod
     def head_parameters(cls, model: ModelConfig) -> int:
-        """Its number of parameters, for estimates."""
+        """Its number of parameters, for `megahead estimate`."""
         return 0
 
     @classmethod
@@ -151,7 +151,7 @@ class Auxiliary(nn.Module):
 
     @classmethod
     def num_loss_terms(cls, batch: Batch) -> int | None:
-        """The number of terms in the batch that the loss is a mean over: its own targets; None: the batch's."""
+        """The denominator of the loss: how many own targets the batch has; None: the batch's targets."""
         targets = cls.targets(batch)
         return None if targets is None else len(targets.ids_P)
 
@@ -221,9 +221,10 @@ def build_auxiliary(config: RunConfig) -> Auxiliary | None:
         rule = "have parameters of one dimension or more, and no buffers"
         got = f"{settings.implementation!r} with `{unsupported[0]}`"
         raise ConfigError("objective.custom.objective", rule, got=got)
-    if isinstance(settings, CustomConfig) and auxiliary.key != Auxiliary.key:
-        rule = f"leave `key` as it is ({Auxiliary.key}), since other names are those of the model's own parts"
-        got = f"{settings.implementation!r} with {auxiliary.key!r}"
+    if isinstance(settings, CustomConfig) and auxiliary.module_name != Auxiliary.module_name:
+        name = Auxiliary.module_name
+        rule = f"leave `module_name` as it is ({name}), since other names are those of the model's own parts"
+        got = f"{settings.implementation!r} with {auxiliary.module_name!r}"
         raise ConfigError("objective.custom.objective", rule, got=got)
     return auxiliary
 

@@ -35,7 +35,7 @@ from megahead.objectives.micro_batch import documents_of
 class MultiToken(Auxiliary):
     """Adds the loss of the heads, by the run's objective: headless or vanilla."""
 
-    key = "multi_token"
+    module_name = "multi_token"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 class Phrases(Auxiliary):
     """The phrase objective: contrasts the hidden states of tokens within each group of rows."""
 
-    key = "phrases"
+    module_name = "phrases"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -18,7 +18,7 @@ from megahead.data.batch import Batch
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import TensorSource, copy_rows_
 from megahead.losses.bag_of_words import Texts, bag_loss
-from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import CandidateShard, EvaluationSums, Softmax, streamed_sums
 from megahead.models.backbone import Backbone
@@ -88,9 +88,9 @@ class Pretraining(nn.Module):
         self.mask_head = mask_head
         self.output_bias = output_bias
         self.group = Group()
-        self._auxiliary_key = "" if auxiliary is None else auxiliary.key
+        self._auxiliary_name = "" if auxiliary is None else auxiliary.module_name
         if auxiliary is not None:
-            self.add_module(auxiliary.key, auxiliary)
+            self.add_module(auxiliary.module_name, auxiliary)
         self.on_errors: ErrorsCallback | None = None
         self.on_metrics: MetricsCallback | None = None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
@@ -114,7 +114,7 @@ class Pretraining(nn.Module):
     @property
     def auxiliary(self) -> Auxiliary | None:
         """The auxiliary objective, if there is one."""
-        auxiliary: Auxiliary | None = getattr(self, self._auxiliary_key) if self._auxiliary_key else None
+        auxiliary: Auxiliary | None = getattr(self, self._auxiliary_name) if self._auxiliary_name else None
         return auxiliary
 
     def _loss(self, micro: MicroBatch) -> Tensor:
@@ -159,7 +159,7 @@ class Pretraining(nn.Module):
     ) -> list[Softmax]:
         """The softmaxes over the targets' candidates (see `auxiliary.Predictions`), in the order of the targets."""
         if all_ids:  # outside no_grad, so that the rows' slice of the matrix is differentiable
-            parts = [(outputs_ND, self._output_rows(), vocabulary_candidates(batch.target_ids_N, bias_V))]
+            parts = [(outputs_ND, self._output_rows(), all_rows_as_candidates(batch.target_ids_N, bias_V))]
         with torch.no_grad():
             return [self._softmax(*part) for part in parts]
 
@@ -210,7 +210,7 @@ class Pretraining(nn.Module):
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
-            all_ids = vocabulary_candidates(ids_N, weight_N=weight_N)
+            all_ids = all_rows_as_candidates(ids_N, weight_N=weight_N)
             loss = (1 - share) * loss + share * loss_of(self._softmax(outputs_ND, self._output_rows(), all_ids))
         return loss
 
@@ -222,7 +222,7 @@ class Pretraining(nn.Module):
         if is_vocabulary and self.output_bias is not None:
             bias_V = self.output_bias.bias
         if bias_V is not None:
-            candidates = replace(candidates, bias_U=bias_V[: self.vocab_size], subtracts_target_bias=True)
+            candidates = replace(candidates, bias_U=bias_V[: self.vocab_size], target_logit_has_bias=True)
         return Softmax(outputs_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _shard(self, candidates: Candidates) -> CandidateShard | None:
@@ -301,7 +301,7 @@ class Pretraining(nn.Module):
         outputs_ND, target_ids_N = torch.cat(outputs), torch.cat([batch.target_ids_N for batch in request.batches])
         weights = [batch.weight_N for batch in request.batches if batch.weight_N is not None]
         weight_N = torch.cat(weights) if weights else None
-        vocabulary = vocabulary_candidates(target_ids_N, request.bias_V, weight_N)
+        vocabulary = all_rows_as_candidates(target_ids_N, request.bias_V, weight_N)
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
             sums = streamed_sums(outputs_ND, blocks, vocabulary, self._score())  # a vanilla head has a dense table
         else:

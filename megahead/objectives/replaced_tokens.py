@@ -1,7 +1,8 @@
 """Replaced-token detection (ELECTRA: Clark et al. 2020, arXiv 2003.10555): a generator predicts masked tokens, samples
 from it replace them, and the model classifies each token as original or replaced.
 
-B rows, T tokens per row, D features, N targets, P classified tokens: all but special tokens and padding.
+B rows, T tokens per row, M = B T, D features, N targets, P classified tokens: all but special tokens and padding; of
+one prediction n targets among U candidates.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DetectionHead(nn.Module):
 class ReplacedTokens(Auxiliary):
     """The generator learns the masked tokens; `head` classifies the backbone's outputs as original or replaced."""
 
-    key = "detection"
+    module_name = "detection"
     is_evaluated = True
 
     def __init__(self, config: RunConfig) -> None:
@@ -87,7 +88,7 @@ class ReplacedTokens(Auxiliary):
         """Replaces the targets' embeddings by those of tokens sampled from the generator, encodes them with the
         backbone, and returns the `detection_sums`. A sample equal to the target counts as original."""
         backbone, batch, prepared = context.backbone, context.batch, context.batch.auxiliary
-        bias_V = self.sampling_bias_V if context.training else context.head_bias_V
+        bias_V = self.training_free_bias_V if context.training else context.head_bias_V
         predictions = context.predictions(bias_V, all_ids=self._draws_all_ids or not context.training)
         sampled_ids_N, sampled_rows_ND = sample_tokens(backbone, predictions, prepared.uniform_N)
         flat = context.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, sampled_rows_ND)
@@ -100,13 +101,14 @@ class ReplacedTokens(Auxiliary):
 
 def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> dict[str, Tensor]:
     """Binary cross-entropy `loss` of the labels `replaced_P` (bool), and counts, as scalar tensors. For P = 0 the loss
-    is 0, connected to its inputs."""
+    is a differentiable 0."""
     logits_P = logits_P.to(torch.promote_types(logits_P.dtype, torch.float32))
     loss = F.binary_cross_entropy_with_logits(logits_P, replaced_P.to(logits_P.dtype), reduction="sum")
     predicted_P = logits_P > 0
     count = torch.full((), len(predicted_P), device=predicted_P.device)  # without a copy to the device
-    found, kept = (predicted_P & replaced_P).sum(), (~predicted_P & ~replaced_P).sum()
-    return {"loss": loss, "classified": count, "replaced": replaced_P.sum(), "found": found, "kept": kept}
+    true_positives, true_negatives = (predicted_P & replaced_P).sum(), (~predicted_P & ~replaced_P).sum()
+    counts = {"classified": count, "replaced": replaced_P.sum(), "found": true_positives, "kept": true_negatives}
+    return {"loss": loss, **counts}
 
 
 def sample_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +118,6 @@ def sample_tokens(backbone: Backbone, predictions: Sequence[Softmax], uniform_N:
     for prediction, uniform_n in zip(predictions, uniform, strict=True):
         index_n, ids_U = prediction.sample(uniform_n), prediction.candidates.ids_U
         ids.append(index_n if ids_U is None else ids_U[index_n])
-        # an untied output matrix has other rows than the embedding
+        # if the output matrix is untied, its rows are not input embeddings
         rows.append(backbone.embed(index_n) if ids_U is None else prediction.gather_rows(index_n))
     return torch.cat(ids), torch.cat(rows)

@@ -61,7 +61,7 @@ class TextDecoder(Auxiliary):
 class RetroMAE(TextDecoder):
     """The decoder sees some tokens of the text, others at each position."""
 
-    key = "retromae"
+    module_name = "retromae"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -199,7 +199,7 @@ class TSDAEBatch(NamedTuple):
 class TSDAE(TextDecoder):
     """The decoder sees the tokens before its own."""
 
-    key = "tsdae"
+    module_name = "tsdae"
 
     @classmethod
     def extend(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Batch:

@@ -201,7 +201,7 @@ class TaskPoint(NamedTuple):
     hours: float | None = None
 
 
-def logged_points(run: RunMetrics) -> list[TaskPoint]:
+def logged_task_scores(run: RunMetrics) -> list[TaskPoint]:
     """The scores of a run on tasks during training; NaN for values that were logged as null."""
     return [
         TaskPoint(run.name, record["tokens"], task, metric, nan if s["value"] is None else s["value"], s["stderr"])

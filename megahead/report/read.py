@@ -45,7 +45,7 @@ class RunMetrics:
     events: Sequence[Record] = ()
     """{"step", "tokens", "seconds"} with one of "session" (a start), "fault" (a bad step), "rollback", "slow" (a
     straggling rank), "replica" (weights differed between replicas), "copy" (a checkpoint in memory) and "mirror" (an
-    upload). In the order of the log, including events of steps that were rolled back."""
+    upload to the remote store). In the order of the log, including events of steps that were rolled back."""
 
 
 def read_metrics(run: Path) -> RunMetrics:
@@ -143,7 +143,7 @@ class Run:
     """The content of RUN/config.yaml, not validated, so that runs of earlier versions can be read."""
 
     geometry: Sequence[Record]
-    """{"step", "tokens", "seconds", "gradient_share", ...} of each checkpoint that was measured"""
+    """The fields of `evaluate.geometry.Geometry`, and {"step", "tokens", "seconds"}, of each checkpoint measured"""
 
     samples: Sequence[Record]
     """{"prompt", "text", ...} for each line of RUN/samples.jsonl, which `megahead generate --output` writes"""
@@ -259,46 +259,45 @@ def _messages(record: Record) -> Iterator[tuple[str, bool]]:
         case {"copy": {"off": reason}}:
             yield f"kept no more copies in memory: {reason}", True
         case {"copy": {"skipped": 1}}:
-            yield "a copy in memory was left out, since the last one was still on its way", True
+            yield "a copy in memory was skipped: the last one had not finished", True
         case {"mirror": {"failed": reason, **upload}}:
             content = f"step {upload['step']:,}" if "step" in upload else "the log"
-            yield f"{content} did not get to the mirror: {reason}", True
+            yield f"{content} did not get to the remote store: {reason}", True
         case {"mirror": {"skipped": _, "step": step}}:
-            reason = "since an older checkpoint was still on its way"
-            yield f"step {step:,} was not copied to the mirror, {reason}", True
+            yield f"step {step:,} was not uploaded: an older checkpoint had not finished", True
 
 
 def _session_messages(session: Record) -> Iterator[tuple[str, bool]]:
     for message in session.get("damaged", ()):
-        yield f"passed over a damaged checkpoint: {message}", True
+        yield f"skipped a damaged checkpoint: {message}", True
     if session.get("resumed") is not None:
         new_phase = session.get("new_phase", False)
-        yield f"{'the next phase went on' if new_phase else 'resumed'} from {session['resumed']}", False
+        yield f"{'the next phase continued' if new_phase else 'resumed'} from {session['resumed']}", False
     mirror = session.get("mirror", {})
     if "fetched" in mirror:
-        yield "the checkpoint came from the mirror", False
+        yield "the checkpoint came from the remote store", False
     for message in mirror.get("problems", ()):
-        yield f"passed over a damaged checkpoint of the mirror: {message}", True
+        yield f"skipped a damaged checkpoint of the remote store: {message}", True
     memory = session.get("memory", {})
     if "newer_by" in memory:
         yield f"the checkpoint came from memory, {pluralize(memory['newer_by'], 'step')} newer than the disk's", False
     for message in memory.get("problems", ()):
-        yield f"passed over a copy in memory: {message}", True
+        yield f"skipped a copy in memory: {message}", True
     if "mesh_before" in session:
         current, previous = (_describe_mesh(session[key]) for key in ("mesh", "mesh_before"))
-        yield f"went on with {current} instead of {previous}", False
+        yield f"continued on {current} instead of {previous}", False
 
 
 def _describe_mesh(mesh: Mapping[str, int]) -> str:
     tensor = f" x {mesh['tensor']} tensor ranks" if mesh["tensor"] > 1 else ""
-    waiting = f" ({mesh['waiting']} waiting)" if mesh["waiting"] else ""
-    return f"{pluralize(mesh['data'], 'data rank')}{tensor}{waiting}"
+    spare = f" ({mesh['waiting']} spare)" if mesh["waiting"] else ""
+    return f"{pluralize(mesh['data'], 'data rank')}{tensor}{spare}"
 
 
 def _fault_message(fault: Record) -> str:
     micro_batches = fault.get("where", ())
     ranks = sorted({batch["rank"] for batch in micro_batches if batch["rank"] is not None})
-    rows = ", ".join(format_range("row", range(batch["first"], batch["last"] + 1)) for batch in micro_batches[:3])
+    samples = ", ".join(format_range("sample", range(batch["first"], batch["last"] + 1)) for batch in micro_batches[:3])
     on_ranks = f" on {format_numbers('rank', ranks)}" if ranks else ""
     problem = f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']})"
-    return f"{problem}{on_ranks}, {rows}: {_ACTION_TEXTS[fault['action']]}"
+    return f"{problem}{on_ranks}, {samples}: {_ACTION_TEXTS[fault['action']]}"

@@ -174,8 +174,8 @@ class LazyUpdates:
     """The missed updates of stale rows, from a growing history of learning rates.
 
     The missed updates of rows last updated at each of S steps are an array [S, 3 + 2 K], float64: W, b1^n and b2^n,
-    then K summands of two columns, weight and E: either one for each node, with the sum over terms j of A_j times the
-    node's Lagrange polynomial at j as weight, or one for each term, with the weight A_j.
+    then K pairs (weight, E): one for each term j, with the weight A_j, or one for each node, with the weight sum_j A_j
+    times the node's Lagrange polynomial at j.
     """
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
@@ -183,9 +183,11 @@ class LazyUpdates:
         self._window = int(min(convergence_window(betas), MAX_WINDOW))
         self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
         self._powers = self._ratio ** np.arange(1, self._window + 1)
-        gaps, j = np.arange(self._window + 1), np.arange(1.0, self._window + 1)
-        self._nodes = gauss_nodes(self._ratio, NODES, gaps)  # [gap, NODES]
-        self._basis = lagrange_basis(self._nodes, j) * (j <= gaps[:, None])[:, None]  # [gap, NODES, window]
+        num_missed, j = np.arange(self._window + 1), np.arange(1.0, self._window + 1)
+        self._nodes = gauss_nodes(self._ratio, NODES, num_missed)  # [num_missed, NODES]
+        self._basis = (
+            lagrange_basis(self._nodes, j) * (j <= num_missed[:, None])[:, None]
+        )  # [num_missed, NODES, window]
         self._corrected = StepSeries(0.0)  # learning rates with Adam's bias correction
         self._full_window_sums = StepSeries(np.zeros(NODES))  # sums over the whole window after a step
 
@@ -209,11 +211,11 @@ class LazyUpdates:
     def quadrature_updates(self, last_step: Ints) -> Floats:
         """The missed updates by quadrature, for steps without `needs_exact_updates`."""
         self._extend()
-        gaps = np.minimum(self._history.steps - last_step, self._window)
-        weights, in_window = np.empty((len(last_step), NODES)), gaps < self._window
-        weights[in_window] = self._node_weights(last_step[in_window], gaps[in_window])
+        num_missed = np.minimum(self._history.steps - last_step, self._window)
+        weights, in_window = np.empty((len(last_step), NODES)), num_missed < self._window
+        weights[in_window] = self._node_weights(last_step[in_window], num_missed[in_window])
         weights[~in_window] = self._full_window_sums.values[last_step[~in_window]]
-        return self._columns(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
+        return self._columns(last_step, weights, self._offsets(last_step[:, None], self._nodes[num_missed]))
 
     def exact_updates(self, last_step: Ints) -> Floats:
         """The missed updates as sums of all terms, for any steps."""
@@ -222,24 +224,24 @@ class LazyUpdates:
         num_terms = min(self._window, int(np.max(current_step - last_step, initial=1)))
         terms = np.arange(1, num_terms + 1)
         steps = np.minimum(last_step[:, None] + terms, current_step)
-        in_gap = terms <= (current_step - last_step)[:, None]
-        weights = in_gap * self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps)
+        is_missed = terms <= (current_step - last_step)[:, None]
+        weights = is_missed * self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps)
         return self._columns(last_step, weights * self._powers[:num_terms], self._offsets(last_step[:, None], terms))
 
     def _columns(self, last_step_S: Ints, weights_SK: Floats, offsets_SK: Floats) -> Floats:
         """[S, 3 + 2 K]: the missed updates with these summands."""
         current_step, (b1, b2) = self._history.steps, self._betas
         decay_S = self._history.decay_factor(last_step_S, current_step)
-        gaps_S = (current_step - last_step_S).astype(np.float64)
+        num_missed_S = (current_step - last_step_S).astype(np.float64)
         summands = np.stack([decay_S[:, None] * weights_SK, offsets_SK], 2)
         summands = summands.reshape(len(decay_S), 2 * weights_SK.shape[1])
-        return np.concatenate([np.stack([decay_S, b1**gaps_S, b2**gaps_S], 1), summands], 1)
+        return np.concatenate([np.stack([decay_S, b1**num_missed_S, b2**num_missed_S], 1), summands], 1)
 
-    def _node_weights(self, last_step: Ints, gaps: Ints) -> Floats:
-        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, without the factor W(s, t)."""
+    def _node_weights(self, last_step: Ints, num_missed: Ints) -> Floats:
+        """[S, NODES]: the nodes' weights over the `num_missed` steps after `last_step`, without the factor W(s, t)."""
         steps = np.minimum(last_step[:, None] + np.arange(1, self._window + 1), self._history.steps)
         terms = self._corrected.values[steps] / self._history.decay_factor(last_step[:, None], steps) * self._powers
-        sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
+        sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[num_missed])
         return sums
 
     def _offsets(self, last_step_S1: Ints, j: Floats | Ints) -> Floats:
@@ -260,7 +262,7 @@ class LazyUpdates:
 Rows = Mapping[str, Tensor]
 Moments = Mapping[str, Literal["element", "row"]]
 WEIGHT = "weight"
-LAST_STEP, RATES = "touched", "rates"
+LAST_STEP, LEARNING_RATES = "touched", "rates"
 """Kinds of tensors in a checkpoint, beside the weights and moments."""
 
 

@@ -22,7 +22,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, TensorSource, fill_shard_, join_blocks
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.optimizer import LAST_STEP, RATES, ROW_OPTIMIZERS, WEIGHT, RowOptimizer, Rows
+from megahead.sharded_embedding.optimizer import LAST_STEP, LEARNING_RATES, ROW_OPTIMIZERS, WEIGHT, RowOptimizer, Rows
 
 # The exchange of a step's rows, planned before the step.
 #
@@ -184,9 +184,10 @@ class FetchedRows:
 
     def look_up(self, ids: Tensor, grad_norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
         """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which another
-        rank has, too. A forward pass may look up several times, if all results are differentiated."""
+        rank has, too. A forward pass may look up several times if each result gets a gradient."""
         if torch.is_grad_enabled():
-            self._passes_left -= self._open_lookups == 0
+            if not self._open_lookups:
+                self._passes_left -= 1
             self._open_lookups += 1
         index = torch.searchsorted(self._plan.ids_U, ids)
         rows: Tensor = _LookUp.apply(grad_norm_proxy, self, index, num_duplicates)
@@ -210,8 +211,8 @@ class FetchedRows:
 
 
 class _LookUp(torch.autograd.Function):
-    """Adds gradients to `fetched`. The gradient of `grad_norm_proxy` is 0, but in the step's last backward pass has the
-    norm of all rows' gradients."""
+    """Adds gradients to `fetched`. The gradient of `grad_norm_proxy` is 0, in the step's last backward pass one with
+    the norm of all rows' gradients."""
 
     @staticmethod
     def forward(ctx: Any, grad_norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:
@@ -307,14 +308,14 @@ class ShardedEmbedding(nn.Module):
         """The state for bitwise equal resumption on any number of ranks: rows and moments as of each row's last update,
         `touched`: the steps of these updates [V], and the `rates` of all steps (on every rank)."""
         shards = {name: RoundRobinShard(shard, self.num_rows) for name, shard in self._shards().items()}
-        return {**shards, RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
+        return {**shards, LEARNING_RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
 
     def restore(self, state: TensorSource) -> None:
         """Restores the tensors of `state`, block by block."""
         for name, shard in self._shards().items():
             blocks = (_validate_row_shape(block, shard.shape[1:], name) for block in state.blocks(name))
             fill_shard_(shard, blocks, self._mesh.world_group)
-        self.owned.row_optimizer.resume(state.read(RATES).numpy())
+        self.owned.row_optimizer.resume(state.read(LEARNING_RATES).numpy())
         self._current_nD = None
 
     def _shards(self) -> dict[str, Tensor]:

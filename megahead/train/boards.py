@@ -20,7 +20,8 @@ class Board:
         """Adds values by their full names."""
 
     def discard_after(self, step: int) -> None:
-        """Discards values of later steps, of this session and earlier ones, if the board can."""
+        """Discards values of later steps, of this session (one start of the processes) and earlier ones, if
+        possible."""
 
     def close(self) -> None:
         """Writes buffered values."""
@@ -47,8 +48,8 @@ class TensorBoard(Board):
 
 
 class Tracker(Board):
-    """A service that cannot discard values: a repeated step has two. After its first failure, of the network for
-    example, it receives nothing more in this session, and training continues."""
+    """A service that cannot discard values: a repeated step is logged twice. After a failure, of the network for
+    example, it gets no more values in this session; training continues."""
 
     def __init__(self, name: str, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
         self._name, self._log, self._finish, self._failed = name, log, finish, False
@@ -100,7 +101,7 @@ def _mlflow(mlflow: Any, config: RunConfig) -> Board:
 
 
 TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
-"""Keys are the names of the setting in `training` and of the package."""
+"""By package name, which is also the setting's in `training`."""
 
 
 def _configured_trackers(config: RunConfig) -> list[str]:

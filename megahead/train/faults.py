@@ -27,7 +27,7 @@ from megahead.wording import format_numbers, pluralize
 
 # Bad steps: their detection, their micro-batches, and the action that the config sets; the same on every rank.
 #
-# A step is not passed to the optimizer if its loss is not finite, or is a spike that the config does not only note. The
+# A step is not passed to the optimizer if its loss is not finite, or is a spike, unless `spike` is `note`. The
 # engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
 
 
@@ -120,8 +120,8 @@ def _indices(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
 
 # Detects a rank that is much slower than the others.
 #
-# Ranks wait for each other in every step, so that step times do not differ. But the time of the forward passes does,
-# which end before the first collective. (Not in a tensor group, nor at ZeRO 3: their forward has collectives.)
+# Ranks wait for each other in every step, so that step times do not differ. But forward passes end before the first
+# collective: their times do. (Not in a tensor group, nor at ZeRO 3: their forward has collectives.)
 
 
 WINDOW_STEPS = 20

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from megahead.config.plan import RunPlan, captures_micro_steps, phase_at
+from megahead.config.plan import RunPlan, phase_at, uses_cuda_graphs
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import TargetErrorCounts
@@ -354,7 +354,7 @@ def _set_sampling_bias(config: RunConfig, state: TrainingState, engine: Engine, 
     if settings is not None and auxiliary is not None and settings.samples_vocabulary():
         counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
         bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
-        auxiliary.sampling_bias_V = None if bias_V is None else bias_V.to(device)
+        auxiliary.training_free_bias_V = None if bias_V is None else bias_V.to(device)
 
 
 def _build_step_metrics(session: Session, progress: Progress) -> StepMetrics:
@@ -391,7 +391,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{note}"),
         *describe_precision(plan, session.device),
-        *([] if captures_micro_steps(plan) else describe_launches(plan, device_peak)),
+        *([] if uses_cuda_graphs(plan) else describe_launches(plan, device_peak)),
     ]
 
 
@@ -409,9 +409,9 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         seed=config.seed,
         device=session.device,
         half=config.engine.precision != "fp32",
-        static_shapes=captures_micro_steps(plan),
+        static_shapes=uses_cuda_graphs(plan),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
-        auxiliary=auxiliary_class(config.objective.traits()),
+        auxiliary=auxiliary_class(config.objective.auxiliary_or_neutral()),
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,
     )
@@ -431,6 +431,6 @@ def build_engine(
     shard_embedding_(pretraining.backbone, config, mesh, device)
     optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
     engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)
-    if captures_micro_steps(plan):
+    if uses_cuda_graphs(plan):
         engine.capture_micro_steps()
     return engine, engine_lines + describe_graphs(plan)

@@ -28,7 +28,7 @@ from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, MappedTensors, TensorSource
 from megahead.errors import CheckpointError, ConfigError
-from megahead.hf.published import HFModel
+from megahead.hf.importing import HFModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
 from megahead.objectives.auxiliary import auxiliary_class
 from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial_weights, weight_shapes
@@ -228,7 +228,7 @@ def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str
 def _auxiliary_prefixes(config: RunConfig) -> tuple[str, ...]:
     """How the names of an auxiliary objective's parameters begin; none without one."""
     settings = config.objective.auxiliary()
-    return () if settings is None else (f"{auxiliary_class(settings).key}.",)
+    return () if settings is None else (f"{auxiliary_class(settings).module_name}.",)
 
 
 def _open_init(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:

@@ -272,7 +272,7 @@ def test_a_damaged_one_that_a_name_means_is_told(url: str, tmp_path: Path, capsy
     flip(stored(tmp_path, 6))
     assert open_checkpoint(fetch_checkpoint(url, RunFolder(tmp_path / "new"))).step == 3
     said = capsys.readouterr()
-    assert without_digits(said.err).startswith(f"passed over: `{url}/checkpoints/step-00000006/tensors-")
+    assert without_digits(said.err).startswith(f"skipped: `{url}/checkpoints/step-00000006/tensors-")
     assert said.out == ""
 
 

@@ -25,7 +25,7 @@ from megahead.data.loader import (
     token_counts,
     training_samples,
 )
-from megahead.data.samples import StreamSamples
+from megahead.data.samples import ConcatenatedSamples
 from megahead.data.writer import IndexedDatasetWriter
 
 
@@ -64,7 +64,7 @@ def test_shares_are_rounded_to_the_nearest_samples() -> None:
 
 
 def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: list[IndexedDataset]) -> None:
-    parts = [StreamSamples(dataset, 10, seed) for seed, dataset in enumerate(datasets)]
+    parts = [ConcatenatedSamples(dataset, 10, seed) for seed, dataset in enumerate(datasets)]
     blend = Blend(parts, [2.0, 1.0, 5.0])
     indices = np.arange(PERIOD - 100, PERIOD + 300)  # over the border of a period
     rows = blend.read(indices)[0]
@@ -81,7 +81,7 @@ def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: l
 
 
 def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
-    blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
+    blend = Blend([ConcatenatedSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
     first, second, third = blend.describe(200)
     shares = "requested 25.0000%, rounded 25.0000%, achieved 25.0000%"
     assert first == f"{datasets[0].prefix}: {shares}, 0.51 epochs"  # 50 of its 99 rows
@@ -96,7 +96,7 @@ def test_ids_are_counted_as_often_as_their_text_is_read(tmp_path: Path) -> None:
         with IndexedDatasetWriter(tmp_path / f"part{number}", vocab_size=4) as writer:
             writer.add_document(np.full(size, number + 1))
     datasets = [IndexedDataset(tmp_path / f"part{number}") for number in range(2)]
-    blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1])
+    blend = Blend([ConcatenatedSamples(dataset, 10, 0) for dataset in datasets], [1, 1])
     first = math.ceil(990 * relative_epochs(blend)[0])
     assert 300 < first < 500
     assert token_counts(datasets, blend, 6).tolist() == [0, first, 390, 0, 0, 0]
@@ -108,7 +108,7 @@ def test_counts_of_billions_keep_all_digits(datasets: list[IndexedDataset], monk
     info, many = datasets[0].info, 3 * 2**30 + 1
     assert info is not None
     monkeypatch.setattr(datasets[0], "info", replace(info, token_counts=[many, 0, 1]))
-    assert token_counts(datasets[:1], StreamSamples(datasets[0], 10, 0), 4).tolist() == [many, 0, 1, 0]
+    assert token_counts(datasets[:1], ConcatenatedSamples(datasets[0], 10, 0), 4).tolist() == [many, 0, 1, 0]
 
 
 def test_temperature_lifts_the_small_ones() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megahead.config.masking import MaskingConfig
-from megahead.data.batch import EncoderRowBuilder, NextTokenCollator
+from megahead.data.batch import CausalEncoderCollator, EncoderRowBuilder
 from megahead.data.masking import MaskingCollator
 from megahead.data.strategies import Uniform
 
@@ -32,7 +32,7 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
     text = texts()
     starts = np.zeros(text.shape, bool)
     starts[0, 5] = starts[1, 0] = known
-    batch = NextTokenCollator(EncoderRowBuilder(MASKING, END, isolate), boundary).batch(
+    batch = CausalEncoderCollator(EncoderRowBuilder(MASKING, END, isolate), boundary).batch(
         text, range(5), starts if known else None
     )
     places, targets = [], []
@@ -55,7 +55,7 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_sample_is_the_same_text_whether_masked_or_not(isolate: bool) -> None:
     masked = MaskingCollator(EncoderRowBuilder(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
-    batch = NextTokenCollator(EncoderRowBuilder(MASKING, END, isolate), True).batch(texts(), range(5))
+    batch = CausalEncoderCollator(EncoderRowBuilder(MASKING, END, isolate), True).batch(texts(), range(5))
     original = masked.input_ids_BT.flatten().index_copy(0, masked.target_index_N, masked.target_ids_N)
     assert torch.equal(batch.input_ids_BT.flatten(), original)
     assert batch.positions_BT is not None

@@ -11,7 +11,7 @@ import pytest
 from megahead.config.data import DataConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_samples
-from megahead.data.samples import StoredSamples, StreamSamples, held_out_samples
+from megahead.data.samples import ConcatenatedSamples, StoredSamples, held_out_samples
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 
@@ -70,7 +70,7 @@ def test_their_files_are_read(tmp_path: Path, code: int) -> None:
     dataset = IndexedDataset(write_pair(tmp_path / "theirs", sequences, [0, 2, 4], code))
     assert [sequence.tolist() for sequence in dataset] == sequences
     assert dataset.document_index.tolist() == [0, 2, 4]
-    assert StreamSamples(dataset, 2, 0).read([0, 1])[0].dtype == np.int64
+    assert ConcatenatedSamples(dataset, 2, 0).read([0, 1])[0].dtype == np.int64
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megahead.data.indexed import HEADER, MAGIC, IndexedDataset
-from megahead.data.samples import SequentialSamples, StreamSamples
+from megahead.data.samples import ConcatenatedSamples, SequentialSamples
 from megahead.errors import DataError
 
 Flat = Callable[[int], Path]
@@ -24,7 +24,7 @@ quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCh
 def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: int, seed: int, epoch: int) -> None:
     if tokens < 2 * length:
         return
-    samples = StreamSamples(IndexedDataset(flat_dataset(tokens)), length, seed)
+    samples = ConcatenatedSamples(IndexedDataset(flat_dataset(tokens)), length, seed)
     n = (tokens - length) // length
     rows = samples.read(range(epoch * n, (epoch + 1) * n))[0]
     assert samples.rows_per_epoch == n
@@ -36,7 +36,7 @@ def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: 
 
 
 def test_epochs_differ_in_order_and_offset(flat_dataset: Flat) -> None:
-    samples = StreamSamples(IndexedDataset(flat_dataset(2000)), 10, 1)
+    samples = ConcatenatedSamples(IndexedDataset(flat_dataset(2000)), 10, 1)
     rows = samples.read(range(4 * samples.rows_per_epoch))[0].reshape(4, samples.rows_per_epoch, 11)
     assert len({samples.offset(epoch) for epoch in range(4)}) > 1
     assert not np.array_equal(rows[0] - samples.offset(0), rows[1] - samples.offset(1))
@@ -45,12 +45,12 @@ def test_epochs_differ_in_order_and_offset(flat_dataset: Flat) -> None:
 def test_the_order_depends_on_the_sample_alone(flat_dataset: Flat) -> None:
     dataset = IndexedDataset(flat_dataset(500))
     indices = [7, 0, 123, 49, 48, 7, 1000]
-    together = StreamSamples(dataset, 10, 3).read(indices)[0]
-    one_by_one = [StreamSamples(dataset, 10, 3).read([index])[0][0] for index in indices]
+    together = ConcatenatedSamples(dataset, 10, 3).read(indices)[0]
+    one_by_one = [ConcatenatedSamples(dataset, 10, 3).read([index])[0][0] for index in indices]
     assert np.array_equal(together, one_by_one)
     assert together.dtype == np.int64
-    assert not np.array_equal(together, StreamSamples(dataset, 10, 4).read(indices)[0])
-    assert StreamSamples(dataset, 10, 3).read([])[0].shape == (0, 11)
+    assert not np.array_equal(together, ConcatenatedSamples(dataset, 10, 4).read(indices)[0])
+    assert ConcatenatedSamples(dataset, 10, 3).read([])[0].shape == (0, 11)
 
 
 @pytest.mark.parametrize("tokens", [60, 40_000])
@@ -58,7 +58,9 @@ def test_reading_ahead_changes_nothing(flat_dataset: Flat, tokens: int) -> None:
     plain, ahead = IndexedDataset(flat_dataset(tokens)), IndexedDataset(flat_dataset(tokens))
     ahead.expect_random_access()
     indices = range(3 * ((tokens - 30) // 30))
-    assert np.array_equal(StreamSamples(plain, 30, 1).read(indices)[0], StreamSamples(ahead, 30, 1).read(indices)[0])
+    assert np.array_equal(
+        ConcatenatedSamples(plain, 30, 1).read(indices)[0], ConcatenatedSamples(ahead, 30, 1).read(indices)[0]
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +76,7 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
     started = time.thread_time()
     dataset = IndexedDataset(tmp_path / "big")
     dataset.expect_random_access()
-    samples = StreamSamples(dataset, 2048, 0)
+    samples = ConcatenatedSamples(dataset, 2048, 0)
     assert samples.read([0])[0].shape == (1, 2049)
     assert time.thread_time() - started < 0.05
     assert len(dataset) == n
@@ -87,7 +89,7 @@ def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:
     assert np.array_equal(samples.read([samples.rows_per_epoch])[0], samples.read([0])[0])
 
 
-@pytest.mark.parametrize(("kind", "least"), [(StreamSamples, 100), (SequentialSamples, 51)])
+@pytest.mark.parametrize(("kind", "least"), [(ConcatenatedSamples, 100), (SequentialSamples, 51)])
 def test_too_short_a_dataset_is_reported(flat_dataset: Flat, kind: type, least: int) -> None:
     seed = () if kind is SequentialSamples else (0,)
     assert kind(IndexedDataset(flat_dataset(least)), 50, *seed).read([0, 5])[0].shape == (2, 51)

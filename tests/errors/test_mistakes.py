@@ -27,8 +27,8 @@ from megahead.distributed.launch import choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
 from megahead.hf.export import ensure_hf_folder, export
+from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_causal
-from megahead.hf.published import from_hf
 from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import open_datasets, require_same_run

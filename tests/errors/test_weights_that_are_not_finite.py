@@ -14,8 +14,8 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.hf.export import ensure_hf_folder, export
+from megahead.hf.importing import from_hf, load_input_embedding
 from megahead.hf.loading import load_causal
-from megahead.hf.published import from_hf, load_input_embedding
 from megahead.hf.revocabulary import revocabulary
 from megahead.integrations.transformers import Headless
 from megahead.objectives.pretraining import weight_shapes

@@ -16,7 +16,7 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.estimate import SubsetLayers, run_flops, training_flops
 from megahead.losses.bag_of_words import Texts, bag_loss
-from megahead.losses.candidates import unique_candidates, vocabulary_candidates
+from megahead.losses.candidates import all_rows_as_candidates, unique_candidates
 from megahead.losses.fused_softmax import TorchChunkSoftmax
 from megahead.losses.softmax import Softmax
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
@@ -216,7 +216,7 @@ def test_a_decoder_of_texts_and_its_candidates_are_counted(decoder, bag_weight):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         (decoder(first, rows, mask, torch.arange(36)) @ table.T).sum().backward()
         if bag_weight:
-            texts, candidates = Texts(torch.arange(36), 2, 18), vocabulary_candidates(torch.arange(36))
+            texts, candidates = Texts(torch.arange(36), 2, 18), all_rows_as_candidates(torch.arange(36))
             bag_loss(Softmax(rows.flatten(0, 1), table, candidates), texts).backward()
     with_decoder, without = run_flops(config, all_ids), run_flops(plain, all_ids)
     more, more_of_outputs = with_decoder.head - without.head, with_decoder.body - without.body

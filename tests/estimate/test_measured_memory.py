@@ -12,7 +12,7 @@ import pytest
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.samples import StreamSamples
+from megahead.data.samples import ConcatenatedSamples
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
@@ -63,7 +63,7 @@ def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     weights = initial_weights(config)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
-    samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
+    samples = ConcatenatedSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)
     loader = StepLoader(samples, objective, config.data, config.batch, mesh.data_group)
     step_metrics, fault_policy = StepMetrics(mesh.world_group, mesh.tensor_group.size), FaultPolicy(config.faults)

@@ -16,7 +16,7 @@ from megahead.data.vocabulary_map import ByteVocabulary
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.geometry import similarities, synonym_pairs
 from megahead.hf.export import export
-from megahead.hf.published import load_input_embedding
+from megahead.hf.importing import load_input_embedding
 from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.vocabularies import TEXT

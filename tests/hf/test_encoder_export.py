@@ -35,7 +35,7 @@ from megahead.errors import FieldError
 from megahead.hf.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
-from megahead.hf.published import from_hf, load_input_embedding
+from megahead.hf.importing import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.objectives.pretraining import weight_shapes

@@ -15,7 +15,7 @@ from megahead.config.loading import config_from_dict
 from megahead.distributed import tensors as blocks
 from megahead.errors import CheckpointError, FieldError, UserError
 from megahead.hf.export import export
-from megahead.hf.published import HFModel, from_hf
+from megahead.hf.importing import HFModel, from_hf
 from support.sentencepiece_models import sentencepiece_model
 from support.small_checkpoint import save_tokenizer
 from support.vocabularies import TEXT

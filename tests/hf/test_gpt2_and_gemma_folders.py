@@ -22,8 +22,8 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.errors import UserError
 from megahead.hf.export import export
+from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_causal
-from megahead.hf.published import from_hf
 from megahead.hf.trained import TrainedModel
 from support.small_checkpoint import save_small, small_config
 

@@ -31,7 +31,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.language_models import Encoder
 from megahead.hf.export import export
-from megahead.hf.published import from_hf
+from megahead.hf.importing import from_hf
 from megahead.hf.registry import FAMILIES
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder

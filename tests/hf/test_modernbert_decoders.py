@@ -27,8 +27,8 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import UserError
 from megahead.evaluate.language_models import open_language_model
 from megahead.hf.export import export
+from megahead.hf.importing import HFModel, from_hf
 from megahead.hf.loading import is_encoder, load_classifier
-from megahead.hf.published import HFModel, from_hf
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config

@@ -28,7 +28,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, UserError
 from megahead.hf import modernbert
 from megahead.hf.export import export
-from megahead.hf.published import from_hf, load_input_embedding
+from megahead.hf.importing import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config

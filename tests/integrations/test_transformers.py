@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from megahead.errors import UserError
-from megahead.hf.published import from_hf
+from megahead.hf.importing import from_hf
 from megahead.hf.registry import export_family
 from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless

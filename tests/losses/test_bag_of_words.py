@@ -13,7 +13,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.distributed.group import Group
 from megahead.losses import bag_of_words
 from megahead.losses.bag_of_words import Texts, bag_loss, bag_loss_reference
-from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates
 from megahead.losses.contrastive import build_objective
 from megahead.losses.scores import SCORES
 from megahead.losses.softmax import CandidateShard, Softmax
@@ -44,7 +44,7 @@ def inputs_of(rule: dict[str, Any]) -> tuple[Tensor, Tensor, Candidates, Texts, 
     texts, ids = texts_of()
     if rule.get("name") == "vanilla":
         bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64, requires_grad=True)
-        candidates = Candidates(None, bias, ids, subtracts_target_bias=True)
+        candidates = Candidates(None, bias, ids, target_logit_has_bias=True)
     else:
         candidates = build_objective(ObjectiveConfig(**rule), VOCABULARY, COUNTS).candidate_set(ids, 3).candidates(ids)
         candidates = candidates.pad_to_multiple(4)
@@ -112,7 +112,7 @@ def test_candidates_of_three_ranks_are_those_of_one(rule: dict[str, Any]) -> Non
 def test_a_text_of_one_token_has_the_softmax_of_its_output() -> None:
     outputs, rows = torch.randn(3, D, requires_grad=True), torch.randn(VOCABULARY, D)
     ids = torch.tensor([7, 0, 39])
-    softmax = Softmax(outputs, rows, vocabulary_candidates(ids))
+    softmax = Softmax(outputs, rows, all_rows_as_candidates(ids))
     texts = Texts(torch.tensor([4, 9, 20]), 3, LENGTH)
     for mine, theirs in zip(
         with_gradients(bag_loss(softmax, texts), outputs), with_gradients(softmax.loss(), outputs), strict=True
@@ -140,7 +140,7 @@ def test_groups_have_texts_of_their_own() -> None:
 
 def test_no_tokens_have_a_loss_of_zero_connected_to_the_inputs() -> None:
     outputs, rows = torch.zeros(0, D, requires_grad=True), torch.zeros(4, D, requires_grad=True)
-    softmax = Softmax(outputs, rows, vocabulary_candidates(torch.zeros(0, dtype=torch.int64)))
+    softmax = Softmax(outputs, rows, all_rows_as_candidates(torch.zeros(0, dtype=torch.int64)))
     loss, *gradients = with_gradients(bag_loss(softmax, Texts(torch.zeros(0, dtype=torch.int64), 2, 3)), outputs, rows)
     assert loss == 0
     assert [g.shape for g in gradients] == [outputs.shape, rows.shape]

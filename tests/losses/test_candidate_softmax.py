@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megahead.config.objective import CPU_CHUNKS, ChunkSize
 from megahead.losses import contrastive, fused_softmax
-from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates, log_unigram, unique_candidates
 from megahead.losses.contrastive import cwt_loss
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import EvaluationSums, Softmax, candidate_loss, candidate_loss_reference
@@ -88,7 +88,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
     outputs, rows = torch.randn(3000, 2, requires_grad=True), torch.randn(2000, 2, requires_grad=True)
-    candidates = vocabulary_candidates(torch.randint(2000, (3000,)))
+    candidates = all_rows_as_candidates(torch.randint(2000, (3000,)))
     with LargestTensor() as largest:
         candidate_loss(outputs, rows, candidates).backward()
         Softmax(outputs, rows, candidates).sums()
@@ -100,7 +100,7 @@ def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
     outputs, targets, embedding = drawn(12, 4, 9)
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
     arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
-    among = Candidates(None, bias, targets, subtracts_target_bias=True)
+    among = Candidates(None, bias, targets, target_logit_has_bias=True)
     ours, reference = (loss(*arguments, among, Dot(0.7)) for loss in (candidate_loss, candidate_loss_reference))
     wanted = [bias, outputs, embedding] if others_learn else [bias]
     for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):
@@ -256,20 +256,20 @@ def test_scores_are_those_of_the_softmax() -> None:
     outputs, targets, embedding = drawn(20, 4, 9)
     bias = torch.randn(9)
     log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
-    scores = Softmax(outputs, embedding, vocabulary_candidates(targets, bias), Dot(0.5)).sums()
+    scores = Softmax(outputs, embedding, all_rows_as_candidates(targets, bias), Dot(0.5)).sums()
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
 
 
 def test_a_target_that_ties_with_another_candidate_is_not_correct() -> None:
-    scores = Softmax(torch.zeros(6, 4), torch.zeros(7, 4), vocabulary_candidates(torch.arange(6))).sums()
+    scores = Softmax(torch.zeros(6, 4), torch.zeros(7, 4), all_rows_as_candidates(torch.arange(6))).sums()
     assert scores.correct == 0
 
 
 def test_no_targets_score_nothing() -> None:
     scores = Softmax(
-        torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
+        torch.randn(0, 4), torch.randn(7, 4), all_rows_as_candidates(torch.zeros(0, dtype=torch.int64))
     ).sums()
     assert scores == EvaluationSums(0.0, 0, 0, 0.0)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megahead.losses.candidates import Candidates, unique_candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates, unique_candidates
 from megahead.losses.softmax import candidate_loss, candidate_loss_reference
 
 
@@ -30,17 +30,17 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
 
 
 def test_the_whole_vocabulary_is_not_padded() -> None:
-    candidates = vocabulary_candidates(torch.tensor([1, 2]))
+    candidates = all_rows_as_candidates(torch.tensor([1, 2]))
     assert candidates.pad_to_multiple(512) is candidates
     biased = replace(candidates, bias_U=torch.tensor([0.0, 0.0, -torch.inf]))
     assert biased.pad_to_multiple(512) is biased
 
 
 def test_all_tensors_move_and_the_rest_stays() -> None:
-    candidates = Candidates(*(torch.arange(3) for _ in range(4)), subtracts_target_bias=True)  # type: ignore[misc]
+    candidates = Candidates(*(torch.arange(3) for _ in range(4)), target_logit_has_bias=True)  # type: ignore[misc]
     moved = candidates.to(torch.device("meta"))
-    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "target_N", "target_bias_U"))
-    assert moved.subtracts_target_bias
+    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "target_N", "own_target_bias_U"))
+    assert moved.target_logit_has_bias
     alone = Candidates(None, None, torch.arange(3)).to(torch.device("meta"))
     assert (alone.ids_U, alone.bias_U, alone.target_N.is_meta) == (None, None, True)
 
@@ -52,13 +52,13 @@ def test_a_bias_in_the_numerator_is_that_of_each_positive_as_often_as_it_counts(
     plain = Candidates(None, bias, own, bias / 2 if apart else None, weight_N=weights)
     subtracted = float((weights * (bias / 2 if apart else bias)[own]).sum())
     for way in (candidate_loss, candidate_loss_reference):
-        mine = way(outputs, rows, replace(plain, subtracts_target_bias=True))
+        mine = way(outputs, rows, replace(plain, target_logit_has_bias=True))
         torch.testing.assert_close(float(mine), float(way(outputs, rows, plain)) - subtracted, rtol=1e-5, atol=1e-5)
 
 
 def test_without_outputs_a_learned_bias_has_a_gradient_of_zeros() -> None:
     bias = torch.tensor([1.0, -torch.inf], requires_grad=True)
-    none = Candidates(None, bias, torch.zeros(0, dtype=torch.int64), subtracts_target_bias=True)
+    none = Candidates(None, bias, torch.zeros(0, dtype=torch.int64), target_logit_has_bias=True)
     loss = candidate_loss(torch.zeros(0, 4), torch.randn(2, 4), none)
     loss.backward()
     assert (loss.item(), bias.grad.tolist()) == (0.0, [0.0, 0.0])

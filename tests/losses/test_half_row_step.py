@@ -66,7 +66,7 @@ def test_a_learned_bias_gets_its_gradient() -> None:
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart=False)
     assert candidates.bias_U is not None
     bias = candidates.bias_U.to(HALF).requires_grad_()
-    candidates = replace(candidates, bias_U=bias, subtracts_target_bias=True)
+    candidates = replace(candidates, bias_U=bias, target_logit_has_bias=True)
     mine = solved(candidate_loss(outputs, rows, candidates, SCORE), [outputs, rows, bias])
     assert_rounded(mine, exact(outputs, rows, candidates, bias))
 

@@ -75,7 +75,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
     assert candidates.bias_U is not None
-    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, target_logit_has_bias=True)
     with mock.patch.object(fused_softmax, "CPU_CHUNKS", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
     return torch.autograd.grad(3 * loss, bias)[0]
@@ -86,7 +86,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
 def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int) -> None:
     outputs, rows, candidates = problem(count, True)
     assert candidates.bias_U is not None
-    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, target_logit_has_bias=True)
     reference = candidate_loss_reference(outputs, rows, candidates, Dot(TEMPERATURE))
     (expected,) = torch.autograd.grad(3 * reference, bias)
     for whole in on_ranks(size, gradient_of_the_bias, count):

@@ -75,7 +75,7 @@ def test_a_rounded_score_changes_a_loss_by_2_to_the_minus_7_of_the_largest(
     softmax = build_chunk_softmax(outputs, rows, candidates, score, Group())
     for part in (slice(first, first + softmax.chunk_size) for first in range(0, n, softmax.chunk_size)):
         truth, mine = (
-            each.residuals(outputs[part].to(dtype), candidates.target_N[part])
+            each.score_gradients(outputs[part].to(dtype), candidates.target_N[part])
             for each, dtype in ((exact, torch.float64), (softmax, torch.bfloat16))
         )
         largest_n = (outputs[part].double() @ rows.double().T).abs().amax(1) * score.scale
@@ -114,7 +114,7 @@ def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: flo
     results = []
     for way, dtype in ((candidate_loss, torch.float32), (candidate_loss_reference, torch.float64)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (outputs, rows, candidates.bias_U)]
-        among = replace(candidates, bias_U=inputs[2], subtracts_target_bias=True)
+        among = replace(candidates, bias_U=inputs[2], target_logit_has_bias=True)
         results.append(solved(way(*inputs[:2], among, Dot(temperature)), inputs))
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine, exact, rtol=2e-5, atol=2e-5)
@@ -140,7 +140,7 @@ def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = Softmax(outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard).sums()
+        sums = Softmax(outputs, table, replace(candidates, own_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return value, of_outputs, of_rows[: shard.count], tuple(sums)
 
 
@@ -150,7 +150,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
         pytest.skip("Triton's interpreter is for machines without a GPU")
     outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
     exact = truth(outputs, rows, candidates, TEMPERATURE)
-    plain = replace(candidates, target_bias_U=None)
+    plain = replace(candidates, own_target_bias_U=None)
     sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
@@ -174,7 +174,7 @@ def weighed_with_a_learned_bias(candidates: Candidates) -> Candidates:
     assert candidates.bias_U is not None
     weight_N = 1 + torch.arange(len(candidates.target_N), device=candidates.bias_U.device) % 7 / 3
     bias_U = candidates.bias_U.float().requires_grad_()
-    return replace(candidates, bias_U=bias_U, subtracts_target_bias=True, weight_N=weight_N)
+    return replace(candidates, bias_U=bias_U, target_logit_has_bias=True, weight_N=weight_N)
 
 
 @pytest.mark.gpu
@@ -272,7 +272,7 @@ def test_the_kernel_is_launched_on_the_device_of_its_scores(monkeypatch: pytest.
 
 def test_a_bias_with_a_gradient_must_be_in_the_numerator(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, rows, candidates = drawn(4, 8, 16, torch.float32, torch.device("cpu"), apart=False)
-    learned = replace(weighed_with_a_learned_bias(candidates), subtracts_target_bias=False)
+    learned = replace(weighed_with_a_learned_bias(candidates), target_logit_has_bias=False)
     with pytest.raises(ValueError, match="numerator"):
         candidate_loss(outputs, rows, learned)
 

@@ -56,7 +56,7 @@ def test_split_over_ranks_it_equals_the_reference(
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = Softmax(outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard).sums()
+        sums = Softmax(outputs, table, replace(candidates, own_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return [value, of_outputs, of_rows[: shard.count]], tuple(sums)
 
     results = in_turn(size, work)
@@ -65,7 +65,7 @@ def test_split_over_ranks_it_equals_the_reference(
     exact = truth(outputs, rows, candidates, TEMPERATURE)
     for part in parts:
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
-    plain = replace(candidates, target_bias_U=None)
+    plain = replace(candidates, own_target_bias_U=None)
     sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
@@ -88,7 +88,7 @@ def test_a_vocabulary_with_a_learned_bias_equals_the_reference(
     for way, kind in ((candidate_loss, dtype), (candidate_loss_reference, torch.float64)):
         bias = candidates.bias_U.to(torch.float32 if kind == dtype else kind).detach().requires_grad_()
         inputs = [outputs.detach().to(kind).requires_grad_(), rows.detach().to(kind).requires_grad_(), bias]
-        vocabulary = Candidates(None, bias, candidates.target_N, subtracts_target_bias=True)
+        vocabulary = Candidates(None, bias, candidates.target_N, target_logit_has_bias=True)
         results.append(solved(way(*inputs[:2], vocabulary, Dot(TEMPERATURE)), inputs))
     assert_rounded_once(*results, dtype)
 
@@ -118,13 +118,13 @@ def test_rows_of_a_vocabulary_of_any_size_begin_where_16_bytes_are_moved_at_once
     seen: list[tuple[int, int, int]] = []
 
     def look(step: Any, scores_nw: Tensor, *_: Any, **__: Any) -> Tensor:
-        assert scores_nw.data_ptr() % 16 == step._residuals.data_ptr() % 16 == 0
-        seen.append((scores_nw.stride(0), step._residuals.stride(0), len(step._biases[0])))
+        assert scores_nw.data_ptr() % 16 == step._score_gradients.data_ptr() % 16 == 0
+        seen.append((scores_nw.stride(0), step._score_gradients.stride(0), len(step._biases[0])))
         return torch.empty(4, len(scores_nw))
 
     monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._run_kernel", look)
     outputs, rows, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((3, 16), (30592, 16), (30592,)))
-    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_target_bias=True)
+    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), target_logit_has_bias=True)
     torch.autograd.grad(candidate_loss(outputs, rows[:30522], vocabulary), [outputs, rows, bias])
     assert seen == [(30528, 30528, 30528)]
 

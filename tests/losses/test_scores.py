@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config.objective import ChunkSize, ObjectiveConfig
 from megahead.losses import fused_softmax
-from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates, log_unigram, unique_candidates
 from megahead.losses.scores import SCORES, Cosine, Dot, Harmonic, Score
 from megahead.losses.softmax import Softmax, candidate_loss, candidate_loss_reference, streamed_sums
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, solved, truth
@@ -42,8 +42,8 @@ def test_loss_and_gradients_are_those_of_the_definition_in_any_chunks(
     own = candidates.target_N[:, None]
     positive = scores.gather(1, own)
     biased = scores + candidates.bias_U
-    if candidates.target_bias_U is not None:
-        biased = biased.scatter(1, own, positive + candidates.target_bias_U[own])
+    if candidates.own_target_bias_U is not None:
+        biased = biased.scatter(1, own, positive + candidates.own_target_bias_U[own])
     exact = solved((biased.logsumexp(1) - positive[:, 0]).sum(), [outputs, rows])
     for way in (candidate_loss, candidate_loss_reference):
         for size in (1, 10**9):
@@ -72,7 +72,7 @@ def test_float32_is_as_near_as_its_rounding(score: Score) -> None:
 def test_a_learned_bias_gets_its_gradient(score: Score) -> None:
     outputs, rows, candidates = drawn(12, 9, 4, torch.float64, CPU, apart=False)
     bias = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    among = Candidates(None, bias, candidates.target_N, subtracts_target_bias=True)
+    among = Candidates(None, bias, candidates.target_N, target_logit_has_bias=True)
     mine, exact = (
         solved(way(outputs, rows, among, score), [bias, outputs, rows])
         for way in (candidate_loss, candidate_loss_reference)
@@ -96,7 +96,7 @@ def test_a_score_that_is_no_product_takes_torchs_operations_in_float32_on_a_gpu_
 @pytest.mark.parametrize("score", KINDS, ids=str)
 def test_evaluation_is_that_of_the_definition_whole_and_in_blocks(score: Score) -> None:
     outputs, rows, candidates = drawn(30, 17, 6, torch.float64, CPU, apart=False)
-    vocabulary = vocabulary_candidates(candidates.target_N, candidates.bias_U)
+    vocabulary = all_rows_as_candidates(candidates.target_N, candidates.bias_U)
     logs = (definition(score, outputs, rows) + candidates.bias_U).log_softmax(1)
     loss = -logs.gather(1, candidates.target_N[:, None]).sum().item()
     correct = int((logs.argmax(1) == candidates.target_N).sum())
@@ -110,7 +110,7 @@ def test_evaluation_is_that_of_the_definition_whole_and_in_blocks(score: Score) 
 
 def test_two_points_that_coincide_are_finite() -> None:
     points = torch.ones(3, 4, requires_grad=True)
-    loss = candidate_loss(points, points, vocabulary_candidates(torch.arange(3)), Harmonic(0.1))
+    loss = candidate_loss(points, points, all_rows_as_candidates(torch.arange(3)), Harmonic(0.1))
     assert loss.isfinite()
     assert torch.autograd.grad(loss, points)[0].isfinite().all()
 
@@ -120,7 +120,7 @@ def test_points_nearer_than_the_least_distance_have_no_slope_as_by_the_definitio
     """The first output almost has its own row, the second another's, the third is at its own."""
     outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]], dtype=dtype).requires_grad_()
     rows = torch.tensor([[1.02, 0.0], [0.0, 3.0], [2.0, 2.0], [0.0, 0.99]], dtype=dtype).requires_grad_()
-    candidates = vocabulary_candidates(torch.arange(3))
+    candidates = all_rows_as_candidates(torch.arange(3))
     mine, exact = (
         solved(way(outputs, rows, candidates, Harmonic(0.5)), [outputs, rows])
         for way in (candidate_loss, candidate_loss_reference)

@@ -148,7 +148,7 @@ def test_all_ids_are_drawn_from_where_asked() -> None:
     config = config.model_copy(update={"objective": ObjectiveConfig(**{"replaced_tokens": all_ids})})
     model, micro = random_model(config), micro_batch(config, ids=range(20, VOCABULARY))
     assert model.auxiliary is not None
-    model.auxiliary.sampling_bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64).index_fill(
+    model.auxiliary.training_free_bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64).index_fill(
         0, torch.tensor([17]), 0.0
     )
     loss, read_BTD, noted = watched(model, micro)

@@ -20,7 +20,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator, training_samples
-from megahead.data.samples import RowSource, StreamSamples
+from megahead.data.samples import ConcatenatedSamples, RowSource
 from megahead.data.strategy import TargetErrorCounts
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
@@ -213,7 +213,7 @@ def test_preparing_a_step_is_no_pass_over_the_vocabulary(tmp_path: Path, changes
     target_error_counts = TargetErrorCounts(config.model.padded_vocab_size(), period_steps=1000, samples_per_step=8)
     collator = training_collator(config, [text], target_error_counts)
     rule = build_objective(config.objective, vocabulary, torch.ones(vocabulary, dtype=torch.int64))
-    reading = StreamSamples(text, config.sample_length(), config.seed), rule, config.data, config.batch, Group()
+    reading = ConcatenatedSamples(text, config.sample_length(), config.seed), rule, config.data, config.batch, Group()
     loader = StepLoader(
         *reading, group_samples=resolve_candidate_group_samples(config.objective, config.batch, 1), collator=collator
     )
@@ -261,7 +261,10 @@ def test_weighed_targets_are_averaged_by_their_weights_and_keep_them_in_any_grou
     write_text(tmp_path)
     config = small_config(tmp_path, {"model.family": "bert", "model.vocab_size": 63, "masking": masks})
     text = IndexedDataset(config.data.train)
-    samples, rule = StreamSamples(text, config.sample_length(), config.seed), build_objective(config.objective, 63)
+    samples, rule = (
+        ConcatenatedSamples(text, config.sample_length(), config.seed),
+        build_objective(config.objective, 63),
+    )
     options = {"group_samples": group_samples, "collator": training_collator(config, [text])}
     step = StepLoader(samples, rule, config.data, config.batch, Group(), **options).step(0)  # type: ignore[arg-type]
     tokens = int((samples.read(range(8))[0] != 0).sum())
@@ -283,7 +286,7 @@ def test_candidates_are_counted_on_average_over_groups() -> None:
 def test_targets_are_what_was_counted(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
-    samples = StreamSamples(IndexedDataset(config.data.train), 24, config.seed)
+    samples = ConcatenatedSamples(IndexedDataset(config.data.train), 24, config.seed)
     step = StepLoader(samples, build_objective(config.objective, 60), config.data, config.batch, Group()).step(0)
     total = sum(micro.batch.target_ids_N.numel() for micro in step.micro_batches)
     assert step.targets == total == 8 * 24
@@ -294,7 +297,10 @@ def test_targets_are_what_was_counted(tmp_path: Path) -> None:
 def test_half_precision_on_a_cpu_has_candidates_of_few_numbers(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
-    reading = StreamSamples(IndexedDataset(config.data.train), 24, config.seed), build_objective(config.objective, 60)
+    reading = (
+        ConcatenatedSamples(IndexedDataset(config.data.train), 24, config.seed),
+        build_objective(config.objective, 60),
+    )
     plain, half = (
         StepLoader(*reading, config.data, config.batch, Group(), half=half).step(0) for half in (False, True)
     )

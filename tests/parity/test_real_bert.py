@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertModel
 
-from megahead.hf.published import from_hf
+from megahead.hf.importing import from_hf
 from megahead.hf.trained import TrainedModel
 
 

@@ -79,7 +79,7 @@ def test_a_run_that_was_resumed_past_a_damaged_checkpoint(tmp_path: Path, monkey
     (loss,) = (panel["series"] for panel in data["panels"] if panel["key"] == "loss")
     assert loss[0]["x"]["step"] == list(range(1, 9))
     texts = [event["text"] for event in data["runs"][0]["events"]]
-    assert "passed over a damaged checkpoint" in texts[0]
+    assert "skipped a damaged checkpoint" in texts[0]
     assert [without_digits(text) for text in texts[1:]] == ["resumed from step-00000003"]
     assert all(
         text in without_digits(page)
@@ -137,7 +137,7 @@ def test_a_run_in_phases_says_when_it_goes_over(tmp_path: Path) -> None:
     settings = {"objective": {"name": "headless", "schedule": {"causal_share": 0.5, "vanilla_share": 0.2}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     page, _ = page_of(folder)
-    assert "<td class=calm>the next phase went on from step-00000002</td>" in page
+    assert "<td class=calm>the next phase continued from step-00000002</td>" in page
     assert "headless, on next tokens for the first 50%, vanilla for the last 20% of the steps" in page
 
 
@@ -179,7 +179,7 @@ def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tm
     assert loss["y"][1] is None
     assert loss["mean"][1] is None
     assert norm["y"][2] is None
-    told = "loss not finite (loss nan, gradient norm nan) on rank 1, rows 16 to 17: skipped"
+    told = "loss not finite (loss nan, gradient norm nan) on rank 1, samples 16 to 17: skipped"
     assert f"<td class=wrong>{told}</td>" in page
     assert "<td class=calm>rolled back to step-00000001</td>" in page
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report.figures import TaskPoint, draw_task_curves, logged_points, save_figure
+from megahead.report.figures import TaskPoint, draw_task_curves, logged_task_scores, save_figure
 from megahead.report.read import read_all_metrics, read_metrics
 
 
@@ -23,7 +23,7 @@ def write_run(folder: Path, *tokens: int) -> Path:
 def test_runs_share_panels(tmp_path: Path) -> None:
     runs = [read_metrics(write_run(tmp_path / name, *tokens)) for name, tokens in (("a", (10, 20)), ("b", (15, 30)))]
     assert [record["step"] for record in runs[0].training] == [1]
-    points = [point for run in runs for point in logged_points(run)]
+    points = [point for run in runs for point in logged_task_scores(run)]
     figure = draw_task_curves(sorted(points, key=lambda point: -point.tokens))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["sciq  ·  acc", "sciq  ·  acc_norm", "lambada_openai  ·  perplexity"]
@@ -42,10 +42,10 @@ def test_runs_of_equal_names_are_told_apart_and_a_value_may_be_missing(tmp_path:
     log.write_text(log.read_text().replace('"value": 0.3,', '"value": null,'))
     runs = read_all_metrics(folders)
     assert [run.name for run in runs] == [*map(str, folders)]
-    figure = draw_task_curves([point for run in runs for point in logged_points(run)])
+    figure = draw_task_curves([point for run in runs for point in logged_task_scores(run)])
     first, second = (container[0] for container in figure.axes[0].containers)
     assert (list(first.get_xdata()), list(second.get_xdata())) == ([10, 20], [15, 30])
-    figure = draw_task_curves(logged_points(read_metrics(folders[0])))
+    figure = draw_task_curves(logged_task_scores(read_metrics(folders[0])))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_run"]
 
 

@@ -16,7 +16,7 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, held_out_collator, training_collator
-from megahead.data.samples import StreamSamples
+from megahead.data.samples import ConcatenatedSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
@@ -174,7 +174,7 @@ def test_targets_are_counted_anew_behind_the_switch(tmp_path: Path) -> None:
     write_text(tmp_path)
     folder = trained(tmp_path, 1, {})
     config = encoder(tmp_path, {})
-    samples = StreamSamples(IndexedDataset(config.data.train), config.sample_length(), config.seed)
+    samples = ConcatenatedSamples(IndexedDataset(config.data.train), config.sample_length(), config.seed)
     for step, first in ((SWITCH, 0), (STEPS, SWITCH)):
         found = open_checkpoint(folder_of(folder, step))
         collator = training_collator(TrainedModel.from_checkpoint(found).config, [])

@@ -25,8 +25,8 @@ from support.small_run import small_config, write_text
 from support.together import Scenario, failures_of
 
 FEWER, MORE = (
-    "went on with 1 data rank instead of 2 data ranks",
-    "went on with 2 data ranks instead of 1 data rank",
+    "continued on 1 data rank instead of 2 data ranks",
+    "continued on 2 data ranks instead of 1 data rank",
 )
 
 COPIES = {"training.checkpoint_every": 8, "training.replicate_every": 2}
@@ -118,7 +118,7 @@ def ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one(folder
         run.until(lambda: run.data_ranks() == 2)
         run.go_on(5)
         run.finished()
-    assert "went on with 2 data ranks instead of 2 data ranks (1 waiting)" in run.meshes()
+    assert "continued on 2 data ranks instead of 2 data ranks (1 spare)" in run.meshes()
     assert run.equals(*undisturbed(folder))
 
 

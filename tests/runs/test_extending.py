@@ -247,7 +247,7 @@ def test_what_reads_all_outputs_is_estimated_so(folder: Path) -> None:
 
 def test_parameters_have_a_name_that_no_part_of_the_model_has(folder: Path) -> None:
     plain = (folder / "second_next.py").read_text()
-    (folder / "head.py").write_text(plain.replace("is_evaluated = True", 'key = "head"'))
+    (folder / "head.py").write_text(plain.replace("is_evaluated = True", 'module_name = "head"'))
     config = decoder(folder, "run", {"objective": {"custom": {"objective": f"{folder}/head.py:SecondNext"}}})
-    with pytest.raises(ConfigError, match=r"must leave `key` as it is \(custom\)"):
+    with pytest.raises(ConfigError, match=r"must leave `module_name` as it is \(custom\)"):
         weight_shapes(config)

@@ -35,7 +35,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.hf.export import export
-from megahead.hf.published import HFModel
+from megahead.hf.importing import HFModel
 from megahead.objectives.pretraining import initial_weights
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain

@@ -23,7 +23,7 @@ from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.language_models import generate_continuation, pseudo_perplexity
 from megahead.hf.export import ensure_hf_folder, export
-from megahead.hf.published import load_input_embedding
+from megahead.hf.importing import load_input_embedding
 from megahead.hf.revocabulary import revocabulary
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain

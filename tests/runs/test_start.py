@@ -26,7 +26,7 @@ from megahead.data.inspection import survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
 from megahead.errors import DataError, FieldError
-from megahead.quickstart import SHAPES, Plan, Started, _write_text, folder_of, start
+from megahead.quickstart import SHAPES, Plan, QuickstartResult, _write_datasets, folder_of, start
 from megahead.run_process import pretrain
 from support.commands import config_file
 from support.forked import fork_pythons
@@ -64,7 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(told: list[str], path: Path, **options: Any) -> Started:
+def started(told: list[str], path: Path, **options: Any) -> QuickstartResult:
     result = start(path, report=told.append, **options)
     assert result is not None
     return result
@@ -139,7 +139,7 @@ def test_a_dry_run_writes_nothing(quick: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) -> None:
     (quick / "book.txt").write_text("\n".join(TEXTS[:8]))
     (quick / "made").mkdir()
-    _write_text(survey(quick / "book.txt"), None, 512, quick / "made", [].append)
+    _write_datasets(survey(quick / "book.txt"), None, 512, quick / "made", [].append)
     tokenizer = load_tokenizer(str(quick / "made/tokenizer.json"))
     train, held_out = (IndexedDataset(quick / f"made/text{part}") for part in ("", "-validation"))
     ends = [tokenizer.decode(dataset.document(0).tolist()) for dataset in (train, held_out)]
@@ -170,7 +170,7 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
     for size in (300, 310):
         save_tokenizer(train_bpe(TEXTS[:3], size), tmp_path / f"{size}.json")
     for size in (300, 310, 310):
-        _write_text(text, tmp_path / f"{size}.json", size, folder, told.append)
+        _write_datasets(text, tmp_path / f"{size}.json", size, folder, told.append)
         kept = IndexedDataset(folder / "text").tokenizer_path()
         assert kept is not None
         assert kept.read_bytes() == (tmp_path / f"{size}.json").read_bytes()
@@ -180,7 +180,7 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
     much = Plan(SHAPES[1], 8192, 1e9, 0.5)
     assert much.steps(much.other_seconds(1000) + 100) < much.steps(1000)
-    assert much.seconds(1000) == pytest.approx(1000, abs=0.5)
+    assert much.total_seconds(1000) == pytest.approx(1000, abs=0.5)
     assert [much.evaluations(seconds) for seconds in (0, 100, 1000)] == [1, 1, 8]
     assert much.steps(0.1) == quickstart.MIN_TRAINING_SECONDS / 0.5
     assert Plan(SHAPES[1], 8192, 40_960, 0.5).steps(1e6) == quickstart.MAX_EPOCHS * 10
@@ -205,13 +205,13 @@ def test_the_plan_keeps_the_minutes_or_a_line_says_by_how_much_it_does_not(
         return step_seconds
 
     monkeypatch.setattr(quickstart, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(quickstart, "_step_seconds", timed_step)
+    monkeypatch.setattr(quickstart, "_measure_shape", timed_step)
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 10)
     plan = quickstart.make_plan(survey(tmp_path), None, seconds, told.append)
     assert timed[0] == SHAPES[0][0]
     assert clock[0] <= quickstart.TIMING_SHARE * seconds
     assert plan.is_measured == measured
-    assert (clock[0] + plan.seconds(seconds - clock[0]) <= seconds + plan.step_seconds) == kept
+    assert (clock[0] + plan.total_seconds(seconds - clock[0]) <= seconds + plan.step_seconds) == kept
     monkeypatch.chdir(tmp_path)
     clock[0] = 0.0
     start(tmp_path / "a.txt", minutes=seconds / 60, dry_run=True, report=told.append)
@@ -264,7 +264,7 @@ def test_a_process_is_stopped_before_its_first_step_or_saves(quick: Path, monkey
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
     with pytest.raises(TimeoutError):
-        quickstart._step_seconds((1, 64), 512, 0.0)
+        quickstart._measure_shape((1, 64), 512, 0.0)
     metrics, ending = quick / "run/metrics.jsonl", quick / "run/ending.json"
     config = config_file(quick, {"training.steps": 100_000})
     pretrain(config, quiet=True, must_stop=lambda: metrics.exists() and '"loss"' in metrics.read_text())

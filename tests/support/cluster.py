@@ -111,7 +111,7 @@ class Cluster:
         meshes = [session["mesh"] for session in self._sessions()]
         first = [mesh["data"] * mesh["tensor"] + mesh["waiting"] for mesh in meshes].index(len(self.hosts))
         before = sum("mesh_before" in session for session in self._sessions()[: first + 1])
-        return [text for text in texts if text.startswith("went on with")][before:]
+        return [text for text in texts if text.startswith("continued on")][before:]
 
     def equals(self, by_one: Path, by_two: Path) -> bool:
         """Whether its weights are those of an undisturbed run: its bits, if two data ranks had all steps."""

@@ -19,17 +19,17 @@ from megahead.losses import triton_kernel
 
 FINAL = {"lse": "*fp32", "known_score": "*fp32"}
 WAYS = {
-    "sums and residuals": {"scores": "*bf16", "residuals": "*bf16"},
+    "sums and residuals": {"scores": "*bf16", "score_gradients": "*bf16"},
     "sums (split)": {"scores": "*bf16"},
-    "residuals (split)": {"scores": "*bf16", "residuals": "*bf16"} | FINAL,
+    "residuals (split)": {"scores": "*bf16", "score_gradients": "*bf16"} | FINAL,
     "sums (evaluation)": {"scores": "*fp32"},
-    "sums and residuals (fp16)": {"scores": "*fp32", "residuals": "*fp16"},
+    "sums and residuals (fp16)": {"scores": "*fp32", "score_gradients": "*fp16"},
 }
 
 
 def compiled(capability: int, way: str) -> dict[str, object]:
     """Arguments are aligned as in training: all but the number of candidates, which may be any vocabulary size."""
-    absent = dict.fromkeys(("residuals", *FINAL, "target_bias"), "constexpr")
+    absent = dict.fromkeys(("score_gradients", *FINAL, "own_target_bias"), "constexpr")
     pointers = {"sums": "*fp32", "target": "*i64", "bias": "*fp32"} | absent
     scalars = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
     type_by_name = pointers | scalars | WAYS[way]

@@ -59,7 +59,7 @@ def _total_bytes(tree: Any) -> int:
 
 
 class CountedKernel:
-    """Counts launches of the loss's kernel, which reads scores twice and writes residuals."""
+    """Counts launches of the loss's kernel, which reads scores twice and writes score_gradients."""
 
     def __init__(self, counter: OperationCounter) -> None:
         self.counter = counter
@@ -67,9 +67,9 @@ class CountedKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._count
 
-    def _count(self, scores_nw: Tensor, residuals: Tensor | None, *_: object, **options: object) -> None:
+    def _count(self, scores_nw: Tensor, score_gradients: Tensor | None, *_: object, **options: object) -> None:
         self.counter.operations += 1
-        written_bytes = 0 if residuals is None else scores_nw.numel() * residuals.itemsize
+        written_bytes = 0 if score_gradients is None else scores_nw.numel() * score_gradients.itemsize
         self.counter.bytes += 2 * scores_nw.nbytes + written_bytes
 
 

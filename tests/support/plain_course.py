@@ -14,7 +14,7 @@ from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.samples import StreamSamples
+from megahead.data.samples import ConcatenatedSamples
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.losses.contrastive import build_objective
@@ -62,8 +62,11 @@ def plain_torch(config: RunConfig) -> Course:
     module = initialized(config)
     optimizer = build_optimizer(module, config.optimizer)
     text = IndexedDataset(config.data.train)
-    samples, collator = StreamSamples(text, config.sample_length(), config.seed), training_row_collator(config, [text])
-    auxiliary = auxiliary_class(config.objective.traits())
+    samples, collator = (
+        ConcatenatedSamples(text, config.sample_length(), config.seed),
+        training_row_collator(config, [text]),
+    )
+    auxiliary = auxiliary_class(config.objective.auxiliary_or_neutral())
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     reading = samples, objective, config.data, config.batch, Group()

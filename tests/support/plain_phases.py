@@ -9,7 +9,7 @@ from megahead.config.plan import phases_of
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import token_counts, training_collator
-from megahead.data.samples import StreamSamples
+from megahead.data.samples import ConcatenatedSamples
 from megahead.distributed.group import Group
 from megahead.losses.candidates import log_unigram
 from megahead.losses.contrastive import build_objective
@@ -23,7 +23,7 @@ from support.plain_course import Course
 def plain_phases(config: RunConfig) -> Course:
     """No DeepSpeed, no ranks, no checkpoints: the second model takes over weights and moments of the first."""
     dataset = IndexedDataset(config.data.train)
-    samples = StreamSamples(dataset, config.sample_length(), config.seed)
+    samples = ConcatenatedSamples(dataset, config.sample_length(), config.seed)
     text_counts_V = token_counts([dataset], samples, config.model.padded_vocab_size())
     counts_V = torch.zeros_like(text_counts_V)
     losses: list[float] = []

@@ -29,7 +29,7 @@ from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group, Mesh
-from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.candidates import all_rows_as_candidates
 from megahead.losses.softmax import candidate_loss
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
@@ -278,5 +278,5 @@ def _time_launch(call: Callable[[], object], device: torch.device) -> tuple[floa
 
 def _loss_step(device: torch.device) -> StepFunction:
     outputs_ND, rows_UD = (torch.randn(SIZE, SIZE, device=device, requires_grad=True) for _ in range(2))
-    candidates = vocabulary_candidates(torch.arange(SIZE, device=device))
+    candidates = all_rows_as_candidates(torch.arange(SIZE, device=device))
     return lambda: candidate_loss(outputs_ND, rows_UD, candidates).backward()

@@ -30,7 +30,7 @@ from benchmarks.timing import (
     run_interleaved,
 )
 from megahead.config.objective import ObjectiveConfig
-from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.candidates import Candidates, all_rows_as_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
 from megahead.losses.softmax import candidate_loss
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
@@ -56,7 +56,7 @@ def plain_softmax_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) 
 
 def our_softmax_loss(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
     """The full softmax, by the code of the headless loss."""
-    return candidate_loss(outputs_ND, table_VD, vocabulary_candidates(targets_N)) / len(targets_N)
+    return candidate_loss(outputs_ND, table_VD, all_rows_as_candidates(targets_N)) / len(targets_N)
 
 
 SOFTMAX_LOSSES: dict[str, LossFunction] = {"softmax, ours": our_softmax_loss, "softmax, plain": plain_softmax_loss}

@@ -28,7 +28,7 @@ from megahead.report.figures import draw_curves, save_figure
 from megahead.report.read import read_metrics
 from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
-from megahead.run_process import pretrain, step_seconds
+from megahead.run_process import measure_step_seconds, pretrain
 from megahead.sharing import sample
 from megahead.wording import format_duration
 from steps.once import StepRunner
@@ -144,7 +144,7 @@ class Pipeline:
         config = load_config("demo-vanilla", self.settings("vanilla")).model_dump(mode="json", exclude_unset=True)
         step_time = self.stages.run(
             "time vanilla",
-            lambda: step_seconds(config, ranks=RANKS),
+            lambda: measure_step_seconds(config, ranks=RANKS),
             settings={"seconds": seconds},
             describe_result=lambda seconds: f"{seconds:.2f} s a step",
         )

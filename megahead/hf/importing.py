@@ -43,7 +43,7 @@ _IGNORED_SETTINGS = (
     "init_std",
     "init_embedding_std",
 )
-"""Settings without influence on what a model's weights compute, or (`is_causal`) that a run may train anew."""
+"""Settings that do not change what the weights compute, or (`is_causal`) that training may change."""
 
 
 class StoredSlice(NamedTuple):
@@ -220,7 +220,7 @@ def from_hf(
 
     The checkpoint is for `init.from_checkpoint`, export and evaluation: it has no optimizer state and no dataset. The
     model is headless, tied or untied vanilla, as in the folder. The embedding is padded with zero rows to a multiple
-    of 1,024. A pooler is not imported. Raises a UserError, with nothing written, for a folder that is none of these in
+    of 1,024. A pooler is not imported. UserError, with nothing written, for any other model, or one that is not in
     safetensors. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them; with
     neither these nor a tokenizer, model.yaml leaves out the tokens that config.json does not name.
     target_counts_V: how often each id was a target in a headless model's training, if known.
@@ -248,8 +248,8 @@ def save_initial_checkpoint(
     tokenizer: Path | None,
     unnamed_tokens: Collection[str] = (),
 ) -> None:
-    """Writes a checkpoint of step 0, the tokenizer, and model.yaml with the model's sections of a config but for the
-    fields `unnamed_tokens` of masking."""
+    """Writes a checkpoint of step 0, the tokenizer, and model.yaml: the config's `model` and special tokens of
+    `masking`, without its `unnamed_tokens`."""
     save_untrained(run.checkpoints, tensors, config.model_dump(mode="json"))
     sections: dict[str, Any] = {"model": config.model.non_default_settings()}
     if config.masking is not None:
@@ -301,7 +301,8 @@ def _masking_settings(
 def _named_special_ids(
     model_dir: Path, hf_settings: HFSettings, tokenizer: Path | None, special_ids: Mapping[str, int]
 ) -> dict[str, int]:
-    """Returns the ids of an encoder's special tokens; CheckpointError if nothing names one of a tokenizer."""
+    """Returns the ids of an encoder's special tokens; CheckpointError if one of them has no name in a folder with a
+    tokenizer."""
     ids = {**hf_settings.special_ids(tokenizer), **special_ids}
     missing = [role for role in SPECIAL_TOKEN_ROLES if ids[role] is None]
     if missing and tokenizer is not None:
