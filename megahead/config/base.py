@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -24,6 +25,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses YAML's `on`, `yes` and `true` for a number, which would be 1."""
+        types = _types_within(cls.model_fields[str(info.field_name)].annotation)
+        is_number = (int in types or float in types) and bool not in types
+        require(not (value is True and is_number), str(info.field_name), "be a number", got="true")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -45,6 +55,11 @@ class Settings(BaseModel):
         values = {name: getattr(self, name) for name in fields or type(self).model_fields}
         changed = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
         return {name: "given" if isinstance(value, Settings) else value for name, value in changed.items()}
+
+
+def _types_within(annotation: Any) -> list[Any]:
+    """A type and those in it, as of `int | None`."""
+    return [annotation, *chain.from_iterable(map(_types_within, get_args(annotation)))]
 
 
 def require(condition: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,25 @@ def test_sections_may_be_merged_and_dates_are_text(tmp_path: Path) -> None:
 def test_what_yaml_cannot_be_is_told_by_its_line(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(UserError, match=f"must be YAML, but is not in {says}"):
         load_config(written(tmp_path, f"name: y\n{line}\n"))
+
+
+def numbers_of(settings: type[BaseModel], path: str = "") -> Iterator[str]:
+    for name, field in settings.model_fields.items():
+        types = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        if {int, float}.intersection(type_ for type_ in types if isinstance(type_, type)) and bool not in types:
+            yield f"{path}{name}"
+        for section in types:
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                yield from numbers_of(section, f"{path}{name}.")
+
+
+def test_yaml_of_on_and_yes_is_no_number(tmp_path: Path) -> None:
+    """It would be 1: one step, a checkpoint at each step, a learning rate of 1."""
+    path, numbers = written(tmp_path, GOOD), list(numbers_of(RunConfig))
+    assert {"seed", "training.steps", "training.keep_every", "objective.group_samples"} < {*numbers}
+    for number in numbers:
+        with pytest.raises(ConfigErrors) as caught:
+            load_config(path, f"{number}=on")
+        assert f"`{number}` must be a number, but is true instead." in caught.value.problems
+    assert load_config(path, "optimizer.gradient_clipping=off").optimizer.gradient_clipping == 0
+    assert load_config(path, ["engine.compile=on", "engine.activation_checkpointing=yes"]).engine.compile is True
