@@ -35,7 +35,9 @@ def find_datasets(path: Path) -> list[Path]:
     """The prefixes of all datasets in the folder `path`, by name, without held-out parts; else `path` as a prefix."""
     if not path.is_dir():
         return [path]
-    prefixes = [index.with_suffix("") for index in sorted(path.glob("*.idx")) if not index.stem.endswith("-validation")]
+    names = [index.stem for index in sorted(path.glob("*.idx"))]
+    held_out = {f"{name}-test" for name in names}  # of tables of events
+    prefixes = [path / name for name in names if not (name.endswith("-validation") or name in held_out)]
     if not prefixes:
         raise DataError(f"`{path}` must hold datasets (.idx and .bin), but holds none.")
     return prefixes

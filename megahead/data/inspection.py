@@ -308,7 +308,7 @@ class TextSurvey:
             skipped.append(f"and {pluralize(more, 'other file')}")
         lines = [("text", f"{summary}, {self.bytes / 1e6:,.1f} MB{keys}")]
         lines += [("left out" if not n else "", line) for n, line in enumerate(skipped)]
-        return [f"{name:<12}{line}" for name, line in lines]
+        return [f"{name:<12}{line}".encode(errors="backslashreplace").decode() for name, line in lines]  # to be printed
 
 
 def survey(path: Path, exclude: Path | None = None) -> TextSurvey:

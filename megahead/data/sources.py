@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -240,6 +240,10 @@ def _is_plain_folder(path: Path) -> bool:
 
 
 def _make_input(path: Path) -> Input:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"`{path}` must have a path in UTF-8, but has not; rename it.") from None
     if path == STANDARD_INPUT:
         return Input(path, (path,), "stdin", 0, _chunk_lines)
     if path.is_dir():
@@ -324,15 +328,27 @@ def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The items of a JSON array, or JSON lines if the file is none."""
+    """The items of a JSON array, or JSON lines if the file is none. Lines are not read at once."""
     try:
-        items = orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
+        is_lines = _begins_with_object(path)
+        items = None if is_lines else orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
+        items = None
+    if items is None:  # after the error, which keeps all that was read
         yield from _chunk_lines(path, selection)
         return
     items, size = items if isinstance(items, list) else [items], path.stat().st_size
     records = ((size * number // len(items), orjson.dumps(item)) for number, item in enumerate(items, 1))
     yield from _chunk_records(path, selection, records)
+
+
+def _begins_with_object(path: Path) -> bool:
+    """Whether the first line is a whole JSON object."""
+    start, _ = next(read_blocks(path), (b"", 0))
+    line, newline, _ = start.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
+    with suppress(orjson.JSONDecodeError):
+        return bool(newline) and isinstance(orjson.loads(line), dict)
+    return False
 
 
 def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:

@@ -191,6 +191,7 @@ def copy_tokenizer(source: Path, run: RunFolder) -> None:
 
 class _TokenizerJson:
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -213,7 +214,11 @@ class _TokenizerJson:
         return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # a plain one: WordPiece and Unigram need an unknown token
+            fix = "give it a token for unknown characters"
+            raise DataError(f"`{self._path}` must encode any text, but does not ({error}); {fix}.") from error
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from megahead.commands.merge_datasets import find_datasets
 from megahead.data.tokenizer import load_tokenizer
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -151,3 +152,9 @@ def test_a_tokenizer_is_trained_on_any_number_of_bytes_and_never_replaces_its_te
     code, _, says = command("train_tokenizer.py", "--input", text, "--output", text, "--vocab-size", 260)
     assert (code, "`--output` must be another file than --input" in says) == (2, True)
     assert "A cat had tea." in text.read_text()
+
+
+def test_what_tables_hold_out_is_not_merged_with_what_they_train_on(tmp_path: Path) -> None:
+    for name in ("a", "a-test", "a-validation", "b-test", "c-validation"):
+        (tmp_path / f"{name}.idx").touch()
+    assert [prefix.name for prefix in find_datasets(tmp_path)] == ["a", "b-test"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import zstandard
 
 from megahead.data import sources as decompression
+from megahead.data.inspection import survey
 from megahead.data.records import Selection
 from megahead.data.sources import files_below, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
@@ -203,6 +205,29 @@ def test_a_table_without_text_is_refused(
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=says):
         read(tmp_path / "t.csv")
+
+
+def test_a_path_of_other_bytes_than_utf_8_is_told(tmp_path: Path) -> None:
+    """Descriptions of datasets and manifests could not name it."""
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_text('{"text": "a"}\n' * 1000)
+    (tmp_path / "té.txt").write_text("fine " * 3000)
+    for pattern in (path, tmp_path, tmp_path / "*"):
+        with pytest.raises(DataError, match="must have a path in UTF-8, but has not; rename it"):
+            find_inputs(pattern)
+    lines = "".join(survey(tmp_path).lines()).encode().decode()
+    assert "caf\\udce9.jsonl must have a path in UTF-8" in lines
+
+
+def test_a_file_of_json_lines_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompression, "MAX_TEXT_BYTES", 100)
+    (tmp_path / "lines.json").write_bytes(b'\xef\xbb\xbf\n{"text": "a"}\n{"text": "b"}\n' + b'{"text": "c"}\n' * 20)
+    assert read(tmp_path / "lines.json") == ["a", "b", *"c" * 20]
+    (tmp_path / "object.json").write_bytes(b'{\n"text":\n"a"}')
+    assert read(tmp_path / "object.json") == ["a"]
+    (tmp_path / "array.json").write_bytes(orjson.dumps([{"text": "a"}] * 20))
+    with pytest.raises(DataError, match=r"as a \.json file is read at once"):
+        read(tmp_path / "array.json")
 
 
 def test_a_folder_is_what_can_be_read_in_it(tmp_path: Path) -> None:

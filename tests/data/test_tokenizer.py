@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from megahead.data import tokenizer as tokenizer_module
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
@@ -90,3 +91,17 @@ def test_an_empty_text_beside_one_that_is_encoded_in_segments_has_no_ids(
     monkeypatch.setattr(tokenizer_module, "SEGMENT_CHARACTERS", 300)
     ids, lengths = tokenizer_module.Tokenizer(tokenizer_path, engine).encode_flat(["", "A cat had tea. " * 90, ""])
     assert lengths.tolist() == [0, len(ids), 0]
+
+
+UNKNOWN: list[tokenizers.models.Model] = [
+    tokenizers.models.WordPiece({"<|endoftext|>": 0, "cat": 1}),
+    tokenizers.models.Unigram([("<|endoftext|>", 0.0), ("cat", -1.0)]),
+]
+
+
+@pytest.mark.parametrize("model", UNKNOWN)
+def test_a_character_without_a_token_is_told(tmp_path: Path, model: tokenizers.models.Model) -> None:
+    tokenizers.Tokenizer(model).save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json", ["cat"])
+    with pytest.raises(DataError, match=r"t\.json` must encode any text, but does not \(.*\); give it a token"):
+        tokenizer.encode_batch(["cat", "dog"])
