@@ -42,9 +42,8 @@ def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
 def gpt_neox_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our GPT-NeoX does not support."""
     settings = _GPT_NEOX.model_settings(hf_config)
-    rope = hf_config.get("rope_parameters") or {}
-    scaling = hf_config.get("rope_scaling") or rope
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     require_key(rope_type == "default", "rope_parameters.rope_type", "be default (no scaling)", got=rope_type)
     return settings | {
         "rotary_pct": rope.get("partial_rotary_factor", hf_config.get("rotary_pct", 0.25)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,12 @@ class HFModel:
         for hf_name in files:
             names = family.parameter_names(hf_name)
             slices.update({name: StoredSlice(hf_name, part, len(names)) for part, name in enumerate(names)})
-        return HFModel(folder, hf_config, family, files, slices)
+        if family.untied_bias_name in files:
+            slices[f"{MASK_HEAD}bias"] = StoredSlice(family.untied_bias_name, 0, 1)  # the bias that is added
+        model = HFModel(folder, hf_config, family, files, slices)
+        if HEAD in slices and model.is_tied():
+            slices.setdefault(EMBEDDING, slices[HEAD])  # some writers store only one of two equal tensors
+        return model
 
     def model_settings(self) -> dict[str, Any]:
         """Returns the settings of a ModelConfig; FieldError for a setting in config.json that is unsupported."""
@@ -89,9 +95,23 @@ class HFModel:
         return any(name == HEAD or name.startswith(MASK_HEAD) for name in self.slices)
 
     def is_tied(self) -> bool:
-        """Whether outputs are scored against the input embedding."""
+        """Whether outputs are scored against the input embedding: not by another matrix that is stored, which
+        transformers then uses, whatever config.json says."""
         is_tied = self.family.is_tied_by_default or self.model_settings()["family"] in ENCODERS
-        return bool(self.hf_config.get("tie_word_embeddings", is_tied))
+        return bool(self.hf_config.get("tie_word_embeddings", is_tied)) and not self._has_another_matrix()
+
+    def _has_another_matrix(self) -> bool:
+        """Whether an output matrix is stored that differs from the input embedding."""
+        if not {EMBEDDING, HEAD} <= self.slices.keys():
+            return False
+        names = [self.slices[name].tensor for name in (EMBEDDING, HEAD)]
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(self.files[name], framework="pt")) for name in names]
+            first, second = (file.get_slice(name) for file, name in zip(files, names, strict=True))
+            if first.get_shape() != second.get_shape():
+                return True
+            spans = (slice(rows.start, rows.stop) for rows in block_ranges(first.get_shape()[0]))
+            return not all(torch.equal(first[span], second[span]) for span in spans)
 
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Returns a parameter in fp32, with rows of zeros where the vocabulary is padded; CheckpointError if the folder

@@ -88,19 +88,20 @@ def rotary_parameters(model: ModelConfig) -> dict[str, Any]:
 def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our Llama does not support."""
     settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
-    window = hf_config.get("sliding_window", 4096 if model_type == "mistral" else None)
+    window = hf_config.get("sliding_window", None if model_type == "llama" else 4096)
     is_whole = window is None or not (model_type == "mistral" or hf_config.get("use_sliding_window", False))
     require_key(is_whole, "sliding_window", "be null (each token sees all before it)", got=window)
     is_global = set(hf_config.get("layer_types") or ()) <= {GLOBAL}
     require_key(is_global, "layer_types", f"be {GLOBAL} for all", got="others")
     has_all_biases = hf_config.get("attention_bias", False)
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # of both the older one
     return {
         **({"head_dim": 128} if model_type == "qwen3" else {}),
         **settings,
         "qk_norm": model_type == "qwen3",
         "attention_bias": "qkv" if model_type == "qwen2" else "all" if has_all_biases else "none",
         "mlp_bias": model_type == "llama" and hf_config.get("mlp_bias", False),
-        **rotary_settings(hf_config),
+        **rotary_settings({**hf_config, "rope_scaling": None, "rope_parameters": rope}),
     }
 
 

@@ -1,0 +1,97 @@
+"""A folder means what transformers takes it for: settings that config.json leaves out, old keys beside new ones, and
+tied weights of which one, both, or two different ones are stored."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+
+from megahead.config.model import ModelConfig
+from megahead.errors import FieldError
+from megahead.hf.export import export
+from megahead.hf.families import filled_settings
+from megahead.hf.loading import load_causal, load_masked
+from megahead.hf.published import from_hf
+from megahead.hf.registry import FAMILIES
+
+SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+SIZES |= {"vocab_size": 99, "max_position_embeddings": 70, "num_key_value_heads": 2}
+OTHER_SIZES = {
+    "distilbert": {"n_layers": 6, "dim": 64, "n_heads": 4, "hidden_dim": 96, "vocab_size": 99},
+    "gpt2": {"n_layer": 6, "n_embd": 64, "n_head": 4, "vocab_size": 99, "n_positions": 70},
+    "mistral": SIZES | {"sliding_window": None},
+    **dict.fromkeys(("roberta", "xlm-roberta"), SIZES | {"type_vocab_size": 1}),
+}
+LINEAR, SCALED = {"type": "linear", "factor": 3.0}, {"rope_type": "llama3", "factor": 2.0}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THETA = {"rope_type": "default", "rope_theta": 9.0}
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in FAMILIES),
+    *((name, {"use_sliding_window": True}) for name in ("qwen2", "qwen3")),
+    ("mistral", {"sliding_window": 4096}),
+    *(("llama", {"rope_scaling": scaling, "rope_theta": 77.0}) for scaling in (LINEAR, SCALED)),
+    *(("llama", {"rope_scaling": LINEAR, "rope_parameters": THETA} | theta) for theta in ({}, {"rope_theta": 7.0})),
+    ("gpt_neox", {"rope_scaling": THETA | {"rope_theta": 5.0}, "rope_parameters": THETA, "rotary_emb_base": 3.0}),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 7.0}),
+    ("modernbert", {"global_rope_theta": 5.0, "global_attn_every_n_layers": 2}),
+]
+
+
+def settings_or_refusal(name: str, hf_config: dict[str, Any]) -> dict[str, Any] | str:
+    try:
+        return filled_settings(ModelConfig(**FAMILIES[name].model_settings(hf_config)))
+    except FieldError as error:
+        return error.field
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES, ids=str)
+def test_config_json_has_the_settings_that_transformers_reads_in_it(name: str, change: dict[str, Any]) -> None:
+    """What transformers reads in it is what it writes again."""
+    hf_config = copy.deepcopy(OTHER_SIZES.get(name, SIZES) | change)
+    whole = CONFIG_MAPPING[name](**copy.deepcopy(hf_config)).to_dict()
+    assert settings_or_refusal(name, {"model_type": name, **hf_config}) == settings_or_refusal(name, whole)
+
+
+KINDS = {
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", "gpt_neox.embed_in.weight", "embed_out.weight"),
+    "LlamaForCausalLM": ("LlamaConfig", "model.embed_tokens.weight", "lm_head.weight"),
+    "BertForMaskedLM": ("BertConfig", "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    "RobertaForMaskedLM": ("RobertaConfig", "roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"),
+}
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+SHAPE |= {"vocab_size": 61, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
+SHAPE |= {"initializer_range": 0.3, "eos_token_id": 0, "bos_token_id": 0}
+SPECIAL_IDS = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", ["untied", "different", "head alone"])
+def test_the_head_is_the_one_that_transformers_uses(tmp_path: Path, kind: str, stored: str) -> None:
+    """An untied BERT adds the bias of its decoder; weights that are to be tied, but differ, are not; of equal ones one
+    is enough."""
+    config, embedding, head = KINDS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SHAPE, tie_word_embeddings=stored != "untied"))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    theirs = tmp_path / "theirs"
+    model.save_pretrained(theirs)
+    if stored != "untied":
+        tensors = load_file(theirs / "model.safetensors")
+        different = {head: tensors[embedding] + torch.rand_like(tensors[embedding])}
+        tensors |= different if stored == "different" else {head: tensors.pop(embedding)}
+        save_file(tensors, theirs / "model.safetensors", {"format": "pt"})
+    ours = export(from_hf(theirs, tmp_path / "run", special_ids=SPECIAL_IDS), tmp_path / "ours", "trained").folder
+    ids = torch.tensor([[5, 8, 6, 9, 7, 8]])
+    load = load_causal if "Causal" in kind else load_masked
+    expected, logits = (load(folder)(ids).logits for folder in (theirs, ours))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
