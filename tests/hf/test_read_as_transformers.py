@@ -17,8 +17,8 @@ from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
 from megahead.hf.export import export
 from megahead.hf.families import filled_settings
+from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_causal, load_masked
-from megahead.hf.published import from_hf
 from megahead.hf.registry import FAMILIES
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
