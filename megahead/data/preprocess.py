@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,6 +148,7 @@ def suitable_workers(total_bytes: int | None, cores: int) -> int:
 def _initialize_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"  # read once by both engines when they start their threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -17,7 +20,7 @@ import sentencepiece
 
 from megahead.data import sources as decompression
 from megahead.data.indexed import IndexedDataset
-from megahead.data.preprocess import preprocess
+from megahead.data.preprocess import encoding_pool, preprocess
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
@@ -120,6 +123,13 @@ def test_workers_do_not_change_the_result(
     with pytest.raises(DataError, match=r"text\.jsonl:96` must be one JSON object"):
         preprocess([path], tokenizer_path, tmp_path / "broken", workers=2)
     assert list(tmp_path.glob("broken*")) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_left_to_the_command_and_its_workers_print_no_traceback() -> None:
+    raising: Any = SimpleNamespace(encode=signal.raise_signal)
+    with encoding_pool(2) as encode:
+        assert list(encode(cast("Any", [signal.SIGINT] * 4), raising)) == [None] * 4
 
 
 def test_a_broken_line_leaves_the_old_dataset(tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path) -> None:
