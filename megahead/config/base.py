@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from megahead.errors import ConfigError, FieldError
 from megahead.remote_files import refuse_secrets
 from megahead.wording import did_you_mean
+
+_SHELL_WORD = re.compile(r"~(/|$)|\$\{?\w")
 
 
 class Settings(BaseModel):
@@ -38,11 +41,15 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_unsafe_strings(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses zero bytes, which would truncate a path, and secrets, which would be saved with the settings."""
+        """Refuses zero bytes, which would truncate a path, secrets, which would be saved with the settings, and what a
+        shell would expand: a folder named `~` or `$SCRATCH` would be made."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 if "\0" in text:
                     raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
+                if _SHELL_WORD.match(text) and not (info.context or {}).get("saved"):
+                    hint = "no shell expands settings; name the folder itself"
+                    raise ConfigError(str(info.field_name), "be written out", got=repr(text), hint=hint)
                 try:
                     refuse_secrets(str(info.field_name), text)
                 except FieldError as error:
