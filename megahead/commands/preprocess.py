@@ -25,12 +25,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
 from megahead.data.records import Selection, is_hub_url, parse_conditions
 from megahead.data.shards import preprocess_shards
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.writer import ProgressBar
-from megahead.errors import FieldError, existing_path, require_at_least
+from megahead.errors import DataError, FieldError, existing_path, require_at_least
 from megahead.remote_files import local_file
 from megahead.wording import pluralize
 
@@ -72,7 +73,20 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
             report = preprocess_shards(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
         else:
             report = preprocess(arguments.input, output=arguments.output, workers=workers, progress=bar, **vars(recipe))
-    return describe_report(arguments.output, report, time.monotonic() - started)
+    described = describe_report(arguments.output, report, time.monotonic() - started)
+    is_leaked = not arguments.per_file and recipe.held_out_share is None and holds_out_same_text(arguments.output)
+    leaked = f"  {arguments.output}-validation has the same source: what an earlier call held out is trained on now"
+    return f"{described}\n{leaked}" if is_leaked else described
+
+
+def holds_out_same_text(output: str) -> bool:
+    """Whether there is a held-out dataset with the source of the dataset `output`."""
+    try:
+        datasets = IndexedDataset(output), IndexedDataset(f"{output}-validation")
+        sources = {dataset.info and dataset.info.source for dataset in datasets}
+    except DataError:  # there is none
+        return False
+    return len(sources) == 1 and None not in sources
 
 
 def preprocess_table(arguments: argparse.Namespace) -> str:

@@ -44,6 +44,8 @@ def test_from_text_to_a_dataset(command: Command, json_lines: Callable[..., Path
     assert code == 0
     assert "A [b]cat[/b] number 0 had tea.<|endoftext|>" in printed
     assert "match" in printed
+    _, printed, _ = command("preprocess.py", *files, "--workers", 1)
+    assert "corpus-validation has the same source: what an earlier call held out is trained on now" in printed
 
 
 def test_shards_are_merged_and_warned_of(
