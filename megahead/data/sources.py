@@ -202,21 +202,27 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """(files and saved datasets below `folder`, files below it of unknown types), each sorted by name. Ignores hidden
-    ones (`.name`). Follows linked folders, and reads each folder once."""
+    ones (`.name`). Follows links, and has each folder and file once."""
     readable, unknown, visited = list[Path](), list[Path](), set[Path]()
     for name, subfolders, files in os.walk(folder, followlinks=True):
-        current = Path(name)
-        if current.resolve() in visited:
+        current, resolved = Path(name), Path(name).resolve()
+        if resolved in visited:
             subfolders.clear()
             continue
-        visited.add(current.resolve())
+        visited.add(resolved)
         if is_saved_dataset(current):
             readable.append(current)
             subfolders.clear()
             continue
         subfolders[:] = sorted(subfolder for subfolder in subfolders if not subfolder.startswith("."))
         for file in sorted(file for file in files if not file.startswith(".")):
-            (readable if file.endswith(tuple(CHUNKERS)) else unknown).append(current / file)
+            path = current / file
+            target = path.resolve() if path.is_symlink() else resolved / file
+            if not file.endswith(tuple(CHUNKERS)):
+                unknown.append(path)
+            elif target not in visited:
+                visited.add(target)
+                readable.append(path)
     return readable, unknown
 
 

@@ -236,6 +236,11 @@ def test_a_folder_is_what_can_be_read_in_it(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"text": "one"}')
     assert [str(item.path.relative_to(tmp_path)) for item in find_inputs(tmp_path)] == ["a.md", "z.jsonl", "b/c/m.txt"]
     assert files_below(tmp_path)[1] == [tmp_path / "photo.jpg"]
+    (tmp_path / "z-again.jsonl").symlink_to(tmp_path / "z.jsonl")  # documents held out would be trained on
+    (tmp_path / "d").symlink_to(tmp_path / "b")
+    (tmp_path / "a-link").symlink_to(tmp_path / "a.md")
+    assert [item.name for item in find_inputs(tmp_path)] == ["a", "z-again", "m"]
+    assert [item.name for item in find_inputs(tmp_path / "*.jsonl")] == ["z-again", "z"]  # as they are named
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"must hold files that end in one of \.jsonl, .*, but holds none"):
         find_inputs(empty)
