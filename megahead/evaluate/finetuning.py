@@ -295,8 +295,7 @@ class FineTuningRun:
     def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> None:
         self.initial_model, self.data, self.settings = initial_model, data, settings
         tokenizer = load_tokenizer_folder(initial_model.folder)
-        padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
-        self._padding = next(token for token in padding if token is not None)
+        self._padding = tokenizer.pad_token_id or 0
         context_length = read_context_length(initial_model.folder) or settings.max_length
         encoder = ExampleEncoder(tokenizer, min(settings.max_length, context_length))
         self._train = encoder.encode(data.train)

@@ -23,10 +23,11 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
+from megahead.hf.bert import position_offset
 from megahead.hf.importing import max_positions, read_hf_config, require_tokenizer
 from megahead.hf.llama import LLAMA
-from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER
-from megahead.hf.settings import HFSettings
+from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER, WITH_POSITION_OFFSET
+from megahead.hf.settings import PADDING_TOKENS, HFSettings
 
 
 def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, offload_folder: Path | None = None) -> Any:
@@ -69,34 +70,40 @@ def load_embedding_model(folder: Path, *, random_weights: bool = False) -> Any:
     one; random_weights: only the config is read. CheckpointError if weights are missing."""
     options = _pooler_options(folder)
     if random_weights:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        return AutoModel.from_config(config, dtype=torch.float32, **options).eval()
+        with _read_by_transformers(folder):
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            return AutoModel.from_config(config, dtype=torch.float32, **options).eval()
     model, report = _load_with_report(AutoModel, folder, torch.float32, options)
-    if missing := sorted(map(str, report["missing_keys"])):
-        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
+    _require_keys(folder, model, report)
     return model.eval()
 
 
 def load_classifier(folder: Path, num_outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
-    """Returns the model in `folder` in fp32 with a new, random head of `num_outputs` values a sequence, drawn by
-    torch's seed.
+    """Returns the model in `folder` in fp32 with a head of `num_outputs` values a sequence: a new one, drawn by torch's
+    seed, unless a classifier of as many outputs is stored.
 
     Any architecture that transformers classifies sequences with; a pooler that was never pretrained is new as well.
     random_weights: only the config is read from the folder. CheckpointError if weights of the backbone are missing.
     """
     options = {"num_labels": num_outputs, "pad_token_id": padding_id}
     if random_weights:
-        try:
+        with _read_by_transformers(folder):
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
             return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise _unreadable(folder, error) from None
     model, report = _load_with_report(AutoModelForSequenceClassification, folder, torch.float32, options)
-    prefix = f"{model.base_model_prefix}."
-    missing = sorted(name for name in report["missing_keys"] if name.startswith(prefix) and ".pooler." not in name)
-    if missing:
-        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
+    _require_keys(folder, model, report, prefix=f"{model.base_model_prefix}.", new_part=".pooler.")
     return model
+
+
+def _require_keys(
+    folder: Path, model: Any, report: Mapping[str, Any], *, prefix: str = "", new_part: str | None = None
+) -> None:
+    """Raises CheckpointError if a weight is missing, or has another shape, whose name begins with `prefix` and has no
+    `new_part`."""
+    keys = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    needed = sorted(name for name in keys if name.startswith(prefix) and (new_part is None or new_part not in name))
+    if needed:
+        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {needed[0]}.")
 
 
 def read_context_length(folder: Path) -> int | None:
@@ -137,18 +144,30 @@ def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
-    """Returns the tokenizer in `folder`, without dropout; an encoder's with special tokens from the folder's other
-    files. CheckpointError without a tokenizer.json."""
+    """Returns the tokenizer in `folder`, without dropout; with a padding token, if there is one or an end token, and an
+    encoder's with special tokens from the folder's other files. CheckpointError without a tokenizer.json."""
     file = require_tokenizer(folder / "tokenizer.json", folder)
-    with _quiet():
+    with _read_by_transformers(folder):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     if is_encoder(folder):
         ids = HFSettings.from_folder(folder).special_ids(file)
         for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
+    tokenizer.pad_token = _padding_token(tokenizer, _hf_config_or_empty(folder))
     if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
         tokenizer.backend_tokenizer.model.dropout = None
     return tokenizer
+
+
+def _padding_token(tokenizer: Any, hf_config: Mapping[str, Any]) -> str | None:
+    """Returns the token that pads: that of a RoBERTa's positions; else the tokenizer's, which it may not name; else its
+    end token, which no text has, so that a classifier finds the last token before."""
+    if hf_config.get("model_type") in WITH_POSITION_OFFSET:
+        token: str | None = tokenizer.convert_ids_to_tokens(position_offset(hf_config) - 1)
+        return token
+    vocabulary = tokenizer.get_vocab()
+    spelled = next((token for token in PADDING_TOKENS if token in vocabulary), None)
+    return tokenizer.pad_token or spelled or tokenizer.eos_token
 
 
 def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
@@ -193,20 +212,30 @@ def _load(auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[st
 def _load_with_report(
     auto_class: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    try:
-        with _quiet():
-            model, report = auto_class.from_pretrained(
-                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
-            )
-    except (OSError, ValueError) as error:
-        raise _unreadable(folder, error) from None
+    with _read_by_transformers(folder):
+        model, report = auto_class.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            **options,
+        )
     require_finite(model.named_parameters(), folder)
     return model, report
 
 
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # some hundred names
-    return CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}")
+@contextmanager
+def _read_by_transformers(folder: Path) -> Iterator[None]:
+    """In the block, transformers is silent, and errors are a CheckpointError: libraries raise all types of them for a
+    file that is cut short or of another kind."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        text = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        reason = " ".join(text.split()).partition(" Model type should be one of ")[0]  # some hundred names
+        raise CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}") from None
 
 
 @contextmanager
