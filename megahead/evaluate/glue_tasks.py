@@ -398,7 +398,7 @@ def load_task(
     train, evaluation_sets, num_skipped = data.train, dict(data.evaluation_sets), data.num_skipped
     for language in languages if name.startswith("xnli/") else ():
         if language not in evaluation_sets and sources.has_task(f"xnli/{language}"):
-            other = _load_examples(f"xnli/{language}", sources)
+            other = _load_examples(f"xnli/{language}", sources, trains_on_dev=data.trains_on_dev)
             evaluation_sets |= other.evaluation_sets
             num_skipped += other.num_skipped
     if max_train_rows is not None and len(train) > max_train_rows:
@@ -406,11 +406,17 @@ def load_task(
     return replace(data, train=train, evaluation_sets=evaluation_sets, num_skipped=num_skipped)
 
 
-def _load_examples(name: str, sources: DataSource) -> TaskData:
-    """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one."""
+def _load_examples(name: str, sources: DataSource, *, trains_on_dev: bool | None = None) -> TaskData:
+    """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one.
+
+    trains_on_dev: whether the dev split of the language that is trained on was cut in halves; its translation is then
+    cut in the same way, and else stays whole.
+    """
     train, dev = sources.read_splits(name)
     task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]
-    if train is not None:
+    if trains_on_dev is False:
+        return TaskData(name, task, [], {split: examples}, False, dev.num_skipped)
+    if train is not None and trains_on_dev is None:
         num_skipped = train.num_skipped + dev.num_skipped
         return TaskData(name, task, _build_examples(name, train), {split: examples}, False, num_skipped)
     if dev.num_skipped and task.rows_per_unit > 1:

@@ -81,6 +81,11 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
     whole = load_task("xnli/fr", DataSource(tmp_path), languages=["fr"])
     assert (whole.trains_on_dev, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
     assert len(whole.evaluation_sets["fr"]) == 12
+    languages = {name: load_task(f"xnli/{name}", DataSource(tmp_path)) for name in ("fr", "en")}
+    assert {name: len([*rows]) for name, rows in languages["fr"].evaluation_sets.items()} == {"fr": 12, "en": 12}
+    premises = {example.first_text[3:] for example in languages["en"].train}
+    assert languages["en"].trains_on_dev
+    assert not premises & {example.first_text[3:] for example in languages["en"].evaluation_sets["fr"]}
 
 
 def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
