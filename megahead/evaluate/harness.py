@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from megahead.errors import DataError
 from megahead.evaluate.harness_tasks import (
     TASKS,
     LogProbabilityTask,
@@ -100,6 +101,7 @@ def evaluate_with_lm_eval(
         manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
         tasks = list(manager.load([name])["tasks"].values())
         lm = _TruncationCountingLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
+        lm.task = name
         output: Mapping[str, Any] = simple_evaluate(
             lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
@@ -127,11 +129,18 @@ def _to_task_result(task: str, output: Mapping[str, Any], limit: int | None, num
 
 
 class _TruncationCountingLM(HFLM):  # type: ignore[misc] # lm-eval has no types
-    """lm-eval's model, which counts the requests that it truncates."""
+    """lm-eval's model, which counts the requests that it truncates; DataError for a continuation that is longer than
+    the context, of which it would be no probability."""
 
-    num_truncated = 0
+    num_truncated, task = 0, ""
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        longest = max((len(continuation) for *_, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise DataError(
+                f"{self.task} must have continuations of at most {self.max_length} tokens, the model's context, but "
+                f"has one of {longest}; leave the task out."
+            )
         self.num_truncated += sum(
             len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests
         )

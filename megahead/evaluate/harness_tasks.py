@@ -91,6 +91,13 @@ def convert_boolq(row: Row) -> Row:
     return {**row, "label": classes[row["label"]]}
 
 
+def convert_piqa(row: Row) -> Row:
+    """Labels are published in a file of their own; as text they would silently count every answer as wrong."""
+    if str(row["label"]) not in ("0", "1"):
+        raise ValueError(f"its label must be 0 or 1, but is {row['label']!r}")
+    return {**row, "label": int(row["label"])}
+
+
 def read_crows_pairs(file: Path) -> list[Row]:
     """Reads a csv of sentence pairs."""
     table = csv.DictReader(read_text(file).splitlines(keepends=True))
@@ -324,6 +331,7 @@ def _function_of(module: str, name: str) -> Callable[..., Any]:
 _read_arc = jsonl_reader("question", "answerKey", convert=convert_arc)
 _read_race = jsonl_reader("article", "questions", "options", "answers", convert=convert_race)
 _read_boolq = jsonl_reader("passage", "question", "label", convert=convert_boolq)
+_read_piqa = jsonl_reader("goal", "sol1", "sol2", "label", convert=convert_piqa)
 _read_openbookqa = jsonl_reader("question_stem", "choices", "answerKey")
 _read_sciq = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
@@ -340,7 +348,7 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _read_sciq),
     "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", read_pubmedqa),
     "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
-    "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", jsonl_reader("goal", "sol1", "sol2", "label")),
+    "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", _read_piqa),
     "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _read_openbookqa),
     "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),

@@ -45,7 +45,8 @@ class ResultCache:
 
 def fingerprint_model(folder: Path) -> str:
     """Returns a fingerprint of a model's weights and settings, see `fingerprint_files`."""
-    return fingerprint_files(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))
+    patterns = ("*.safetensors", "*.bin", "*.json")
+    return fingerprint_files(sorted(path for pattern in patterns for path in folder.glob(pattern)))
 
 
 def fingerprint_files(paths: Sequence[Path]) -> str:

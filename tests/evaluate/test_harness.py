@@ -125,10 +125,20 @@ def test_a_file_that_is_no_test_is_reported(tmp_path: Path, content: str, senten
         task_files(["cloze"], cloze=tmp_path / "cloze.jsonl")
 
 
+def test_an_answer_longer_than_the_context_is_reported(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "max_positions": 32}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    (tmp_path / "cloze.jsonl").write_text(json.dumps({"text": f"the {'x' * 200}"}))
+    files = task_files(["cloze"], cloze=tmp_path / "cloze.jsonl")
+    with pytest.raises(DataError, match=r"cloze must have .* of at most 32 tokens, .* has one of 201; leave"):
+        list(evaluate_tasks(ensure_hf_folder(tmp_path / "run"), files))
+
+
 GOOD = {
     "boolq": {"passage": "a", "question": "b", "label": True},
     "arc": {"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}, "answerKey": "A"},
     "race": {"article": "a", "questions": ["b"], "options": [["c"]], "answers": ["A"]},
+    "piqa": {"goal": "a", "sol1": "b", "sol2": "c", "label": 0},
 }
 
 
@@ -138,6 +148,7 @@ GOOD = {
         ("boolq", {"label": "yes"}, "its label must be true or false, but is 'yes'"),
         ("arc", {"question": {"stem": "a"}}, "lacks 'choices'"),
         ("race", {"answers": []}, "is of another form"),
+        ("piqa", {"label": "sol1"}, "its label must be 0 or 1, but is 'sol1'"),
     ],
 )
 def test_an_example_that_is_not_as_published_is_named_by_its_number(

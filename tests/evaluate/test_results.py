@@ -22,7 +22,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_what_was_kept_is_found_again_until_anything_changes(model: Path) -> None:
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_what_was_kept_is_found_again_until_anything_changes(model: Path, weights: str) -> None:
     output, data = model.parent / "scores.json", model.parent / "sciq.jsonl"
     ResultsFile(output).add(model, model, data, RESULT)
     kept = ResultsFile(output)
@@ -32,7 +33,7 @@ def test_what_was_kept_is_found_again_until_anything_changes(model: Path) -> Non
     data.write_text("{} ")
     assert kept.find(model, model, "sciq", data, 3) is None
     data.write_text("{}")
-    (model / "model.safetensors").write_bytes(b"others")
+    (model / weights).write_bytes(b"others")
     assert kept.find(model, model, "sciq", data, 3) is None
 
 

@@ -29,7 +29,7 @@ PUBLISHED: dict[str, Any] = {
         {"support": "", "question": "Who?", "distractor1": "a", "distractor2": "b", "distractor3": "c"}
         | {"correct_answer": "darwin"}
     ],
-    "piqa": [{"goal": "g", "sol1": "left", "sol2": "right", "label": 1}],
+    "piqa": [{"goal": "g", "sol1": "left", "sol2": "right", "label": "1"}],
     "openbookqa": [{"question_stem": "s", "choices": {"text": ["p", "q"], "label": ["A", "B"]}, "answerKey": "B"}],
 }
 RIGHT = {"arc_easy": "thus", "boolq": "yes", "race": "g", "sciq": "darwin", "piqa": "right", "openbookqa": "q"}

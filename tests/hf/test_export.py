@@ -183,7 +183,10 @@ def test_real_text_is_compared_too_where_it_is_at_hand(tmp_path: Path) -> None:
     save_small(tmp_path / "elsewhere", small_config())
     with_text = export(tmp_path / "run", tmp_path / "a", "pmi").parity
     without = export(tmp_path / "elsewhere", tmp_path / "b", "pmi").parity
-    assert (with_text.tokens, without.tokens) == (4 * 32, 2 * 32)
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=100) as writer:
+        writer.add_document(torch.arange(100))
+    with_another_text = export(tmp_path / "run", tmp_path / "c", "pmi").parity
+    assert [parity.tokens for parity in (with_text, without, with_another_text)] == [4 * 32, 2 * 32, 3 * 32]
 
 
 def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes(tmp_path: Path) -> None:
