@@ -66,8 +66,8 @@ def message_of(error: Exception) -> str:
 def existing_path(text: str) -> Path:
     """argparse's `type` for a path that must exist; UserError otherwise."""
     path = Path(text)
-    if not path.exists():
-        raise UserError(f"`{path}` must exist, but does not; check the path.")
+    if not text or not path.exists():  # an empty one, as of an unset variable, would be the working directory
+        raise UserError(f"`{text}` must exist, but does not; check the path.")
     return path
 
 

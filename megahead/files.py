@@ -174,6 +174,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path for a file, which replaces `path` when the block succeeds, and is removed when it raises.
     Creates missing folders. With several concurrent writers the last one wins. WriteError for an OSError.
     """
+    if not path.name:
+        raise WriteError(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
     partial = _unique_partial(path)
     with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -185,7 +185,7 @@ def start(
     planned and done, a line each. None after a `dry_run`, which ends with the plan. UserError where nothing in `path`
     is text.
     """
-    if minutes < 1:
+    if not 1 <= minutes < math.inf:
         raise FieldError("--minutes", "be at least 1", got=minutes)
     folder = folder_of(Path(path), folder)
     config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"

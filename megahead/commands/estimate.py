@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from math import inf
 
 from rich.table import Table
 
@@ -98,7 +99,7 @@ def verdict(plan: RunPlan, budget: float) -> str:
 
 def training_time(plan: RunPlan, flops_per_second: float) -> str:
     """The estimated duration of the run."""
-    if flops_per_second <= 0:
+    if not 0 < flops_per_second < inf:
         raise ConfigError("--peak x --utilization", "be above 0", got=flops_per_second)
     config = plan.config
     tokens = config.training.steps * config.tokens_per_step()

@@ -18,7 +18,7 @@ from megahead.wording import pluralize
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs = "datasets, or folders of them (without -validation)"
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=inputs)
+    parser.add_argument("--input", nargs="+", required=True, type=_not_empty, metavar="PREFIX", help=inputs)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="a new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
     arguments = parser.parse_args()
@@ -29,6 +29,13 @@ def main() -> None:
         f"{arguments.output}: {pluralize(len(prefixes), 'dataset')}, {pluralize(len(merged), 'sequence')}, "
         f"{pluralize(merged.num_documents, 'document')}, {pluralize(merged.num_tokens, 'token')}"
     )
+
+
+def _not_empty(text: str) -> str:
+    """argparse's `type` for a prefix: an empty one, as of an unset variable, would be the working directory."""
+    if not text:
+        raise DataError("--input must name datasets, but one is empty.")
+    return text
 
 
 def find_datasets(path: Path) -> list[Path]:

@@ -227,6 +227,8 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _expand_pattern(pattern: str) -> list[Path]:
+    if not pattern:  # as of an unset variable; its path would be the working directory
+        raise DataError("an input must be the name of a file or folder, but one is empty.")
     folder = Path(pattern)
     if _is_plain_folder(folder):
         if readable := files_below(folder)[0]:

@@ -160,3 +160,24 @@ def test_what_tables_hold_out_is_not_merged_with_what_they_train_on(tmp_path: Pa
     for name in ("a", "a-test", "a-validation", "b-test", "c-validation"):
         (tmp_path / f"{name}.idx").touch()
     assert [prefix.name for prefix in find_datasets(tmp_path)] == ["a", "b-test"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "sentence"),
+    [
+        ("preprocess.py", ["--input", "", "--tokenizer", "T", "--output", "O"], "an input must be the name of a file"),
+        ("train_tokenizer.py", ["--input", "", "--vocab-size", 300, "--output", "O"], "an input must be the name of a"),
+        ("train_tokenizer.py", ["--extend", "T", "--output", ""], "`.` must be writable, but is not: Is a directory"),
+        ("merge_datasets.py", ["--input", "", "--output", "O"], "--input must name datasets, but one is empty"),
+        ("start.py", [""], "`` must exist, but does not"),
+        ("start.py", ["T", "--minutes", "nan"], "`--minutes` must be at least 1, but is nan instead"),
+        ("start.py", ["T", "--minutes", "inf"], "`--minutes` must be at least 1, but is inf instead"),
+        ("estimate.py", ["--config", "demo-headless", "--peak", "nan"], "must be above 0, but is nan instead"),
+    ],
+)
+def test_an_empty_name_is_not_the_working_directory_and_nan_is_no_number(
+    command: Command, tokenizer_path: Path, tmp_path: Path, tool: str, arguments: list[object], sentence: str
+) -> None:
+    names = {"T": tokenizer_path, "O": tmp_path / "out"}
+    code, _, says = command(tool, *(names.get(str(argument), argument) for argument in arguments))
+    assert (code, sentence in says) == (2, True)
