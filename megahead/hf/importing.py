@@ -26,7 +26,7 @@ from megahead.distributed.tensors import block_ranges, finite_blocks, join_block
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf.bert import position_offset
-from megahead.hf.families import Family, filled_settings
+from megahead.hf.families import Family, filled_settings, require_key
 from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
 from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
@@ -208,8 +208,20 @@ def read_hf_config(model_dir: Path) -> Mapping[str, Any]:
     return content
 
 
+_TEXT, _LIST, _OBJECT = (str, "a text"), (list, "a list"), (dict, "an object")
+_KINDS_OF_KEYS: dict[str, tuple[type, str]] = {
+    "vocab_size": (int, "a whole number"),
+    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "activation", "activation_function"), _TEXT),
+    **dict.fromkeys(("architectures", "layer_types"), _LIST),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
+}
+
+
 def find_family(hf_config: Mapping[str, Any]) -> Family:
-    """Returns the family of a folder; FieldError for one that is unsupported."""
+    """Returns the family of a folder; FieldError for one that is unsupported, or a key that no config.json has so."""
+    for name, (kind, words) in _KINDS_OF_KEYS.items():
+        value = hf_config.get(name)
+        require_key(value is None or isinstance(value, kind), name, f"be {words}", got=repr(value))
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise FieldError("config.json: model_type", f"be one of {', '.join(FAMILIES)}", got=model_type)

@@ -119,7 +119,8 @@ class HFSettings:
     def end_tokens(self) -> list[int]:
         """Returns the ids that end a text, those of config.json first."""
         values = (self.read_json(name).get("eos_token_id") for name in (CONFIG_FILE, GENERATION_FILE))
-        return [id_ for ids in values if ids is not None for id_ in (ids if isinstance(ids, list) else [ids])]
+        ids = [id_ for value in values for id_ in (value if isinstance(value, list) else [value])]
+        return [id_ for id_ in ids if isinstance(id_, int)]
 
     def special_ids(self, tokenizer: Path | None) -> dict[str, int | None]:
         """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, by
@@ -139,8 +140,8 @@ class HFSettings:
         settings = [self.read_json(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
         tokens = [content.get(keys[0]) for content in settings] + [bert_spelling]
         tokens += [content.get(key) for key in keys[1:] for content in settings]
-        texts = [token["content"] if isinstance(token, dict) else token for token in tokens if token]
-        ids = [] if vocabulary is None else [vocabulary.find(text) for text in texts]
+        texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+        ids = [] if vocabulary is None else [vocabulary.find(text) for text in texts if text and isinstance(text, str)]
         ids += [hf_config.get(f"{key}_id") for key in keys]
         ids += [] if vocabulary is None else [vocabulary.find(text) for text in spellings]
         return [id_ for id_ in ids if isinstance(id_, int) and id_ < hf_config["vocab_size"]]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,9 +25,10 @@ from transformers import (
     RobertaModel,
 )
 
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, FieldError
 from megahead.evaluate.finetuning import Classifier, EncodedExample, FineTuningRun, InitialModel
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
+from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_backbone, load_classifier, load_embedding_model, load_tokenizer_folder
 from support.small_encoder import save_small_encoder
 
@@ -57,6 +59,31 @@ def test_a_damaged_folder_is_a_sentence_whatever_libraries_raise(tmp_path: Path,
     for name, load in loaders.items():
         with pytest.raises(CheckpointError, match=r"`.*model` must (be a Hugging Face|hold the weights)"):
             raise AssertionError(f"{name} opened {load(folder)}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"vocab_size": "120"}, "vocab_size` must be a whole number, but is '120' instead"),
+        ({"model_type": ["bert"]}, "model_type` must be a text"),
+        ({"hidden_act": ["gelu"]}, "hidden_act` must be a text"),
+        ({"architectures": 5}, "architectures` must be a list"),
+        ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling` must be an object"),
+    ],
+)
+def test_a_key_of_another_type_is_a_sentence(tmp_path: Path, wrong: dict[str, object], rule: str) -> None:
+    config = save_small_encoder(tmp_path / "model") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    with pytest.raises(FieldError, match=f"^`config.json: {rule}"):
+        from_hf(tmp_path / "model", tmp_path / "run")
+
+
+def test_a_special_token_that_is_none_is_not_read(tmp_path: Path) -> None:
+    folder = save_small_encoder(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": 5, "mask_token": {}}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ["[SEP]", None]}))
+    ids = yaml.safe_load((from_hf(folder, tmp_path / "run") / "model.yaml").read_text())["masking"]
+    assert [ids[name] for name in ("cls_token", "sep_token", "mask_token")] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
