@@ -41,7 +41,8 @@ __all__ = [
 
 
 def lazy_getattr(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package. `names`: its public names, by the submodule that is imported when one is used."""
+    """A package's `__getattr__`, which imports a submodule when a name of it is used. `names`: {submodule: public
+    names}."""
     module_by_name = {name: module for module, exported in names.items() for name in exported}
 
     def import_name(name: str) -> Any:

@@ -122,7 +122,7 @@ def slow_imports_reported() -> Iterator[None]:
 
 
 class _SlowImportReporter(MetaPathFinder):
-    """Finds no module: the import system asks it first, before it loads one."""
+    """Reports slow imports, finds no module: the import system asks it first."""
 
     def __init__(self) -> None:
         self._has_reported = False

@@ -28,8 +28,8 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
 
 
 def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
-    """The auxiliary objective's own targets of a row, and the candidates of each, which may be the `candidate_rows` of
-    the batch's targets."""
+    """The auxiliary objective's own targets per row, and the candidates of each: the batch's `candidate_rows` if
+    shared."""
     auxiliary = config.objective.auxiliary_or_neutral()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
@@ -38,7 +38,8 @@ def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tup
 
 
 def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: int) -> int:
-    """Candidates of one group in one micro-batch: with `max_candidates`, most of the sampled ones and its targets."""
+    """Candidates of one group in one micro-batch; under `max_candidates` that many and the micro-batch's targets at
+    most."""
     objective, vocab_size = config.objective, config.model.vocab_size
     if objective.name == "vanilla":
         return config.model.padded_vocab_size()
@@ -54,7 +55,7 @@ def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: in
 
 
 # D hidden size, A total width of the query heads (mostly D), K total width of the key heads, F width of the MLP, L
-# blocks, V rows of the embedding table (padding included).
+# blocks, V rows of the padded embedding, t tensor ranks.
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class ParameterCounts:
     """V D."""
 
     body: int
-    """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama
-    L (2 D A + 2 D K + 3 D F + 2 D) + D. In a BERT the embedding's norm, positions and types instead of the final norm;
-    in a ModernBERT the embedding's norm instead of the first block's; in a GPT-2 positions besides; in a Gemma 3 twice
-    the norms."""
+    """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama L (2 D
+    A + 2 D K + 3 D F + 2 D) + D. A BERT has the embedding's norm, positions and types instead of the final norm; a
+    ModernBERT the embedding's norm instead of the first block's. A GPT-2 also has positions, a Gemma 3 twice the
+    norms."""
 
     head: int
     """V D for an untied vanilla head, or the candidates' own table; D^2 + 3 D + V for a BERT's transform and bias,
@@ -179,7 +180,7 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
 
     Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
     each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
-    of products and attention. A Llama's block saves three inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
+    of products and attention. A Llama's block saves four inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
     and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves two
     inputs more. Sequence parallelism also divides inputs by t, but gathers those of one layer at a time.
     """
@@ -273,7 +274,7 @@ def training_flops(
 
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
-    auxiliary objective are not counted if their number depends on the text. `data_ranks`: see `BatchConfig`."""
+    auxiliary objective are not counted if their number depends on the text. `data_ranks`: data-parallel ranks."""
     length, targets, auxiliary = (
         config.data.sequence_length,
         config.targets_per_row(),
@@ -306,7 +307,9 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
     targets, candidates = _own_targets(config, candidate_rows, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
-    products_per_token += auxiliary.pools_rows() * (candidates + vanilla / 3)  # gradients are those of one token
+    products_per_token += auxiliary.has_bag_of_words() * (
+        candidates + vanilla / 3
+    )  # backward, only the largest score's
     return 2 * config.model.hidden_size * products_per_token
 
 
@@ -414,7 +417,7 @@ def _muon_parameters(config: RunConfig) -> float:
 def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak.
 
-    Buffers that never coexist count as the larger of them, buckets in full.
+    Of buffers that never coexist the larger counts; buckets count in full.
     """
     parameters, zero = rank_parameters(plan.config), plan.zero
     share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
@@ -426,9 +429,9 @@ def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
         return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if element_size == 2 else 0)
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
-    if stage == 1 and separate_fp32_sum:  # the fp32 sum of gradients; these, or later a bf16 copy of it to send
+    if stage == 1 and separate_fp32_sum:  # gradients: fp32 sum; buffers: bf16 gradients, or later the sum in bf16
         return 2 * parameters, 4 * parameters, 12 * share, 2 * parameters + send_copy
-    if stage == 1:  # the optimizer copies the rank's gradients; in fp32 after the others are freed
+    if stage == 1:  # the optimizer copies the rank's gradients; under fp32 after freeing the others
         copy = 4 * share if element_size == 2 else max(0, 8 * share - 4 * parameters)
         return element_size * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
     if stage == 2:  # a micro-batch's gradients and their sum; later the gathered weights
@@ -464,8 +467,8 @@ def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank, without a sharded embedding. Replicated are norms, positions, biases of
-    row-parallel layers and of tokens, and key and value projections with fewer heads than ranks."""
+    """Parameters of one tensor rank, without a sharded embedding. Norms, positions, biases of row-parallel
+    layers and of ids, and key and value projections with fewer heads than ranks are replicated."""
     model, tensor = config.model_in_training(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     per_block = model.norms_per_block() * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
@@ -501,7 +504,7 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_linear else 4)) * chunk * rows
     if (
-        config.objective.auxiliary_or_neutral().pools_rows()
-    ):  # nine float32 matrices of texts (measured: 64 texts, 30,522 ids)
+        config.objective.auxiliary_or_neutral().has_bag_of_words()
+    ):  # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor
     return total

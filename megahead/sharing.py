@@ -14,15 +14,15 @@ from megahead.report.read import read_metrics
 from megahead.wording import format_names, pluralize
 
 _MAX_SAMPLED_BYTES = 8 * 2**30
-"""Weights of a sampled model: unlike an export, generation needs all of them in memory."""
+"""Most weights to sample from: generation, unlike exporting, needs all in memory."""
 
 
 def add_sample_and_curves(folder: Path, run: Path) -> str | None:
-    """Adds a sample (generated text, of an encoder a sentence that it completes) and the training curves of `run` to
+    """Adds a sample (generated text, or a sentence that an encoder completes) and the training curves of `run` to
     the model card in `folder`; returns the sample.
 
-    Without a head or a tokenizer with the special tokens for it, or with more than 8 GiB of weights, it adds no sample;
-    without a log no curves.
+    It adds no sample without a head or a tokenizer with the special tokens for it, or above 8 GiB of weights, and no
+    curves without a log.
     """
     from megahead.report.figures import draw_curves, save_figure
 
@@ -51,7 +51,7 @@ def _sample_if_possible(folder: Path) -> str | None:
 
 
 def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
-    """Generates text after `prompt` with an exported model and a fixed seed, half its context at most."""
+    """Generates text after `prompt` with an exported model and fixed seed, at most half its context."""
     import torch
 
     from megahead.evaluate.language_models import generate_continuation, sampling_options

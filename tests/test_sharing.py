@@ -281,6 +281,9 @@ def test_a_card_names_the_text_that_was_read_and_no_folder_above_it(tmp_path: Pa
     [
         ({"objective": {"name": "vanilla"}}, "trained"),
         ({"objective": {"name": "vanilla"}}, "none"),
+        ({}, "pmi"),
+        ({"model": BERT, "masking": MASKS}, "pmi"),
+        ({"model": BERT, "masking": MASKS, "objective": {"name": "vanilla"}}, "trained"),
         ({"model": BERT, "masking": MASKS, "objective": {"replaced_tokens": {"generator_layers": 1}}}, "none"),
     ],
 )

@@ -5,7 +5,7 @@ tools/bench_engine.py --launches --device cuda          what a launch costs the 
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread. Variants
-take single steps in turn, so that noise affects all alike. Ratios are medians over rounds of a step's time over the
+take single steps in turn, so that noise affects all alike. Ratios, medians over rounds, divide a step's time by the
 first variant's in the same round; CPU time, unlike wall time, excludes waiting for other programs.
 """
 

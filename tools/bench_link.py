@@ -4,8 +4,9 @@ sudo OMP_NUM_THREADS=1 tools/bench_link.py --ranks 2,4 --vocabulary 1048576 --me
 sudo OMP_NUM_THREADS=1 tools/bench_link.py --ways dense:0,dense:1,dense:2,dense:3 --negatives --vocabulary 32768
 
 Each rank is a process of one thread in its own network namespace, whose link is limited to so many megabits a second in
-each direction (needs root, and iproute2's ip and tc). MB sent: of a step, by the rank that sends most, with all headers
-and acknowledgements. A step is one of the engine, without the loader; it includes the plan of embedding rows to fetch.
+each direction (needs root, and iproute2's ip and tc). MB sent: a step's bytes from the rank that sends most, all
+headers and acknowledgements included. A step is the engine's, without the loader; it includes planning the embedding
+rows to fetch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers of the body (default: 3)")
     parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
-    ways_help = "of steps, each an embedding and a ZeRO stage (default: rows:0,dense:0,dense:3)"
+    ways_help = "steps to time, each EMBEDDING:ZERO_STAGE (default: rows:0,dense:0,dense:3)"
     parser.add_argument("--ways", default="rows:0,dense:0,dense:3", metavar="WAY,...", help=ways_help)
     parser.add_argument("--negatives", action="store_true", help="also share negatives, as ids and as embeddings")
-    parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link (default: 1000)")
+    parser.add_argument("--megabits", type=int, default=1000, help="rate of each link, Mbit/s (default: 1000)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     arguments = parser.parse_args()
     shape = {"num_layers": arguments.layers, "hidden_size": arguments.hidden_size, "num_heads": 2}

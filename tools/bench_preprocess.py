@@ -2,9 +2,9 @@
 
 tools/bench_preprocess.py --input corpus.jsonl --tokenizer 20B_tokenizer.json [--rounds 3] [--skip datasets]
 
-Each is a process of its own that writes what it makes to a temporary folder; the contestants take turns. Counted is
-all of it, imports and the reading of the tokenizer included: CPU seconds of the process and its children, and the
-largest memory that any one process of it had. Medians over the rounds.
+Each program runs in its own process and writes its output to a temporary folder; the programs take turns. The whole
+run counts, imports and reading the tokenizer included: CPU seconds of the process and its descendants, and the largest
+memory of any one of them. Medians over the rounds are shown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ text = datasets.load_dataset("json", data_files=source, split="train", cache_dir
 text.map(encode, batched=True, remove_columns=text.column_names, num_proc=int(workers)).save_to_disk(f"{folder}/out")
 """
 
-OTHERS = {"loop": PLAIN_LOOP, "datasets": DATASETS_MAP}
+BASELINES = {"loop": PLAIN_LOOP, "datasets": DATASETS_MAP}
 Cost = tuple[float, float, float]  # CPU seconds, seconds, and megabytes of the largest process
 
 
@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer.json")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: 3)")
     parser.add_argument("--workers", type=int, help="processes (default: preprocess.py's own choice; 1 for the others)")
-    parser.add_argument("--skip", nargs="+", default=[], choices=OTHERS, help="leave out (they are slow)")
+    parser.add_argument("--skip", nargs="+", default=[], choices=BASELINES, help="leave out (they are slow)")
     arguments = parser.parse_args()
     source = Path(arguments.input)
     if not source.is_file():
         raise DataError(f"`{source}` must be a .jsonl file, but there is none; check the path.")
-    names = [name for name in ("preprocess.py", *OTHERS) if name not in arguments.skip]
+    names = [name for name in ("preprocess.py", *BASELINES) if name not in arguments.skip]
     given = str(source), arguments.tokenizer, arguments.workers
-    rounds = [[timed(name, *given) for name in names] for _ in range(arguments.rounds)]
+    rounds = [[run_timed(name, *given) for name in names] for _ in range(arguments.rounds)]
     megabytes, rows = source.stat().st_size / 1e6, []
     for name, costs in zip(names, zip(*rounds, strict=True), strict=True):
         cpu, wall, peak = (median(values) for values in zip(*costs, strict=True))
@@ -72,28 +72,31 @@ def main() -> None:
     report(rows, output=arguments.output)
 
 
-def timed(name: str, source: str, tokenizer: str, workers: int | None) -> Cost:
+def run_timed(name: str, source: str, tokenizer: str, workers: int | None) -> Cost:
     """Runs one program; DataError when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        if name in OTHERS:
-            command = [sys.executable, "-c", OTHERS[name], source, tokenizer, folder, str(workers or 1)]
+        if name in BASELINES:
+            command = [sys.executable, "-c", BASELINES[name], source, tokenizer, folder, str(workers or 1)]
         else:
             command = [sys.executable, str(TOOL), "--input", source, "--tokenizer", tokenizer]
             command += ["--output", f"{folder}/out", *(["--workers", str(workers)] if workers else [])]
         quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
         started = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
-        cpu, peak = watched(process)
-        errors = process.stderr.read().decode() if process.stderr else ""
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=quiet)
+            cpu, peak = sample_usage(process)
+            errors.seek(0)
+            last_lines = [f"exit code {process.returncode}", *errors.read().decode().split("\n")]
         if process.returncode:
-            raise DataError(f"`{name}` must run to its end to be timed, but failed: {errors.strip().splitlines()[-1]}")
+            reason = [line for line in last_lines if line.strip()][-1]
+            raise DataError(f"`{name}` must run to its end to be timed, but failed: {reason}")
         return cpu, time.monotonic() - started, peak
 
 
-def watched(process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """(CPU seconds, megabytes of the largest process) of a process and all that come from it, sampled till it ends.
+def sample_usage(process: subprocess.Popen[bytes]) -> tuple[float, float]:
+    """CPU seconds of a process and its descendants, and megabytes of the largest of them, sampled until it ends.
 
-    Pool workers are nobody's children by the time they end, so each is asked while it lives.
+    Pool workers are orphans by the time they end, so each is sampled while it lives.
     """
     cpu: dict[int, float] = {}
     peak, root = 0.0, psutil.Process(process.pid)

@@ -13,14 +13,14 @@ otherwise; its vanilla head is BERT's, tied. An objective that needs token count
 that a vanilla objective does not have are dropped for it.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matmul rate; MFU: share
-of its published peak; peak MB: weights, gradients, moments and activations (on a CPU of one step in a child process,
-not when compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and
-backward), and in clipping and the optimizer. A GPU is synchronized only at the end of a step; CUDA events time its
-parts. In bf16 the weights are bf16, with float32 master weights in the optimizer, as in the engine.
+of its published peak; peak MB: weights, gradients, moments and activations (on a CPU those of one step in a child
+process, unless compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both
+forward and backward), and in clipping and the optimizer. A GPU is synchronized only at the end of a step; CUDA events
+time its parts. In bf16 the weights are bf16, with float32 master weights in the optimizer, as in the engine.
 
---vocabulary times headless steps of the engine instead, with increasing vocabulary sizes on the same ids, with the
-embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first vocabulary) exclude
-waiting for other programs; a step's MiB: memory it allocates beside that between steps, the most of any rank.
+--vocabulary times headless steps of the engine instead, with increasing vocabulary sizes on the same ids, the embedding
+sharded (rows) or dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first vocabulary) exclude
+waiting for other programs; a step's MiB: memory it allocates above that between steps, the most of any rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENCODER_VOCABULARIES = {
     **dict.fromkeys(("xlm-r-base", "xlm-r-large"), 250002),
     **dict.fromkeys(("mmbert-small", "mmbert-base"), 256000),
 }
-"""Of encoders; BERT's vocabulary of all others."""
+"""All other encoders have BERT's vocabulary."""
 BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 
 
@@ -53,8 +53,6 @@ def main() -> None:
     config = _config(arguments)
     variants = _variants(arguments, config)
     sizes = _parse_vocabularies(arguments.vocabulary)
-    if arguments.ranks > 1 and (arguments.device == "cuda" or not sizes):
-        raise FieldError("--ranks", "be 1 without --vocabulary and on one GPU", got=arguments.ranks)
     if arguments.data:
         IndexedDataset(arguments.data)  # reports its errors before the slow import of torch
     import torch
@@ -65,6 +63,8 @@ def main() -> None:
     from megahead.train.run import resolve_precision
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if arguments.ranks > 1 and (device.type == "cuda" or not sizes):
+        raise FieldError("--ranks", "be 1 without --vocabulary and on one GPU", got=arguments.ranks)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     config = resolve_precision(config, device, Group())
@@ -126,10 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
     parser.add_argument("--vocabulary", metavar="V,...", help="time headless steps under these vocabularies instead")
-    parser.add_argument("--ranks", type=int, default=1, help="of each of --vocabulary, on CPUs (default: 1)")
-    parser.add_argument("--embedding", default="rows,dense", help="kinds of --vocabulary (default: rows,dense)")
+    parser.add_argument("--ranks", type=int, default=1, help="for each --vocabulary size, on CPUs (default: 1)")
+    parser.add_argument("--embedding", default="rows,dense", help="embeddings under --vocabulary (default: rows,dense)")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
-    parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
+    parser.add_argument("--whole", action="store_true", help="also time encoders whose last block computes all tokens")
     parser.add_argument("--muon", action="store_true", help="time each with Muon for the blocks, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the config's; of --preset, fp32")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the schema: every setting with its type, default, rule and sentence.
+"""Writes docs/configuration.md from the schema: every setting with its type, range, default and description.
 
 python tools/configuration_page.py
 """

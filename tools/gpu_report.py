@@ -6,7 +6,7 @@ tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
 Parts run by priority: what a launch costs the host; whole steps of the engine, headless against vanilla, of three
-models and vocabularies, and with each way of computing them on or off; the loss beside third-party kernels; steps
+models and vocabularies, and with single settings changed; the loss beside third-party kernels; steps
 without an engine, plain and compiled; DeepSpeed's overhead; host waits; profiles of steps; with a text (of at most
 50,277 ids) real trainings of 70 M parameters with 50,277 and 131,072 ids, of 80 M tokens each at 25 % MFU of an H100,
 which also share the spare time; more steps and waits; and the tests that need a GPU. Each is a separate process with a
@@ -71,7 +71,7 @@ def main() -> None:
         return
     if unknown := set(arguments.only) - {part.name for part in parts}:
         raise FieldError("--only", "name parts that --list has", got=", ".join(sorted(unknown)))
-    session = Session(folder, console, title=DRY_RUN if arguments.dry else ON_A_GPU, again=arguments.again)
+    session = PartRunner(folder, console, title=DRY_RUN if arguments.dry else ON_A_GPU, again=arguments.again)
     text.write_zipf(DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
     wanted = [part for part in parts if not arguments.only or part.name in arguments.only]
     session.run_parts(wanted, arguments.minutes * 60)
@@ -119,7 +119,7 @@ class Part:
 
     @property
     def uses_spare_time(self) -> bool:
-        """Whether it takes an equal share of the spare time, beside `seconds`, of all such parts to come."""
+        """Whether it takes, beside `seconds`, spare time, shared equally with later such parts."""
         return any(SECONDS in word for word in self.command)
 
     def missing_requirement(self) -> str:
@@ -292,7 +292,7 @@ ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here say
 MIN_SECONDS = 20.0  # the least for which a part is started
 
 
-class Session:
+class PartRunner:
     """Runs parts in `folder`; reuses what the same command measured there before, unless `again`."""
 
     def __init__(
@@ -369,7 +369,7 @@ def step_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each SIZE with both `train-SIZE-headless` and `train-SIZE-vanilla` in `measured`.
 
-    Held-out perplexities are those at the smaller end of both runs, interpolated between evaluations."""
+    Held-out perplexities are those at the end of the shorter run, interpolated between evaluations."""
     rows = []
     for name in measured:
         size, vanilla = name.removeprefix(PREFIX).removesuffix("-headless"), name.replace("-headless", "-vanilla")

@@ -4,7 +4,7 @@ tools/gpu_wheels.py [--output gpu-wheels] [--python 3.12]
 
 Copy the folder there with the checkout; `make test-gpu GPU_PYTHON=python3` and `make gpu-report GPU_PYTHON=python3` add
 its wheels to that interpreter's path, install nothing into it, and do not replace its torch. Versions are those
-installed here; --bare leaves out the third-party kernels of the benchmarks.
+installed here; --bare leaves out the benchmarks' third-party kernels, whose versions are the newest.
 """
 
 from __future__ import annotations

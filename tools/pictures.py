@@ -1,8 +1,8 @@
 """Draws the figures of the docs that are not results of tools/paper.py.
 
 python tools/pictures.py headless     docs/headless.png: what each kind of model compares a hidden state with
-python tools/pictures.py verdict      docs/research/verdict.png: headless and vanilla along tokens and along time, from
-                                      two tables of that page
+python tools/pictures.py verdict      docs/research/verdict.png: headless and vanilla against tokens and time, from two
+                                      tables of verdict.md
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_curves(page: str, score: str) -> Curves:
 
 
 def column_points(table: list[list[str]], column: int) -> list[tuple[float, float]]:
-    """(tokens, score) points: the first numbers of the first cell and of another; of `**66.4 ± 0.7**` 66.4."""
+    """(tokens, score) points: the first numbers in a row's first cell and in `column` (66.4 in `**66.4 ± 0.7**`)."""
     cells = [(row[0], row[column]) for row in table[1:] if row[column]]
     return [(1e6 * float(match_text(NUMBER, tokens)), float(match_text(NUMBER, score))) for tokens, score in cells]
 

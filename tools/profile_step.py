@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 WARM_UP = 3
 SHOWN = 15  # of the slowest operations
 PACKAGE_NAMES = {"megahead": "megahead", "deepspeed": "DeepSpeed"}
+PACKAGE_ROOTS = {name: Path(spec.origin).parent for name in PACKAGE_NAMES if (spec := find_spec(name)) and spec.origin}
 BACKWARD = "backward pass"
 # Settings with which a run does nothing between or after its steps
 STEPS_ONLY = (
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def run_steps(config: RunConfig, steps: int, watch: Callable[[int], AbstractContextManager[Any]]) -> None:
-    """Trains; step k of `steps`, from 0, runs inside `watch(k)`."""
+    """Trains; step k after the warm-up, from 0, runs inside `watch(k)`."""
     from benchmarks.rows import with_overrides
     from megahead.distributed.launch import Launch
     from megahead.train import loop, run, step
@@ -163,10 +165,10 @@ def find_wait_site(stack: Sequence[traceback.FrameSummary]) -> WaitSite:
         parts = Path(frame.filename).parts
         if parts[-3:] == ("torch", "autograd", "graph.py"):
             return BACKWARD, f"{frame.name}"
-        for package, name in PACKAGE_NAMES.items():
-            if package in parts[:-1]:
-                path = parts[len(parts) - 1 - parts[::-1].index(package) :]
-                return name, f"{'/'.join(path)}:{frame.lineno} in {frame.name}"
+        for package, root in PACKAGE_ROOTS.items():
+            if Path(frame.filename).is_relative_to(root):
+                path = Path(frame.filename).relative_to(root.parent)
+                return PACKAGE_NAMES[package], f"{path}:{frame.lineno} in {frame.name}"
     return "other", f"{stack[-1].filename}:{stack[-1].lineno}"
 
 

@@ -79,8 +79,8 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; renames it first, so that its name never means a partial folder. What NFS keeps of it
-        while another process reads a file, the next save removes."""
+        """Removes a checkpoint; renames it first, so that its name never means a partial folder. The next save
+        removes what NFS keeps while another process reads a file."""
         partial_folder = self.partial_folder(name)
         (self.root / name).rename(partial_folder)
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -134,7 +134,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """The history in a run or checkpoints folder, damaged ones included, the newest first."""
+    """Checkpoints in the history of a run or checkpoints folder, damaged included, newest first."""
     disk = DiskStorage.of(path)
     return [disk.root / name for name in history(disk)]
 
@@ -188,13 +188,13 @@ def write_collectively(
     group: Group,
     rules: RetentionRules | None = None,
 ) -> Path:
-    """Writes the checkpoint `name` of `num_bytes` bytes: every rank its files, then rank 0 the manifest, from the
-    results of `write` by rank. With `rules` it becomes `latest`, and older ones are removed by them. Collective; errors
+    """Writes the checkpoint `name` of `num_bytes` bytes: every rank writes its files, then rank 0 the manifest, given
+    the results of `write` by rank. With `rules`, makes it `latest` and removes older ones by them. Collective; errors
     as in `write_snapshot`."""
     partial_folder = disk.partial_folder(name)
     describe_error = partial(describe_write_error, partial_folder=partial_folder, num_bytes=num_bytes)
 
-    def write_once_visible() -> Generator[None, None, Any]:
+    def write_when_visible() -> Generator[None, None, Any]:
         wait_until_visible(partial_folder, VISIBLE_SECONDS)
         return (yield from write(partial_folder))
 
@@ -209,7 +209,7 @@ def write_collectively(
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
-        results = exhaust_on_all_ranks(group, write_once_visible(), describe_error)
+        results = exhaust_on_all_ranks(group, write_when_visible(), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:
@@ -222,8 +222,8 @@ class Source(Protocol):
     """Another storage, from which all ranks copy the newest valid checkpoint to disk."""
 
     def select_next(self) -> Iterator[None]:
-        """A generator that returns, on rank 0, the name on disk of the next best checkpoint, or None, and its bytes, 0
-        if it is on disk already. DamagedError if it is damaged."""
+        """A generator that returns, on rank 0, the next checkpoint's name on disk (None: none is left) and size in
+        bytes (0: it is on disk already). DamagedError if it is damaged."""
 
     def write(self, partial_folder: Path) -> Iterator[None]:
         """Writes this rank's files of the selected checkpoint; yields often."""

@@ -278,8 +278,9 @@ SYNC_SECONDS = 5.0
 def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: DescribeError = message_of) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
-    If it fails on any rank, all ranks raise a CheckpointError, or the same DamagedError, with the first failing rank's
-    `describe_error(error)`, or `str(error)` if that fails. Costs one all-gather of objects, which is also a barrier.
+    If it fails on any rank, all ranks raise a CheckpointError (for a DamagedError, a DamagedError). Its message is the
+    first failing rank's `describe_error(error)`, or `str(error)` if `describe_error` fails. Costs one all-gather of
+    objects, which is also a barrier.
     """
     cause: Exception | None = None
     results: list[T] = []

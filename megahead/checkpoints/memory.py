@@ -159,8 +159,8 @@ class NodeMemory:
 
 
 class ReplicaSource(Source):
-    """The replicas newer than step `newer_than`. Ranks of one node divide the verification of its files; those on the
-    shared disk count as files of rank 0's node. Its creation is collective."""
+    """The replicas newer than step `newer_than`. Ranks of one node divide the verification of its files; files on the
+    shared disk count as those of rank 0's node. Creating a source is collective."""
 
     def __init__(self, session_id: str, newer_than: int, run: RunFolder, group: Group) -> None:
         self._rank = group.rank
@@ -217,7 +217,7 @@ class ReplicaSource(Source):
                 f"the replica of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
                 "is on none of the remaining nodes."
             )
-        yield  # not earlier: a rank that is stopped here must have advanced to the same replica as the others
+        yield  # not earlier: if an error stops this rank here, all must have advanced to the same replica
         return self._selected, manifest.total_bytes
 
     def write(self, partial_folder: Path) -> Iterator[None]:
@@ -244,30 +244,38 @@ WAIT_SECONDS = 30.0
 
 
 def share_replicas(folder: RunFolder, launch: Launch) -> None:
-    """Copies the last session's replicas that are newer than the checkpoints on disk from a spare rank's node into the
-    run's folder, if there is room."""
+    """For a spare rank: copies the last session's replicas on its node into the run's folder, if they are newer than
+    the checkpoints on disk and there is room."""
     session_id = last_session_id(folder)
     if session_id is None:
         return
-    newest_on_disk = find_checkpoint(folder.path)
     shared_disk = NodeMemory.on_shared_disk(folder)
     with suppress(OSError):
-        for replica in NodeMemory.of(folder).replicas(session_id):
-            name = f"rank-{launch.rank:05d}-of-{replica.parent.name}"
-            rank_folder = shared_disk.rank_folder(session_id, launch.rank).with_name(name)
-            is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
-            if is_newer and not (rank_folder / replica.name).exists():
-                partial_folder = DiskStorage(rank_folder).partial_folder(replica.name)
-                shutil.rmtree(partial_folder, ignore_errors=True)
-                shutil.copytree(replica, partial_folder)
-                partial_folder.rename(rank_folder / replica.name)
+        _copy_newer_replicas(folder, shared_disk, session_id, launch.rank)
+    with suppress(OSError):
         done_file = _done_file(shared_disk, session_id, launch, launch.rank)
         done_file.parent.mkdir(parents=True, exist_ok=True)
         done_file.touch()
 
 
+def _copy_newer_replicas(folder: RunFolder, shared_disk: NodeMemory, session_id: str, rank: int) -> None:
+    newest_on_disk = find_checkpoint(folder.path)
+    for replica in NodeMemory.of(folder).replicas(session_id):
+        name = f"rank-{rank:05d}-of-{replica.parent.name}"
+        rank_folder = shared_disk.rank_folder(session_id, rank).with_name(name)
+        is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
+        if is_newer and not (rank_folder / replica.name).exists():
+            partial_folder = DiskStorage(rank_folder).partial_folder(replica.name)
+            try:
+                shutil.rmtree(partial_folder, ignore_errors=True)
+                shutil.copytree(replica, partial_folder)
+                partial_folder.rename(rank_folder / replica.name)
+            finally:
+                shutil.rmtree(partial_folder, ignore_errors=True)
+
+
 def wait_for_spare_ranks(folder: RunFolder, session_id: str, launch: Launch, max_seconds: float) -> None:
-    """Waits until all spare ranks have shared their replicas, at most WAIT_SECONDS."""
+    """Waits until all spare ranks have shared their replicas, at most `max_seconds` and WAIT_SECONDS."""
     deadline = time.monotonic() + min(WAIT_SECONDS, max_seconds)
     for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
         done_file = _done_file(NodeMemory.on_shared_disk(folder), session_id, launch, rank)
@@ -293,8 +301,8 @@ DISCARD_SECONDS = 5.0
 class ReplicaWriter:
     """Writes the replicas of one session. All calls are collective over `world_group`, except for `close`.
 
-    At most two exist: the last one is removed when the next is complete on all ranks. Its creation removes replicas of
-    earlier sessions, whose state is on disk by then.
+    At most two exist: the older one is removed when the newer is complete on all ranks. Creating a writer removes
+    replicas of earlier sessions, whose state is on disk by then.
     """
 
     def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:
@@ -355,7 +363,8 @@ class ReplicaWriter:
             entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
             files = dict(zip(snapshot.file_names, entries, strict=True))
             common_header = group.broadcast_object(header)
-            self._exchange(folder, files, cancelled)
+            if not self._exchange(folder, files, cancelled):
+                return None
             common_header.manifest(snapshot.entries, files).write(folder)
             if not cancelled.is_set():
                 self._disk.publish(header.name)
@@ -368,18 +377,19 @@ class ReplicaWriter:
         check()
         self._memory.create()
         shutil.rmtree(folder, ignore_errors=True)
-        copies = 1 if self._disk.names() else 2  # two exist once the next one is written
+        copies = 1 if self._disk.names() else 2  # the first one also checks the second one's room
         node_ranks = self.peers.ranks_on(self.peers.nodes[self._group.rank])
         stored_ranks = [*node_ranks, *(other_rank for rank in node_ranks for other_rank in self.peers.senders_to(rank))]
         self._memory.require_free_memory(copies * sum(snapshot.bytes_by_rank[rank] for rank in stored_ranks))
         folder.mkdir(parents=True)
 
-    def _exchange(self, folder: Path, files: dict[str, FileEntry], cancelled: threading.Event) -> None:
-        """Sends this rank's file to its peer, and receives the files of `senders_to` this rank."""
+    def _exchange(self, folder: Path, files: dict[str, FileEntry], cancelled: threading.Event) -> bool:
+        """Sends this rank's file to its peer, and receives the files of `senders_to` this rank; returns False if this
+        rank or a sender cancelled it."""
         rank, names, received = self._group.rank, list(files), dict[int, Tensor]()
         peer = self.peers.of(rank)
         if peer is None:
-            return
+            return True
         sender_files = {other_rank: names[other_rank] for other_rank in self.peers.senders_to(rank)}
 
         def allocate_files() -> None:
@@ -389,10 +399,11 @@ class ReplicaWriter:
         run_on_all_ranks(self._group, allocate_files)
         sent = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
         if not exchange_bytes(self._group, sent, peer, received, cancelled.is_set):
-            raise CheckpointError("a replica must be complete to be kept, but was cancelled.")
+            return False
         for name in sender_files.values():
             if sha256_of(folder / name) != files[name].sha256:
                 raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")
+        return True
 
 
 def _allocate(path: Path, size: int) -> Tensor:

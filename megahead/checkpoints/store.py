@@ -107,8 +107,8 @@ def manifest_if_valid(storage: Storage, name: str) -> Manifest | None:
 
 
 def is_ancestor(name: str, parents: Sequence[str]) -> bool:
-    """Whether a checkpoint is one of `parents`. One of an earlier version is an ancestor of all of an earlier version
-    with higher steps."""
+    """Whether `name` is one of `parents`. Among checkpoints of earlier versions, each is also an ancestor of all with
+    higher steps."""
     return name in parents or (
         _is_legacy_name(name) and step_of(name) <= max(map(step_of, filter(_is_legacy_name, parents)), default=-1)
     )
@@ -121,7 +121,7 @@ def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str
     return sorted(ancestors, key=lambda name: nearest.get(name, len(nearest)))
 
 
-def parents_of(name: str, manifest: Manifest) -> tuple[str, ...]:
+def ancestors_of(name: str, manifest: Manifest) -> tuple[str, ...]:
     """The ancestors of the checkpoint `name`; for one of an earlier version the name itself (see `is_ancestor`)."""
     return (name,) if _is_legacy_name(name) else manifest.parents
 
@@ -130,21 +130,21 @@ def history(storage: Storage) -> list[str]:
     """The newest checkpoint and those of its ancestors that exist, the newest first.
 
     If the newest is damaged or missing, `latest` names its ancestors. Without `latest` the newest is the one with the
-    highest step that is not orphaned. Damaged checkpoints precede the newest readable one.
+    highest step that is not orphaned. Damaged ones that would be the newest come first.
     """
     existing = highest_first(storage.names())
     damaged = list[str]()
-    for name in _candidates(storage, existing):
+    for name in _possible_newest(storage, existing):
         manifest = manifest_if_valid(storage, name)
         if manifest is not None:
-            ancestors = ancestors_among(parents_of(name, manifest), existing)
+            ancestors = ancestors_among(ancestors_of(name, manifest), existing)
             return [*damaged, name, *(each for each in ancestors if each != name)]
         damaged.append(name)
     return damaged
 
 
-def _candidates(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
-    """Candidates for the newest checkpoint, the best first."""
+def _possible_newest(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
+    """Checkpoints that may be the newest, the most likely first."""
     latest = storage.latest
     if latest.name in existing:
         yield str(latest.name)
@@ -179,7 +179,7 @@ class Ancestry:
         parents: tuple[str, ...] = ()
         orphaned: set[str] = set()
         if name is not None and manifest is not None:
-            parents, orphaned = tuple(dict.fromkeys((name, *parents_of(name, manifest)))), {*manifest.orphaned}
+            parents, orphaned = tuple(dict.fromkeys((name, *ancestors_of(name, manifest)))), {*manifest.orphaned}
         orphaned |= {each for names in existing for each in names}
         return Ancestry(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
 
@@ -190,7 +190,7 @@ class Ancestry:
 
     @property
     def step(self) -> int:
-        """Its step; -1 if there is none."""
+        """The step of `newest`; -1 if there is none."""
         return step_of(self.parents[0]) if self.parents else -1
 
     def add(self, name: str) -> None:
@@ -219,7 +219,7 @@ class Event:
     """For the console, if something is wrong."""
 
     record: str = "mirror"
-    """The key in the log: `mirror`, or `copy` for memory."""
+    """The key in the log: `mirror` for the remote store, `copy` for memory."""
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class RetentionRules:
     """Also those whose step is a multiple of this."""
 
     steps: Collection[int] = ()
-    """Those of these steps."""
+    """Also those at these steps."""
 
     best: int = 0
-    """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
+    """Also this many with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
     in_use: Callable[[], Collection[str]] = frozenset
     """Names of checkpoints in use."""
@@ -255,7 +255,7 @@ def retain(storage: Storage, rules: RetentionRules) -> None:
     unique = [*newest_by_step.values()]
     best = _best(storage, unique, rules.best)
     surplus = [name for name in unique[rules.newest :] if name not in best and not rules.keeps(name)]
-    resaved = [name for name in names if name not in unique]  # saved again since, with an evaluation
+    resaved = [name for name in names if name not in unique]  # a later save at this step has an evaluation
     for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
         storage.remove(name)
 

@@ -1,4 +1,4 @@
-"""Checkpoints to and from an object store: fetched and verified by all ranks, uploaded in a thread while they train."""
+"""Checkpoints to and from an object store: rank 0 fetches them, all ranks verify them; a thread uploads them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from megahead.remote_files import DamagedError, ExpectedFile, Store, cache_folde
 from megahead.run_folder import RunFolder
 from megahead.wording import print_line
 
-# Fetching, verified, on all ranks.
+# Fetching and verification; collective.
 
 
 def fetch_newer(
@@ -76,7 +76,7 @@ def fetch_newer(
 
 
 def read_small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
-    """The contents of small files of the run at `url`, for those that exist."""
+    """The contents of those `paths` that exist in the run at `url`."""
     store = Store(url, retry_seconds(group))
     content_by_path = {path: store.read_if_exists(path.name) for path in paths}
     return {path: content for path, content in content_by_path.items() if content is not None}
@@ -91,7 +91,7 @@ def fetch_checkpoint(
 ) -> Path:
     """Fetches the newest valid checkpoint at a URL (see `find_remote`) into `into`, unless it is there already, and
     returns its folder. Skips those that the run in `into` has orphaned, reports damaged ones, and leaves `latest`
-    unchanged. `validate` may raise before the download; `files` are the contents of small files to write with it.
+    unchanged. `validate` may raise before the download; `files` returns contents of small files to write with it.
     Collective; CheckpointError if there is none."""
 
     def find() -> tuple[RemoteStorage, list[str]]:
@@ -116,8 +116,8 @@ class _Fetch(Source):
     """The remote checkpoints that `find` returns, best first; rank 0 fetches them.
 
     `find` is called again after each damaged one: a running session may have replaced it by a newer one. `files` are
-    read before the download, so that their errors come early, and written before the checkpoint has its name, after
-    which it would not be fetched again.
+    read before the download, so that errors come early, and written before the checkpoint is renamed: a complete one
+    is not fetched again.
     """
 
     find: Callable[[], tuple[RemoteStorage, list[str]]]
@@ -150,13 +150,13 @@ class _Fetch(Source):
         return local_name, self.manifest.total_bytes
 
     def _local_name(self, name: str) -> str:
-        """The name of the same checkpoint on disk, else `name`, or a new one if another checkpoint has it (an earlier
-        version could reuse names)."""
-        for candidate in self.disk.names():
-            folder = self.disk.root / candidate
-            is_same_step = step_of(candidate) == self.manifest.step
+        """The name of an identical checkpoint on disk; else `name`; a new name if another checkpoint has `name`
+        (earlier versions reused names)."""
+        for local_name in self.disk.names():
+            folder = self.disk.root / local_name
+            is_same_step = step_of(local_name) == self.manifest.step
             if is_same_step and is_complete(folder) and (folder / MANIFEST).read_bytes() == self.manifest_bytes:
-                return candidate
+                return local_name
         is_free = is_checkpoint_name(name) and not is_complete(self.disk.root / name)
         return name if is_free else new_checkpoint_name(self.manifest.step)
 
@@ -255,10 +255,10 @@ class Upload:
 
 
 class Uploader:
-    """Rank 0's uploads of its run to a store. No method blocks.
+    """Rank 0's uploads of its run to a store. Only `wait_until_done` blocks.
 
-    Checkpoints are uploaded one at a time; of those saved during an upload only the newest follows. Failed uploads are
-    retried, then reported; they do not end the run, nor the upload of the next checkpoint.
+    Checkpoints are uploaded one at a time; of those saved during an upload only the newest is uploaded. Failed uploads
+    are retried, then reported; they do not end the run, nor the upload of the next checkpoint.
     """
 
     def __init__(self, remote: RemoteStorage, folder: RunFolder, lease: RemoteLease, rules: RetentionRules) -> None:
@@ -308,8 +308,8 @@ class Uploader:
             raise self._lease_error
 
     def events(self) -> list[Event]:
-        """Events since the last call, with fields `step`, and `seconds` and `bytes` of an upload, why it `failed`, or
-        that it was `skipped`."""
+        """Events since the last call. Fields: `step`; `seconds` and `bytes` of an upload; `failed`, the reason; or
+        `skipped`."""
         return [self._events.get() for _ in range(self._events.qsize())]  # only this thread gets events
 
     def wait_until_done(self, deadline: float = math.inf) -> Iterator[None]:
@@ -343,7 +343,7 @@ class Uploader:
             return self._is_busy
 
     def _send(self, upload: Upload) -> bool:
-        """Uploads a checkpoint; returns whether it succeeded, or was removed from the disk."""
+        """Uploads a checkpoint; returns whether that succeeded, or the checkpoint is gone from the disk."""
         start_time, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
         def action() -> None:
@@ -371,8 +371,8 @@ class Uploader:
         self._attempt(action, {}, "the run's log is not in the remote store")
 
     def _attempt(self, action: Callable[[], None], fields: dict[str, Any], failure: str) -> bool:
-        """Runs `action`, with retries unless a newer checkpoint is queued; returns whether it succeeded, and reports a
-        `failure`."""
+        """Runs `action`, with retries unless a newer checkpoint is queued; returns whether it succeeded. Otherwise adds
+        an event with the message `failure`."""
         reason = ""
         for delay in RETRY_DELAYS:
             with self._condition:

@@ -46,8 +46,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 
 
 def report_once(message: str) -> None:
-    """Prints the error of a command on several ranks on only one of those that raised it, and writes it to torchrun's
-    error file."""
+    """Prints a command's error on only one of the ranks that raised it, and writes it to torchrun's error file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # a full disk may be the error
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))

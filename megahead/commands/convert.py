@@ -44,14 +44,14 @@ def main() -> None:
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(revocabulary_summary(report))
     elif arguments.direction == "items":
-        console.print(items_summary(arguments))
+        console.print(export_items(arguments))
     else:
         for message in to_hf(arguments):
             console.print(message)
 
 
 def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
-    """Exports, completes the model card and uploads; yields messages for the user."""
+    """Exports, adds sample and curves, and uploads; yields messages for the user."""
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
     from megahead.sharing import add_sample_and_curves, check_push, push
@@ -98,8 +98,8 @@ def export_summary(report: ExportReport) -> str:
     return "\n".join(lines)
 
 
-def items_summary(arguments: argparse.Namespace) -> str:
-    """Writes vectors of items and sequences; describes them."""
+def export_items(arguments: argparse.Namespace) -> str:
+    """Writes vectors of items and sequences; returns a description."""
     from megahead.data.indexed import dataset_paths
     from megahead.data.item_sequences import ItemVocabulary, read_sequences
     from megahead.evaluate.next_item import require_same_items, write_vectors
@@ -133,16 +133,16 @@ def _parser() -> argparse.ArgumentParser:
     step = "step folder, or a run: its newest"
     add("--checkpoint", type=checkpoint_path, required=True, metavar="DIR", help=step)
     add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
-    heads = "none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own"
+    heads = "none: the backbone alone; tied: the embedding; pmi: the training-free head; trained: a vanilla model's own"
     add("--head", required=True, choices=get_args(HeadName), help=heads)
-    vectors = "of an encoder: the folder opens in sentence-transformers, too, by [CLS] or the mean over tokens"
+    vectors = "encoders: the folder also opens in sentence-transformers, which pools by [CLS] or the mean"
     add("--pooling", choices=POOLINGS, help=vectors)
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable")
     add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face Hub, by `hf auth login`")
     add("--private", action="store_true", help="make a repository that only its owner sees")
     add("--license", metavar="NAME", help="license of the weights for the model card, such as apache-2.0")
-    add("--language", action="append", default=[], metavar="CODE", help="a language for it, such as en")
+    add("--language", action="append", default=[], metavar="CODE", help="the model's language, such as en; repeatable")
     add("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
 
     add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument

@@ -100,7 +100,7 @@ def packages() -> Iterator[Finding]:
     for name in ("torch", "deepspeed", "transformers", "lm_eval", "datasets"):
         yield package(name, "problem", "`make install`, or pip install megahead")
     if torch.cuda.is_available():
-        yield package("flash_attn", "note", "torch's own kernel serves; since Hopper also `pip install -e '.[gpu]'`")
+        yield package("flash_attn", "note", "torch's kernel replaces it; on Hopper or newer: `pip install -e '.[gpu]'`")
         yield package("triton", "note", "pip install triton: the kernel of the loss")
 
 
@@ -180,11 +180,11 @@ def port(number: int) -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", number))
+            probe.bind(("", number or -1))  # the system would choose a port for 0
         except OSError as error:
-            return Finding("port", "problem", f"{number}: {error.strerror}", "pass --master_port, or end what holds it")
+            return Finding("port", "problem", f"{number}: {error.strerror}", "pass --master_port, or end its process")
         except OverflowError:
-            return Finding("port", "problem", f"{number} is none", "give one from 1 to 65535")
+            return Finding("port", "problem", f"{number} is no port", "give one from 1 to 65535")
     return Finding("port", "ok", f"{number} is free")
 
 

@@ -3,7 +3,7 @@
 megahead embed --model exports/retromae --input documents.jsonl --output documents.npy
 megahead embed --model runs/retromae --pooling cls --input queries.txt --output queries.npy
 
-A line of a .txt file is a text; of other files, what `megahead preprocess` takes for a document.
+Texts are the lines of .txt files, and the documents that `megahead preprocess` reads in other files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def embed(arguments: argparse.Namespace) -> str:
-    """Writes the vectors; describes them."""
+    """Writes the vectors; returns a description."""
     started, selection = time.monotonic(), Selection(tuple(arguments.text_key))
     inputs = split_text_lines(find_inputs(arguments.input))
     from megahead.evaluate.retrieval import count_texts, write_text_vectors
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="FILE", help="vectors.npy: float32, a row for each text")
     pooling = "[CLS] or the mean over tokens (default: what a folder of sentence-transformers names)"
     add("--pooling", choices=POOLINGS, help=pooling)
-    key = "key of the text (default: text); of several the first that a record has"
+    key = "key of the text (default: text); of several, the first in a record"
     add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     add("--batch-size", type=int, metavar="N", help="texts at once (default: 16,384 tokens)")
     return parser

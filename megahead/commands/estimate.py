@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def parameter_lines(plan: RunPlan) -> list[str]:
-    """Parameters of the run; FLOPs per token, with the shares of its parts, for each phase."""
+    """Lines: the run's parameters, then each phase's FLOPs per token, with shares by part."""
     config, counts = plan.config, run_parameters(plan.config)
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
     total += f", generator {counts.generator:,}" if counts.generator else ""

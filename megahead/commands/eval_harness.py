@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megahead.commands import checkpoint_path
 from megahead.errors import FieldError, existing_path, require_at_least
-from megahead.evaluate.harness_tasks import TASKS, require_for_kind, task_files, write_tasks
+from megahead.evaluate.harness_tasks import TASKS, require_model_kind, task_files, write_tasks
 from megahead.evaluate.results import ResultsFile, Score, TaskResult
 from megahead.report.tables import terminal, to_rich
 
@@ -45,7 +45,7 @@ def main() -> None:
     from megahead.hf.export import ensure_hf_folder, holds_encoder
 
     for model in arguments.model:
-        require_for_kind(files, encoder=holds_encoder(model))
+        require_model_kind(files, encoder=holds_encoder(model))
         if "next_item" in files:
             from megahead.evaluate.next_item import require_same_items
 

@@ -6,7 +6,7 @@ megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --
 Checkpoints of one or several runs give curves over tokens and hours:
 megahead finetune --model runs/headless/checkpoints/step-* --task glue --data data --floor --curve glue.png
 
-Pairs of a query and a text that answers it, as jsonl or BEIR's folder, tune an encoder contrastively, on one rank or
+Encoders are tuned contrastively on pairs of a query and a text that answers it (jsonl, BEIR's folder), by one rank or
 several (torchrun --nproc_per_node 2 -m megahead finetune ...), which share their candidates:
 megahead finetune --model runs/encoder --task retrieval/pairs.jsonl --seeds 1 --save tuned
 
@@ -52,7 +52,7 @@ WAIT_SECONDS = 600.0
 
 
 def main() -> None:
-    """Runs the command; on several ranks exits, after an error immediately, since threads may wait for others."""
+    """Runs the command; on several ranks an error exits immediately, since threads may wait for others."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run()
     else:
@@ -108,8 +108,8 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
 
 
 def open_models(models: Sequence[Path], group: Group, *, encoders: bool) -> dict[Path, Path]:
-    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective. `encoders`:
-    CheckpointError for a decoder."""
+    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective.
+    CheckpointError for decoders if `encoders`."""
     from megahead.hf.export import ensure_classifier_folder, ensure_encoder_folder
 
     ensure_folder = ensure_encoder_folder if encoders else ensure_classifier_folder
@@ -118,14 +118,15 @@ def open_models(models: Sequence[Path], group: Group, *, encoders: bool) -> dict
 
 
 def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, TrainingProgress], output: Path) -> Path:
-    """Draws the scores of checkpoints along their runs, with the standard error over seeds, and of random weights."""
-    from megahead.evaluate.finetuning_comparison import summarise
+    """Draws the scores of checkpoints along their runs, with standard errors over seeds, and those of random
+    weights."""
+    from megahead.evaluate.finetuning_comparison import summarize
     from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
     by_model = {str(model): place for model, place in progress.items()}
     points, floors = [], {}
     for model in dict.fromkeys(result.model for result in results):
-        for score in summarise([result for result in results if result.model == model]):
+        for score in summarize([result for result in results if result.model == model]):
             panel = (score.full_name(), score.metric)
             if model == RANDOM_WEIGHTS:
                 floors[panel] = score.mean()
@@ -183,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=float, metavar="X", help="default: 0, regular and retrieval 0.01")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
     add("--pooling", choices=POOLINGS, default="mean", help="a text's vector under retrieval (default: mean)")
-    add("--temperature", type=float, default=0.05, metavar="X", help="of retrieval, to begin with (default: 0.05)")
+    add("--temperature", type=float, default=0.05, metavar="X", help="retrieval's initial temperature (default: 0.05)")
     add("--save", type=Path, metavar="DIR", help="write the encoder tuned for retrieval there")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     return parser

@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="sequences to show, evenly spread")
     end = "id that closes documents (default: the dataset's, else 0)"
     parser.add_argument("--end-token", type=int, metavar="ID", help=end)
-    parser.add_argument("--quick", action="store_true", help="do not read the tokens to compare checksums")
+    parser.add_argument("--quick", action="store_true", help="skip comparing checksums, which reads all tokens")
     return parser.parse_args()
 
 

@@ -64,7 +64,7 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
         end_inside=arguments.end_inside,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    is_on_hub = any(map(is_hub_url, arguments.input))  # it is asked once, for what the manifest does not pin
+    is_on_hub = any(map(is_hub_url, arguments.input))  # asked once, for commits that the manifest lacks
     size = None if is_on_hub else total_bytes(find_inputs(arguments.input))
     workers = arguments.workers or suitable_workers(size, cores)
     started = time.monotonic()
@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer", metavar="T", help="tokenizer.json, or a SentencePiece .model")
     add("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     add("--per-file", action="store_true", help="one dataset for each input file, restartable")
-    key = "key of the text, `a.b` for nested ones (default: text); of several the first that a record has"
+    key = "key of the text, `a.b` for nested ones (default: text); of several, the first in a record"
     add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     keep = "keep only documents that have one of the VALUEs given for each KEY"
     add("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
@@ -142,19 +142,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
     add("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
     add("--end-token", help=f"closes each document (default: {END_TOKEN}, else the tokenizer's own)")
-    inside = "where a text spells the end token, which splits its document (default: report)"
+    inside = "if a text contains the end token, which splits its document (default: report)"
     add("--end-inside", choices=("report", "fail"), default="report", help=inside)
     held_out = "every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead"
     holdout = parser.add_mutually_exclusive_group()
     holdout.add_argument("--holdout", metavar="N", help=held_out)
-    tail = "this fraction of each document, its end, goes there: for few or long ones"
+    tail = "each document's end, this fraction of it, goes there: for few or long documents"
     holdout.add_argument("--holdout-tail", metavar="X", help=tail)
     add("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
     add = parser.add_argument_group("with --table").add_argument
     add("--user", metavar="COLUMN")
     add("--item", metavar="COLUMN")
     add("--time", metavar="COLUMN")
-    split = "what is held out: each user's last item for the test and the one before for validation, or what is after "
+    split = "held out: each user's last item (test) and the one before it (validation), or the events after "
     add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of the time (default: last)")
     add("--min-count", type=int, default=1, metavar="N", help="drop items with fewer than N events")
     add("--items", type=existing_path, metavar="FILE", help="keep the ids of an earlier PREFIX-items.json")

@@ -23,14 +23,14 @@ from megahead.config.run import RunConfig
 from megahead.errors import run_command
 
 _LEAVE_CODE = 75
-"""EX_TEMPFAIL: the node leaves an unfinished elastic run; torchrun takes exit code 0 of all its ranks for the end."""
+"""EX_TEMPFAIL: the node leaves an unfinished elastic run. For torchrun exit code 0 of all ranks ends the run."""
 
 _INTERRUPT_CODE = 130
 """The shell convention for Ctrl-C. Not used under a launcher, which gets the signal as well."""
 
 
 def main() -> None:
-    """Runs the command and exits; after an error immediately, since threads may wait for other ranks."""
+    """Runs the command and exits, immediately after an error, since threads may wait for other ranks."""
     run_command(run, immediate_exit=True, report=report_once)
 
 
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print the resolved run and stop")
     add("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
     stopped = f"exit code after a signal (default: 0, or {_INTERRUPT_CODE} after Ctrl-C without a launcher; "
-    stopped += f"{_LEAVE_CODE} with parallel.elastic, by which other nodes go on)"
+    stopped += f"{_LEAVE_CODE} with parallel.elastic, so that other nodes continue)"
     add("--stopped-code", type=int, metavar="N", help=stopped)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     return parser.parse_args()

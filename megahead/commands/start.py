@@ -4,8 +4,8 @@ megahead start my-texts                        # a file, or all files in a folde
 megahead start my-texts --dry-run              # print the plan
 megahead start my-texts --minutes 60 --tokenizer tokenizer.json --folder big
 
-Text is .txt and .md (a file is a document), .jsonl, .json, .csv, .tsv, .parquet (a record is one), plain or packed
-(.gz, .zst); in records the field `text` or `content`, or else the longest. Files that cannot be read are listed. A part
+Text is .txt and .md (a file is a document), .jsonl, .json, .csv, .tsv, .parquet (a record is one), plain or compressed
+(.gz, .zst); a record's text is `text`, `content` or its longest field. Files that cannot be read are listed. A part
 of the text is held out; model size and steps are chosen by the training speed of this machine. The same command again
 resumes.
 """

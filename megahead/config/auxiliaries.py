@@ -46,7 +46,7 @@ class MultiTokenConfig(AuxiliarySettings):
         return self.heads
 
     def check(self, config: RunConfig) -> None:
-        """Raises ConfigError unless the run is a decoder's, with room for the tokens ahead."""
+        """Raises ConfigError unless a decoder is trained, on rows longer than the heads predict."""
         section, length = "objective.multi_token", config.data.sequence_length
         rule = "be left out of an encoder: heads read earlier tokens alone"
         require(not config.model.is_encoder(), section, rule, got="given")
@@ -75,9 +75,9 @@ class MultiTokenConfig(AuxiliarySettings):
         return means
 
 
-def _masking_of(config: RunConfig, why: str) -> MaskingConfig:
-    """The masking of a run with an objective that learns from masked tokens; ConfigError, with `why` it cannot, where
-    next tokens are learned."""
+def _require_masking(config: RunConfig, why: str) -> MaskingConfig:
+    """The masking of a run with an objective that needs masked tokens; ConfigError with the reason `why` if next tokens
+    are learned."""
     section, masks = f"objective.{config.objective.auxiliary_name()}", not config.model.is_causal
     rule = f"be left out where next tokens are learned: {why}"
     require(config.masking is not None and masks, section, rule, got="given")
@@ -128,7 +128,7 @@ class PhrasesConfig(AuxiliarySettings):
         micro_size, section = config.batch.micro_size, "objective.phrases"
         why = "with phrases, which the model itself learns from the first step to the last"
         refuse("objective.schedule", config.objective.schedule and "given", why)
-        masking = _masking_of(config, "phrases are masked in an encoder's rows")
+        masking = _require_masking(config, "phrases are masked in an encoder's rows")
         refuse("masking.diffusion", masking.diffusion, f"with {section}, which are masked whole")
         divides = micro_size % self.group_samples == 0
         require(divides, f"{section}.group_samples", f"divide batch.micro_size ({micro_size})", got=self.group_samples)
@@ -182,7 +182,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError without masked tokens for the generator, or with a setting that excludes it."""
         objective, num_layers, section = config.objective, config.model.num_layers, "objective.replaced_tokens"
-        masking = _masking_of(config, "those that are replaced are an encoder's masked tokens")
+        masking = _require_masking(config, "those that are replaced are an encoder's masked tokens")
         rule = f"be at most model.num_layers ({num_layers})"
         require(self.generator_layers <= num_layers, f"{section}.generator_layers", rule, got=self.generator_layers)
         if objective.name == "vanilla":
@@ -269,9 +269,9 @@ class TextDecoderConfig(AuxiliarySettings):
     )
 
     def check(self, config: RunConfig) -> None:
-        """Raises ConfigError unless the run masks tokens that can be put back, from its first step to its last."""
+        """Raises ConfigError unless all steps mask tokens, and the original text can be restored for the decoder."""
         model, section = config.model, f"objective.{config.objective.auxiliary_name()}"
-        masking = _masking_of(config, "[CLS] comes first and reads no text there")
+        masking = _require_masking(config, "[CLS] comes first and reads no text there")
         rule = f"be divisible by model.num_heads ({model.num_heads}) with {section}, whose decoder has as many"
         require(model.hidden_size % model.num_heads == 0, "model.hidden_size", rule, got=model.hidden_size)
         why = f"with {section}, whose decoder reads the text and learns from the first step to the last"
@@ -284,7 +284,7 @@ class TextDecoderConfig(AuxiliarySettings):
         return sequence_length - 2
 
     def head_parameters(self, model: ModelConfig) -> int:
-        """Parameters of the decoder: 4 D^2 + 2 D F + F + 13 D, and D for each position."""
+        """Parameters of the decoder: 4 D^2 + 2 D F + F + 13 D, and D per position (MLP width F)."""
         hidden, mlp = model.hidden_size, model.mlp_size()
         return (4 * hidden + 2 * mlp + 13 + model.max_positions) * hidden + mlp
 
@@ -315,17 +315,19 @@ class RetroMAEConfig(TextDecoderConfig):
 
     @property
     def needs_all_outputs(self) -> bool:  # type: ignore[override]  # a class variable in the base class
-        """Whether the hidden states of all tokens learn."""
-        return self.pools_rows()
+        """Whether all tokens' hidden states are trained."""
+        return self.has_bag_of_words()
 
-    def pools_rows(self) -> bool:
+    def has_bag_of_words(self) -> bool:
         """Whether there is a bag of words."""
         return self.bag_weight > 0
 
     def describe(self) -> str:
         """What the decoder does not see, and the weight of its loss."""
         masked = f"{self.decoder_rate:.0%} of its tokens masked"
-        bag = f", and as sets of tokens from all outputs (weight {self.bag_weight:g})" if self.pools_rows() else ""
+        bag = (
+            f", and as sets of tokens from all outputs (weight {self.bag_weight:g})" if self.has_bag_of_words() else ""
+        )
         return f"texts read back from [CLS] by a decoder with {masked} (weight {self.weight:g}){bag}"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:

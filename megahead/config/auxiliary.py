@@ -1,5 +1,5 @@
-"""The interface of auxiliary objectives' settings: their loss is added to the softmax over candidates. They say their
-cost and metrics, too, as far as these need no torch."""
+"""The interface of the settings of auxiliary objectives, whose loss is added to the softmax's, with their cost and
+metrics, as far as these need no torch."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class AuxiliarySettings(Settings):
     """Why the embedding cannot be sharded by rows: the banner's text, and the rule of the error."""
 
     rest_label: ClassVar[str] = ""
-    """The run's loss without its own, weighted, is logged as LABEL_loss; empty: not at all."""
+    """The run's loss without its own weighted loss is logged as LABEL_loss, unless empty."""
 
     predictor_label: ClassVar[str] = ""
-    """What predicts held-out targets, if not the model itself: "generator's "."""
+    """Possessive of what predicts held-out targets, unless the model: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 
@@ -70,12 +70,12 @@ class AuxiliarySettings(Settings):
         """Raises ConfigError if other settings rule it out."""
 
     def generator_config(self, model: ModelConfig) -> ModelConfig | None:
-        """The shape of a second encoder that learns the targets instead of the model; None by default."""
+        """The shape of a second encoder that learns the targets in the model's place; None by default."""
         return None
 
     def samples_vocabulary(self) -> bool:
-        """Whether it has `draws: vocabulary`: samples from all ids by the training-free head, which needs token counts
-        of the dataset, not from the candidates."""
+        """Whether it samples from all ids instead of the candidates (`draws: vocabulary`), by the training-free head,
+        which needs the dataset's token counts."""
         return False
 
     def targets_per_row(self, sequence_length: int) -> int:
@@ -86,16 +86,16 @@ class AuxiliarySettings(Settings):
         """The shape of a decoder whose blocks and final norm it has, for `megahead estimate`; None by default."""
         return None
 
-    def pools_rows(self) -> bool:
-        """Whether the largest scores of its own targets' candidates over each row's tokens are learned, too."""
+    def has_bag_of_words(self) -> bool:
+        """Whether each row's largest scores over tokens also predict its set of tokens (DupMAE)."""
         return False
 
     def head_parameters(self, model: ModelConfig) -> int:
-        """Number of its other parameters, without a generator."""
+        """Number of parameters beside `head_blocks` and the generator."""
         return 0
 
     def head_flops(self, model: ModelConfig, sequence_length: int) -> float:
-        """FLOPs per token of these other parameters, forward and backward."""
+        """FLOPs per token of `head_parameters`, forward and backward."""
         return 0.0
 
     def describe(self) -> str:

@@ -60,13 +60,13 @@ class MaskingConfig(Settings):
 
     diffusion: bool = False
     """Masked diffusion (MDLM, arXiv 2406.07524): each row masks a random share of its tokens and weights the loss by
-    its inverse. Of strategies only those that weigh ids apply."""
+    its inverse. Only strategies that weigh ids apply."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
     """Share of the text's tokens that are targets."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """This share at the last step, reached from `rate` at the first masked one."""
+    """This share at the last step, reached from `rate` at the first masked step."""
 
     rate_course: Literal["linear", "cosine"] = "linear"
     """Schedule from `rate` to `final_rate` (masking ratio decay, arXiv 2208.10806)."""
@@ -114,7 +114,7 @@ class MaskingConfig(Settings):
     """frequency: a token's probability is proportional to count^-frequency_power."""
 
     adapt_every: int = Field(default=100, gt=0)
-    """hardest: optimizer steps between updates of the weights; at least data.prefetch."""
+    """hardest: optimizer steps between updates of id weights; at least data.prefetch."""
 
     least_pmi: float = Field(default=4.0)
     """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))), in nats, is at least this."""
@@ -177,7 +177,7 @@ class MaskingConfig(Settings):
         require(has_spellings, "data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
     def _check_padding(self, model: ModelConfig, data: DataConfig) -> None:
-        """Raises ConfigError if rows may have the padding token of a RoBERTa, which has no position there."""
+        """Raises ConfigError if rows may contain a RoBERTa's padding token, which has no position."""
         padding, hint = model.padding_token(), "its tokens have no position, and the text must not contain it"
         if padding is not None:
             rule = f"include {padding}, the padding id of a {model.family} (model.position_offset - 1)"

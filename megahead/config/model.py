@@ -157,7 +157,7 @@ FAMILY_FIXED: dict[str, dict[str, Any]] = {
 
 
 class RotaryScalingConfig(Settings):
-    """Slows rotary frequencies down, for longer rows than in the first training."""
+    """Lowers rotary frequencies, for longer rows than in the original training."""
 
     kind: Literal["linear", "llama3"]
     """`linear`: all frequencies; `llama3`: those with wavelengths of about original_positions or longer (Llama 3.1)."""
@@ -172,7 +172,7 @@ class RotaryScalingConfig(Settings):
     """llama3: frequencies with more turns in original_positions are kept."""
 
     original_positions: int = Field(default=8192, gt=0)
-    """llama3: longest rows of the first training, in tokens."""
+    """llama3: longest rows of the original training, in tokens."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> RotaryScalingConfig:
@@ -242,7 +242,7 @@ class ModelConfig(Settings):
     """bert: segment types with an embedding (pretraining uses the first); 0 is DistilBERT's shape."""
 
     position_offset: int = Field(default=0, ge=0)
-    """roberta, xlm_roberta: the padding id + 1; the first token's position is this row of the position embedding."""
+    """roberta, xlm_roberta: the padding id + 1; the first token takes this row of the position embedding."""
 
     rotary_pct: float = Field(default=0.25, ge=0, le=1)
     """gpt_neox: share of each head's dimensions with rotary positions."""
@@ -371,7 +371,7 @@ class ModelConfig(Settings):
         """Whether norms have a bias."""
         return self.family not in ("llama", "gemma3", "modernbert")
 
-    def has_class_with_head_bias(self) -> bool:
+    def transformers_can_bias_head(self) -> bool:
         """Whether a class of transformers has these layers, and can have a bias in the head."""
         return self.is_encoder() or not self.qk_norm
 
@@ -396,7 +396,7 @@ class ModelConfig(Settings):
         return self.position_offset + self.max_positions
 
     def padding_token(self) -> int | None:
-        """The padding id of a model whose positions begin after it, which has no position; None in other models."""
+        """The padding id, which has no position, of a model whose positions begin after it; else None."""
         return self.position_offset - 1 if self.position_offset else None
 
     def is_local(self, layer: int) -> bool:
@@ -405,7 +405,7 @@ class ModelConfig(Settings):
         return layer % self.global_every != first_global
 
     def window_radius(self) -> int:
-        """Tokens that a token of a local layer sees to each side, besides itself; if causal before it."""
+        """Tokens besides itself that a token of a local layer sees on each side; before it if causal."""
         return self.local_window - 1 if self.family == "gemma3" else self.local_window // 2
 
     def local_layers(self) -> int:

@@ -106,13 +106,13 @@ def communication_settings(zero: Mapping[str, Any], device: str, precision: str,
     stage = zero.get("stage", 0)
     section: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET if device == "cuda" else _CPU_BUCKET}
     if stage in (1, 2):  # at stage 3 DeepSpeed's own defaults overlap
-        # `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back. On CUDA reduction
-        # overlaps with the backward pass, from separate buffers: without these each bucket waits for the device
+        # `reduce_scatter: true` scatters nothing: it flattens, all-reduces, and copies back. On CUDA reduction overlaps
+        # with the backward pass, from separate buffers: without those buffers each bucket waits for the device
         section |= {"overlap_comm": True} if device == "cuda" else {}
         section |= {"contiguous_gradients": device == "cuda", "reduce_scatter": False}
     settings: dict[str, Any] = {"zero_optimization": section}
     if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero and data_ranks == 1:
-        settings["communication_data_type"] = "fp32"  # nothing is sent, so that sums need no rounding to bf16 and back
+        settings["communication_data_type"] = "fp32"  # one rank sends nothing: sums need no rounding to bf16 and back
     return settings
 
 
@@ -204,6 +204,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     content = run.engine.deepspeed
     content = read_deepspeed(content) if isinstance(content, str) else content
     _check_keys(content, KNOWN_KEYS)
+    content = _without_unused_offload(content)
     stage = zero_stage(content)
     allowed = stage < 3 or run.engine.activation_checkpointing != "selective"
     rule = "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept"
@@ -270,6 +271,22 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     section: dict[str, Any] = content.get(name, {})
     require(isinstance(section, dict), f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
     return section
+
+
+def _without_unused_offload(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` without `offload_optimizer` and `offload_param` that are null or whose device is none, DeepSpeed's
+    default."""
+    zero = _section(content, "zero_optimization")
+    unused = [name for name in ("offload_optimizer", "offload_param") if _is_unused_offload(zero.get(name))]
+    return (
+        content | {"zero_optimization": {name: zero[name] for name in zero if name not in unused}}
+        if unused
+        else content
+    )
+
+
+def _is_unused_offload(section: Any) -> bool:
+    return section is None or (isinstance(section, dict) and section.get("device") in (None, "none"))
 
 
 def _with_defaults(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -358,7 +375,7 @@ class RunPlan:
     """What is partitioned over data ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
 
     device: str = "cuda"
-    """Of each rank: cpu or cuda."""
+    """Each rank's device: cpu or cuda."""
 
     precision_was_auto: bool = False
     """Whether `engine.precision` was resolved from `auto`."""
@@ -393,11 +410,11 @@ class RunPlan:
         return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, saved)
 
 
-# Which runs have the micro-steps of their ranks captured as CUDA graphs (`engine.graphs`).
+# Which runs capture micro-steps (a micro-batch forward and backward) as CUDA graphs (`engine.graphs`).
 
 
 def uses_cuda_graphs(plan: RunPlan) -> bool:
-    """Whether a run's micro-steps are captured, on a CPU: take static inputs."""
+    """Whether micro-steps are captured, or, on a CPU, only take static inputs."""
     return wants_graphs(plan) and not graphs_unsupported_reason(plan)
 
 

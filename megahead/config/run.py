@@ -73,7 +73,7 @@ class RunConfig(Settings):
         return self
 
     def no_head_reason(self) -> str | None:
-        """Why no class of transformers can have the head of an export; None if one can."""
+        """Why a class of transformers cannot have an export's head; None if one can."""
         if reason := self.objective.auxiliary_or_neutral().no_head_reason:
             return reason
         if self.objective.score != "dot":
@@ -307,7 +307,7 @@ def _check_tasks(config: RunConfig) -> None:
         require(config.data.tokenizer is not None or not has_text, "data.tokenizer", rule, got="missing")
         reason = config.no_head_reason()
         refuse("tasks", reason and "given", f"of a run that {reason}, whose exports have no head")
-        lacks_bias = config.objective.head() == "pmi" and not config.model.has_class_with_head_bias()
+        lacks_bias = config.objective.head() == "pmi" and not config.model.transformers_can_bias_head()
         why = "with norms of queries and keys (Qwen 3, Gemma 3), unless objective.bias is corrected: no class of "
         why += "transformers has a training-free head beside them"
         refuse("tasks", lacks_bias and "given", why)

@@ -91,7 +91,7 @@ class SubsetLayers(NamedTuple):
     """Whether the first of them computes keys and values of all tokens."""
 
     def layers_saved(self) -> float:
-        """The saved cost in layers, by products of tokens with weights (ignoring `first_layer_attends_to_all`)."""
+        """The cost saved, in layers, counting products with weights (without `first_layer_attends_to_all`)."""
         return len(self.layers) * (1 - self.share)
 
 

@@ -162,8 +162,8 @@ class EngineConfig(Settings):
     """`auto`: CUDA if available."""
 
     deterministic: bool = False
-    """Only deterministic algorithms: a resumed run on CUDA then equals an uninterrupted one bit for bit, but is
-    slower. CPUs always are."""
+    """Only deterministic algorithms (CPUs' always are): a resumed run on CUDA then equals an uninterrupted one bit for
+    bit, but is slower."""
 
     timeout_seconds: float = Field(default=600, gt=0, le=1e7)
     """How long ranks wait for each other."""
@@ -176,10 +176,10 @@ class TrainingConfig(Settings):
     """Optimizer steps of the whole run."""
 
     max_seconds: float | None = Field(default=None, gt=0)
-    """Stops (saved, evaluated) after this many seconds of training."""
+    """Evaluates, saves, stops after this many seconds of training."""
 
     log_seconds: float = Field(default=5.0, ge=0)
-    """Seconds between lines of metrics.jsonl and of the console (ten times as many in a file or pipe); 0: every
+    """Seconds between lines of metrics.jsonl and of the console (ten times as many if redirected); 0: every
     step."""
 
     wandb: str | None = None
@@ -358,7 +358,9 @@ class ParallelConfig(Settings):
         divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
         rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"
         require(divisible, "parallel.tensor", rule, got=self.tensor)
-        refused = self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)  # SHARDING splits no tokens
+        refused = (
+            self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)
+        )  # families.SHARDING splits no tokens
         require(not refused, "parallel.sequence", f"be false for model.family {model.family}", got="true")
         divisible = not self.sequence or sequence_length % self.tensor == 0
         rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"

@@ -57,7 +57,7 @@ class IndexLayout:
     """D = documents + 1; 1 in Pythia's preshuffled files, which list no documents."""
 
     def array_offsets(self) -> tuple[int, int, int, int]:
-        """Byte offsets of the sizes, of the offsets and of the documents in the file, and of their end."""
+        """Byte offsets in the file: of the arrays sizes, offsets and documents, and of the end of documents."""
         offsets = HEADER.size + 4 * self.num_sequences
         documents = offsets + 8 * self.num_sequences
         return HEADER.size, offsets, documents, documents + 8 * self.num_boundaries
@@ -115,7 +115,7 @@ class TokenizerIdentity:
 
 
 def require_same_tokenizer(identities: Mapping[str, TokenizerIdentity | None]) -> None:
-    """DataError if two of the identities differ; None is unknown. The keys name the owners in the error."""
+    """DataError if two known identities differ (None: unknown). The keys name the owners in the error."""
     known = [(owner, identity) for owner, identity in identities.items() if identity is not None]
     for owner, identity in known[1:]:
         first_owner, first_identity = known[0]
@@ -214,8 +214,9 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 def fetch_dataset(prefix: str) -> Iterator[str]:
     """Downloads the missing files of a dataset; yields the local prefix at least once a second, and at the end.
 
-    Verifies sizes and checksums by `PREFIX.json`; without that file, sizes by the store. DataError for a dataset that
-    does not exist, RemoteError for a store that cannot be read, DamagedError for files that do not match.
+    Verifies sizes and checksums against `PREFIX.json`; without that file, only sizes, against the store. DataError for
+    a dataset that does not exist, RemoteError for a store that cannot be read, DamagedError for files that do not
+    match.
     """
     local_prefix = prefix
     if is_remote(prefix):
@@ -250,8 +251,8 @@ class IndexedDataset:
 
     Opening reads the header and the last entries only, whatever the number of sequences; `sizes`, `offsets` and
     `document_index` are copied (aligned) on first use. Arrays of tokens are read-only views of the file.
-    DataError for files that are missing, truncated or inconsistent. The files of a URL are downloaded first, and
-    `prefix` is then their local prefix.
+    DataError for files that are missing, truncated or inconsistent. A dataset at a URL is downloaded first;
+    `prefix` is then that of the local files.
     """
 
     def __init__(self, prefix: str | Path) -> None:

@@ -97,8 +97,8 @@ class Inspection:
         return f"{', '.join(most_common)}{others}" if most_common else "no id: none is listed"
 
     def histogram(self) -> list[tuple[str, int]]:
-        """(range of lengths, number of sequences), each range twice as wide as the one before, from the first to the
-        last that is not empty."""
+        """(range of lengths, number of sequences). Each range is twice as wide as the one before; empty ranges at both
+        ends are left out."""
         bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
         (filled,) = np.nonzero(bins)
         span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
@@ -166,7 +166,7 @@ def require_contiguous(dataset: IndexedDataset) -> None:
 
 
 def count_tokens(dataset: IndexedDataset, progress: ByteProgress = NO_PROGRESS) -> Array:
-    """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
+    """How often each id occurs, int64 [largest id in the text + 1]. Reads all tokens. DataError for a negative id."""
     counts = np.zeros(0, np.int64)
     for block in dataset.blocks():
         if block.min() < 0:
@@ -263,7 +263,7 @@ def _vocab_size(dataset: IndexedDataset) -> int:
 
 MAX_SKIPPED_LINES = 5
 PREFERRED_KEYS = ("text", "content")
-"""Keys of the text of a file that has them; of another file, the key with the most characters."""
+"""A file's text is under the first of these keys that it has, else under the key with the most characters."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class TextSurvey:
     """What `megahead start` found in a folder or file."""
 
     name: str
-    """Of the folder or file, without its path."""
+    """Name of the folder or file, without its path."""
 
     inputs: list[Input]
     keys: tuple[str, ...]
@@ -373,8 +373,8 @@ class _CharacterCount(Selection):
 
 
 def _characters_by_key(item: Input) -> Counter[str]:
-    """Characters under each key in the first chunk of an input. DataError for a truncated input: all types but plain
-    JSON lines are read to their end."""
+    """Characters under each key in the first chunk of an input. All types but plain JSON lines are read to their
+    end, so that a truncated input is a DataError."""
     selection = _CharacterCount()
     for number, chunk in enumerate(item.chunks(selection)):
         if not number:

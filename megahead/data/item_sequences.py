@@ -34,7 +34,8 @@ END_ID = 0
 PARTITION_BYTES = 64 << 20
 MAX_PARTITIONS = 256
 HELD_OUT_FROM = 0.8, 0.9
-"""Quantiles of all times from which events are held out for validation and for the test, by the split `time`."""
+"""Quantiles of all times. The split `time` holds out events from the first on for validation, from the second for
+test."""
 
 _MAX_SAMPLED_TIMES = 1 << 24
 
@@ -119,13 +120,13 @@ def preprocess_events(
 
     The last item of each held-out document is to be predicted from those before it. Split `last`: the test document is
     the user's whole sequence, the validation document lacks its last item and the training document its last two; users
-    with fewer than three events are for training only. Split `time`: events of the first 80 % of the time are for
-    training, the first event after 80 % (90 %) ends the validation (test) document.
+    with fewer than three events are for training only. Split `time`: the first 80 % of all events are for training;
+    a user's first event after 80 % (90 %) ends the validation (test) document.
 
-    min_count: drops items with fewer events. vocabulary: keeps the ids of an earlier one; items without an id are
-    dropped. Rows without user, item or time, repeated rows, and training documents of a single event are dropped, too;
-    the report counts them. Memory: the events of 64 MB of input, and the items. FieldError or DataError for a table
-    that cannot be read.
+    min_count: drops items with fewer events (not used with `vocabulary`). vocabulary: keeps the ids of an earlier one;
+    items without an id are dropped. Rows without user, item or time, repeated rows, and training documents of a single
+    event are dropped, too; the report counts them. Memory: the events of 64 MB of input (above 16 GB, of a 256th of
+    it), and the items. FieldError or DataError for a table that cannot be read.
     """
     sizes = [_file_bytes(path) for path in paths]
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -168,8 +169,9 @@ class EventColumns(NamedTuple):
 
 
 def read_events(path: Path, columns: EventColumns, dropped: Counter[str], kinds: set[str]) -> Iterator[pa.Table]:
-    """Batches of events without those that lack something, counted in `dropped`; `kinds` collects the kinds of times
-    of all tables, which must be one: dates count microseconds, numbers whatever they count. FieldError, DataError."""
+    """Batches of events. Those without user, item or time are left out and counted in `dropped`. `kinds` collects the
+    kinds of times of all tables: dates become microseconds, numbers stay as they are. FieldError for a second kind or a
+    wrong column, DataError for a table that cannot be read."""
     try:
         for batch in _read_batches(path, columns, dropped):
             user, item = (_as_key(batch, name) for name in (columns.user, columns.item))
@@ -215,7 +217,7 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip)
     types = dict.fromkeys(columns, pa.string())
     convert = pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
-    with pyarrow.csv.open_csv(_MarkedEnd(path), parse_options=parse, convert_options=convert) as reader:
+    with pyarrow.csv.open_csv(_FileWithLastLine(path), parse_options=parse, convert_options=convert) as reader:
         _require_columns(path, columns, reader.schema.names)
         for batch in reader:
             yield batch.select(list(columns))
@@ -226,8 +228,9 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
 _LAST_LINE = "end of table"
 
 
-class _MarkedEnd(io.RawIOBase):
-    """A file that ends in `_LAST_LINE`: pyarrow takes what follows quotes without end for one value, this line, too."""
+class _FileWithLastLine(io.RawIOBase):
+    """A file followed by the line `_LAST_LINE`. After quotes that do not end, pyarrow reads the rest of the file as one
+    value, so that it does not report this line."""
 
     def __init__(self, path: Path) -> None:
         self._parts = [pa.input_stream(path), io.BytesIO(f"\n{_LAST_LINE}\n".encode())]
@@ -261,7 +264,7 @@ def _as_key(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _without_encoding(column: pa.Array) -> pa.Array:
-    """Categories as their values, and texts as strings of one type, whichever type a program writes."""
+    """Decodes categories to their values, and casts all types of text to one type of string."""
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     is_text = pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
     return column.cast(pa.string()) if is_text else column
@@ -293,7 +296,7 @@ def _as_microseconds(dates: pa.Array) -> pa.Array:
 
 
 def _finite(values_N: Array) -> pa.Array:
-    """The values, null where there is none or an infinite one, which has no place among quantiles."""
+    """The values, with null for NaN and infinity: quantiles need finite times."""
     return pa.array(values_N, mask=~np.isfinite(values_N))
 
 

@@ -24,8 +24,8 @@ from megahead.data.strategy import Strategy, TrainingText
 
 @dataclass(frozen=True)
 class MaskingCollator(RowCollator):
-    """Masks rows. The masks depend on the sample's number alone, not on ranks or micro-batches; those of an adaptive
-    strategy also on the run's earlier errors. The rows of a batch belong to one step."""
+    """Masks rows. The masks depend on the sample's number alone, not on ranks or micro-batches. With an adaptive
+    strategy they also depend on the run's earlier errors. The rows of a batch belong to one step."""
 
     row_builder: EncoderRowBuilder
     strategy: Strategy
@@ -37,7 +37,7 @@ class MaskingCollator(RowCollator):
     """Optimizer steps of the run, for a schedule of the masking rate; all samples of a step have one rate."""
 
     steps_before_masking: int = 0
-    """How many of these come before the first that masks, with which the rate's schedule begins."""
+    """Steps before the first that masks. The rate's schedule begins at that step."""
 
     subsets: TokenSubsets | None = None
     """The tokens that some layers compute; None: all layers compute all."""
@@ -117,7 +117,7 @@ class MaskingCollator(RowCollator):
 
     @cached_property
     def _ordinary_ids(self) -> Array:
-        """Those that may replace a token: all but the special ones."""
+        """The ids that may replace a token: all but special ones."""
         special = [id_ for id_ in self.row_builder.unmaskable() if id_ < self.vocab_size]
         return np.delete(np.arange(self.vocab_size), special)
 
@@ -150,12 +150,12 @@ def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -
 
 # Masked diffusion language models (MDLM: Sahoo et al. 2024, arXiv 2406.07524) mask each token of a row with the chance
 # t, t uniform in (0, 1), and bound the row's negative log-likelihood by the mean of 1/t times the loss over its masked
-# tokens (their simplified bound, with the log-linear schedule; other schedules have the same). Given k, the number of
-# a row's n tokens that are masked, t is irrelevant and is integrated out: k is uniform on 1..n, and each masked token
-# has the weight n / k, as if t were k / n. The bound is the same (Ou et al. 2024, arXiv 2406.03736; so is LLaDA
-# evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, every row has a target, and a row's weights
-# add up to n. This holds if all tokens are masked with equal probability, as in held-out rows; training may mask rare
-# ones before others (Kosmopoulou et al. 2025, arXiv 2509.05056).
+# tokens (their simplified bound, with the log-linear schedule; other schedules have the same). Given k, the number of a
+# row's n tokens that are masked, t is irrelevant and is integrated out: k is uniform on 1..n, and each masked token has
+# the weight n / k, as if t were k / n. The bound is the same (Ou et al. 2024, arXiv 2406.03736; LLaDA is evaluated with
+# it: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, every row has a target, and a row's weights add up
+# to n. This holds if all tokens are masked with equal probability, as in held-out rows; training may mask rare ones
+# before others (Kosmopoulou et al. 2025, arXiv 2509.05056).
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class DiffusionCollator(RowCollator):
     """By its weights some tokens are masked before others, which does not change the number of masked tokens."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Arguments as in `EncoderRowBuilder.build`. Targets are read as the mask token; special tokens are no targets.
+        """Arguments as in `EncoderRowBuilder.build`. The input of each target is the mask token; special tokens are no
+        targets.
 
         The shares of any range of consecutive samples are evenly spaced (MDLM's low-discrepancy sampler).
         """
@@ -191,10 +192,10 @@ class DiffusionCollator(RowCollator):
 
 
 # Token dropping: which tokens of masked rows an encoder's middle layers compute (Hou et al. 2022, arXiv 2203.13240).
-# The paper keeps a running mean of the masked-LM loss of each id, and the tokens of a row whose ids have the highest;
-# special tokens, mask tokens among them, are always kept. Importance depends on the input id, so that only masks reveal
-# which tokens are targets. Here it is the weight of a masking strategy, by default an id's error rate: a ratio of whole
-# numbers (`target_error_counts`), which are the same on any mesh. B rows, T tokens per row.
+# Hou et al. take a running mean of the masked-LM loss of each id, and keep the tokens of a row whose ids have the
+# highest. Special tokens, mask tokens among them, are always kept. Importance depends on the input id, so that only
+# masks reveal which tokens are targets. Here it is the weight of a masking strategy, by default an id's error rate: a
+# ratio of whole numbers (`target_error_counts`), which are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in which they are kept
 
@@ -239,7 +240,7 @@ class TokenSubsets:
     def from_settings(
         row_builder: EncoderRowBuilder, model: ModelConfig, text: TrainingText | None = None
     ) -> TokenSubsets:
-        """The subsets of a run's settings. Held-out rows, without a training `text` to weigh tokens by, drop none."""
+        """The subsets of a run's settings. Held-out rows have no training `text` to weigh tokens by, and drop none."""
         masking, settings = row_builder.masking, row_builder.masking.dropping
         if text is None or settings is None:
             return TokenSubsets(masking.mask_token, masking.first_masked_layer(model))

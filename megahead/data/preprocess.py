@@ -36,7 +36,8 @@ OnError = Literal["fail", "skip"]
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """Encodes chunks with the tokenizer in `path`, by an engine (a library) that was found to be exact."""
+    """Encodes chunks with the tokenizer in `path`, by an engine (a library) that was found to give the reference's
+    ids."""
 
     recipe: Recipe
     path: Path
@@ -102,13 +103,13 @@ class EncodedChunk:
     """bool: documents that are held out; None if that depends on their numbers."""
 
 
-Encode = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
+EncodeChunks = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
 
 
 @contextmanager
-def encoding_pool(workers: int) -> Iterator[Encode]:
-    """A function that encodes chunks in processes, in order; these stay a few chunks ahead of the reader. A single
-    worker is this process itself.
+def encoding_pool(workers: int) -> Iterator[EncodeChunks]:
+    """A function that encodes chunks in worker processes, in order; workers stay a few chunks ahead of the reader. A
+    single worker is this process itself.
 
     An error in a chunk is raised when that chunk would be yielded. DataError if a worker dies.
     """
@@ -182,7 +183,7 @@ class Recipe:
     """Share of the documents that goes to `OUTPUT-validation`."""
 
     holdout_tail: Fraction | None = None
-    """Instead, the share of each document, its end, that goes there."""
+    """In place of `holdout`: the share of each document, at its end, that goes to `OUTPUT-validation`."""
 
     @property
     def held_out_share(self) -> Fraction | None:
@@ -203,7 +204,7 @@ class Recipe:
                 fix = "give --holdout-tail 0.05, which holds out the end of each document"
             raise FieldError("holdout", f"hold out a document of `{output}`", got=got, hint=fix)
 
-    def require_other_names(self, output: str | Path, inputs: Iterable[Path]) -> None:
+    def require_distinct_names(self, output: str | Path, inputs: Iterable[Path]) -> None:
         """DataError if the description of a dataset (`PREFIX.json`) would replace one of `inputs`, or the tokenizer."""
         written = {Path(f"{prefix}.json").resolve() for prefix in self.outputs(output)}
         if path := next((path for path in (self.tokenizer, *inputs) if path.resolve() in written), None):
@@ -224,7 +225,7 @@ class PreprocessReport:
     documents: int = 0
     held_out: int = 0
     tokens: int = 0
-    """Of both datasets, end tokens included."""
+    """Tokens of both datasets, end tokens included."""
 
     text_bytes: int = 0
     skipped: int = 0
@@ -288,10 +289,10 @@ def preprocess(
 
     Documents keep their order and are closed by `end_token`; those without text are left out. An end token inside a
     text splits its document: that is reported, or with `end_inside="fail"` an error. `source` names the text in
-    `OUTPUT.json` and model cards, by default as the inputs are named, without paths. The result depends on neither
-    `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that names
-    file and line, also for a dataset that would have no document) this run leaves no files, and existing datasets of
-    these names are untouched.
+    `OUTPUT.json` and model cards; its default is the names of the inputs, without paths. The result depends on neither
+    `workers` nor the machine. Memory: a few chunks of 4 MB per worker. Errors are usually a
+    DataError that names file and line; a dataset without documents is one, too. After an error this run leaves no
+    files, and existing datasets of these names are untouched.
     """
     recipe = Recipe(
         tokenizer=Path(tokenizer),
@@ -306,7 +307,7 @@ def preprocess(
     items = find_inputs(inputs)
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long
-    recipe.require_other_names(output, [file for item in items for file in item.files])
+    recipe.require_distinct_names(output, [file for item in items for file in item.files])
     progress.start(total_bytes(items))
     with encoding_pool(workers) as encode:
         chunks, source = read_chunks(items, recipe.selection), source or input_names(inputs)
@@ -314,7 +315,12 @@ def preprocess(
 
 
 def write_dataset(
-    chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, encode: Encode, progress: ByteProgress, source: str
+    chunks: Iterator[Chunk],
+    recipe: Recipe,
+    output: str | Path,
+    encode: EncodeChunks,
+    progress: ByteProgress,
+    source: str,
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
     tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
@@ -349,7 +355,7 @@ def write_dataset(
 
 
 def end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int:
-    """The id of `end_token`, by default of END_TOKEN, the end token of a SentencePiece model, or one of ROLES.
+    """The id of `end_token`; by default of the first that exists: END_TOKEN, a SentencePiece model's, ROLES["end"].
 
     FieldError if the tokenizer has no such token.
     """
@@ -388,7 +394,7 @@ def _add_documents(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter
     held_out = encoded.held_out
     if held_out is None:
         first = sum(writer.num_documents for writer in writers)
-        numbers = range(first, first + len(encoded.lengths) + 1)  # of Python: a share may have 20 digits
+        numbers = range(first, first + len(encoded.lengths) + 1)  # Python integers: a share may have 20 digits
         held_out = np.diff([number * share.numerator // share.denominator for number in numbers]) > 0
     for writer, selected in zip(writers, (~held_out, held_out), strict=True):
         tokens = encoded.tokens[np.repeat(selected, encoded.lengths)]

@@ -318,7 +318,7 @@ def _group_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.Record
 
 
 # Datasets of the Hugging Face Hub, streamed: `hf://datasets/OWNER/NAME[/CONFIG]?split=SPLIT[&revision=REVISION]`. A
-# split is read as the shards (files) that it has on the Hub, each a part that can be read alone, at one commit.
+# split is read at one commit, in the shards (files) that it has on the Hub. Each shard can be read alone.
 
 HUB_PREFIX = "hf://datasets/"
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -371,7 +371,7 @@ class HubSplit:
             raise self._unreadable(error) from error
 
     def shard_names(self) -> list[str]:
-        """The name of a dataset made of each of its shards, in order. DataError as of `open`."""
+        """The name of a dataset made of each of its shards, in order. DataError as in `open`."""
         parts = [self.name.rpartition("/")[2], self.config, self.split]
         name = "-".join(re.sub(r"[^\w.-]", "_", part) for part in parts if part)
         count = self.open().num_shards
@@ -419,7 +419,7 @@ class HubSplit:
 
 
 _OPTIONS = {"split", "revision"}
-_OTHER_FIX = "check the name and the network, and call again: it continues"
+_OTHER_FIX = "check the name and the network, and call again"
 _FIXES = (
     ("gated", "accept its terms on its page, and log in with `hf auth login`"),
     ("offline", "unset HF_HUB_OFFLINE, or give files"),

@@ -102,8 +102,8 @@ class RowSource:
     """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
 
     def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array | None]:
-        """(tokens, int64 [B, T+1], PADDING where a row is empty; bool [B, T+1]: where a document is known to begin, or
-        None: the only sign of that is the end token before it)."""
+        """(tokens, int64 [B, T+1], PADDING where a row is empty; bool [B, T+1]: where documents are known to begin, or
+        None if only end tokens tell)."""
         raise NotImplementedError
 
 
@@ -207,7 +207,7 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
 
 class EvenlySpacedSamples(RowSource):
     """`count` rows of `samples` (or all, if there are fewer), evenly spaced over the text and numbered from 0. Masking
-    uses these numbers, so that what is even over consecutive numbers is even over these rows."""
+    draws by these numbers: shares that are evenly spaced over consecutive numbers are so over these rows."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
@@ -412,7 +412,9 @@ class CounterRng:
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
             clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # finite: before positions not allowed
+        clock_BW = np.minimum(
+            clock_BW, np.finfo(np.float64).max
+        )  # finite, to rank before positions that are not allowed
         rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW

@@ -1,6 +1,6 @@
 """Preprocesses many input files into one dataset (*shard*) each, in a folder with a manifest; resumes a killed run.
 
-    FOLDER/manifest.json    the recipe, for each finished shard its input's size and time, and its report, and for each
+    FOLDER/manifest.json    the recipe; for each finished shard its report, and the size and time of its input; for each
                             dataset of the Hub the commit that is read
     FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
 
@@ -40,8 +40,8 @@ def preprocess_shards(
 ) -> PreprocessReport:
     """Writes one dataset per input file to `folder`; skips shards that its manifest lists as finished.
 
-    Returns the report of all shards together, those of earlier runs included. DataError if another process writes to
-    `folder`, if it was begun with another recipe, or if two inputs would write the same files.
+    Returns the report of all shards together, those of earlier runs included. InUseError if another process writes to
+    `folder`. DataError if it was begun with another recipe, or if two inputs would write the same files.
     """
     folder = Path(folder)
     known_urls = ShardManifest.open(folder, recipe).pinned_urls  # an unfinished folder stays at its first commit
@@ -49,7 +49,7 @@ def preprocess_shards(
     pinned_urls = {url: known_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
     shards = _find_shards([pinned_urls.get(str(item), item) for item in inputs], recipe)
     for shard in shards:
-        recipe.require_other_names(folder / shard.name, shard.files)
+        recipe.require_distinct_names(folder / shard.name, shard.files)
     lock = AtomicFile(folder / "in-use")
     try:
         manifest = ShardManifest.open(folder, recipe)
@@ -80,7 +80,7 @@ class ShardManifest:
     recipe: dict[str, Any]
     shards: dict[str, Any]
     pinned_urls: dict[str, str] = field(default_factory=dict)
-    """By URL of a dataset of the Hub, the URL of the commit of it that is read."""
+    """For the URL of each dataset of the Hub, the URL of the commit that is read."""
 
     @staticmethod
     def open(folder: Path, recipe: Recipe) -> ShardManifest:
@@ -95,7 +95,7 @@ class ShardManifest:
             saved_recipe, shards, pinned_urls = content["recipe"], content["shards"], content.get("pinned_urls", {})
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"`{path}` must be a manifest of shards ({FORMAT}), but is not ({error}).") from None
-        differing = [name for name, value in recipe_json.items() if value != saved_recipe.get(name)]
+        differing = [name for name in (*recipe_json, "tail") if recipe_json.get(name) != saved_recipe.get(name)]
         if differing:
             raise DataError(
                 f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
@@ -105,11 +105,11 @@ class ShardManifest:
 
     def report(self, shard: Input, recipe: Recipe) -> PreprocessReport | None:
         """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, its
-        files are incomplete, or its texts spell end tokens, which the recipe refuses by now."""
+        files are incomplete, or its texts spell end tokens, which the recipe now refuses."""
         entry = self.shards.get(shard.name)
         if entry is None or entry["input"] != _fingerprint(shard):
             return None
-        if entry["report"]["end_inside"] and recipe.end_inside == "fail":
+        if entry["report"].get("end_inside") and recipe.end_inside == "fail":
             return None
         try:
             for name in recipe.outputs(shard.name):

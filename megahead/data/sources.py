@@ -45,7 +45,7 @@ STANDARD_INPUT = Path("-")
 
 
 MAX_ZSTD_WINDOW = 1 << 31
-"""Bytes that `zstd --ultra --long=31` refers back to, its most."""
+"""The largest window of zstd, in bytes (`zstd --ultra --long=31`)."""
 
 
 def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -110,10 +110,10 @@ class Input:
     """One file of text, or one saved dataset, or one shard of a dataset of the Hub, or standard input."""
 
     path: Path
-    """Of a shard of the Hub only its name."""
+    """The path; for a shard of the Hub only its name."""
 
     files: tuple[Path, ...]
-    """The files to read, in order: several for a saved dataset, none of the Hub, else only `path`."""
+    """The files to read, in order: several for a saved dataset, none for a shard of the Hub, else only `path`."""
 
     name: str
     """The file name without the suffixes of its type."""
@@ -124,7 +124,7 @@ class Input:
     split: Chunker
 
     url: str | None = None
-    """Of a shard of the Hub."""
+    """The URL of a shard of the Hub; None for all others."""
 
     def chunks(self, selection: Selection) -> Iterator[Chunk]:
         """Its chunks in order, of about 4 MB of text each (more where one document is longer)."""
@@ -292,7 +292,7 @@ def _chunk_lines(path: Path, selection: Selection, chunk_class: type[Chunk] = Js
 
 
 def _chunk_records(path: Path, selection: Selection, records: Iterable[tuple[int, bytes]]) -> Iterator[Chunk]:
-    """Joins `records`, JSON lines; each comes with the bytes of the file that were read for it and those before it."""
+    """Joins `records` (bytes of the file read so far, JSON line) to chunks."""
     first, chunk_end, position, lines, size = 1, 0, 0, list[bytes](), 0
     for position, line in records:
         lines.append(line)
@@ -422,7 +422,7 @@ CHUNKERS: dict[str, Chunker] = {
 } | {".parquet": chunk_parquet, ".arrow": chunk_arrow}
 SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .parquet, .arrow"
 
-# Archives of files (tar, zip), which are not read where they lie in a folder.
+# Archives of files (tar, zip). They are read when named, but ignored in a folder of inputs.
 
 
 def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:

@@ -110,8 +110,8 @@ class WeightedIds(Strategy):
 
 
 def split_long_units(max_tokens: int, starts_BT: Array, keep_joined_BT: Array | None = None) -> Array:
-    """bool [B, T]: unit starts after units of more than `max_tokens` are split greedily, but not before a token where
-    `keep_joined_BT` is true."""
+    """bool [B, T]: `starts_BT` and the starts that split longer units greedily into units of at most `max_tokens`. No
+    unit is split before a token where `keep_joined_BT` is true."""
     starts_BT = starts_BT.copy()
     starts_BT[:, 0] = True
     starts_M = starts_BT.reshape(-1)
@@ -128,12 +128,12 @@ def split_long_units(max_tokens: int, starts_BT: Array, keep_joined_BT: Array | 
 
 # Error counts of the model for each id, by which an adaptive masking strategy selects tokens. Counts are integers, so
 # sums over ranks are exact and the same on any mesh, unless rounding changes a prediction. Rows are masked ahead of the
-# steps that train on them: those of a period (`period_steps` steps) by the counts at the start of the previous period,
-# so that prefetching never waits. V vocabulary.
+# steps that train on them. The rows of a period (`period_steps` steps) are masked by the counts at the start of the
+# previous period, so that prefetching never waits. V vocabulary.
 
 
 class TargetErrorCounts:
-    """Errors and targets of each id in applied steps, halved after each period.
+    """Errors and targets of each id in steps whose update was applied (not skipped), halved after each period.
 
     The training thread calls `end_step` after each step. The prefetching thread calls `at`.
     """

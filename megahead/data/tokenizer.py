@@ -89,7 +89,8 @@ class Tokenizer:
         """The BPE dropout in the file, which is ignored here."""
 
     def content(self) -> str:
-        """The tokenizer.json, without dropout; for a `.model` one with the same ids, DataError if there is none."""
+        """The tokenizer.json, without dropout; for a `.model` a tokenizer.json with the same ids, DataError if there is
+        none."""
         is_unchanged = self.engine != "sentencepiece" and not self.dropout
         return self.path.read_text(encoding="utf-8") if is_unchanged else self._reference.content()
 
@@ -154,8 +155,9 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`, and
     around every added token.
 
-    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. Caches files;
-    downloads that of a URL first. DataError if it is missing, or neither a `tokenizer.json` nor a `.model`.
+    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. Caches
+    tokenizers; downloads the file of a URL first. DataError if the file is missing, or neither a `tokenizer.json` nor a
+    `.model`.
     """
     path = local_file(str(path))
     reference = Tokenizer(path)
@@ -304,7 +306,8 @@ PROBES = (
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether the file is named `.model` or begins like one: with a piece that begins with its spelling. Runs of
+    """Whether the file is named `.model`, or begins like one: with protobuf field 1 (a piece), which begins with
+    field 1 (its spelling). Runs of
     earlier versions have such a file as their `tokenizer.json`."""
     if path.suffix == ".model":
         return True
@@ -387,7 +390,7 @@ def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
 
 
 def _pre_tokenizers(proto: Any) -> Iterator[pre_tokenizers.PreTokenizer]:
-    """Isolates user-defined pieces, and splits words if no piece extends beyond one."""
+    """Isolates user-defined pieces, and splits words if no piece spans several."""
     if user_defined := sorted(_pieces_of_type(proto, _USER_DEFINED), key=len, reverse=True):
         yield pre_tokenizers.Split(Regex("|".join(map(re.escape, user_defined))), "isolated")
     if not any(_SPACE in piece.piece.lstrip(_SPACE) for piece in proto.pieces):

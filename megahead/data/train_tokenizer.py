@@ -74,8 +74,8 @@ def _byte_level(
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = False) -> Tokenizer:
-    """WordPiece as BERT uses it. Characters rarer than the thousand most frequent become `[UNK]`; in a small vocabulary
-    those for which there is no room, as each may be two tokens (`x` and `##x`)."""
+    """WordPiece as BERT uses it. Characters rarer than the thousand most frequent become `[UNK]`. A small vocabulary
+    has room for fewer: half its size, as each may be two tokens (`x` and `##x`)."""
     _require_vocab_size(vocab_size, len(BERT_TOKENS) + 2)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -143,8 +143,8 @@ def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def join_mask_to_space(tokenizer: Tokenizer, mask: str = ENCODER_TOKENS[-1]) -> Tokenizer:
-    """Lets the mask token take the space before it, as RoBERTa's does, where that would be a token of its own: encoders
-    learn from masks that stand for a word with its space. In place."""
+    """Lets the mask token take the space before it, as RoBERTa's does, if that space would be a token of its own: a
+    mask then stands for a word with its space. In place."""
     apart, together = (tokenizer.encode(text, add_special_tokens=False).ids for text in (f"a {mask}", f"a{mask}"))
     if apart != together:
         tokenizer.add_special_tokens([AddedToken(mask, lstrip=True, normalized=False, special=True)])
@@ -189,7 +189,7 @@ def sample_texts(
             reported_bytes += chunk.disk_bytes
             if budget is not None and text_bytes >= budget:
                 break
-        progress.advance(item.bytes - reported_bytes, 0)
+        progress.advance(max(0, item.bytes - reported_bytes), 0)  # standard input has 0
     if is_empty:
         raise DataError(f"`{', '.join(map(str, inputs))}` must have text, but not one document has any.")
 
@@ -285,7 +285,7 @@ def _learn_merges(words: Iterator[str], letters_V: Array, count: int) -> list[tu
 def _append_merges(
     model: dict[str, Any], ids: dict[str, int], merges: list[tuple[list[int], list[int]]], vocab_size: int
 ) -> None:
-    """Adds merges and their tokens to `model`, up to `vocab_size` ids, and added tokens, which keep their ids."""
+    """Adds merges and their tokens to `model`, up to `vocab_size` ids. Its vocabulary also gets all of `ids`."""
     token_by_id, vocabulary = {id_: token for token, id_ in ids.items()}, dict(ids)
     gaps = max(ids.values()) + 1 - len(ids)
     pairs = dict.fromkeys(tuple(pair) for pair in model["merges"])

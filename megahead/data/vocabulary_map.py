@@ -59,7 +59,8 @@ class ByteVocabulary:
 
     @cached_property
     def id_by_bytes_and_spelling(self) -> dict[tuple[bytes, str], int]:
-        """The ids of text. SentencePiece may have a byte twice: as `A` and as a fallback, `<0x41>`."""
+        """The ids of all but special tokens. SentencePiece may have a byte twice: as `A` and as a fallback,
+        `<0x41>`."""
         pairs = zip(self.token_bytes, self.spellings, strict=True)
         return {(text, spelled): id_ for id_, (text, spelled) in enumerate(pairs) if text and spelled is not None}
 
@@ -92,7 +93,7 @@ class ByteVocabulary:
 
 
 def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
-    """The bytes of each id below `count`; None for special tokens and unused ids. DataError as of
+    """The bytes of each id below `count`; None for special tokens and unused ids. DataError as in
     `ByteVocabulary.open`."""
     text = ByteVocabulary.open(load_tokenizer(path).path).token_bytes[:count]
     return text + [None] * (count - len(text))
@@ -171,7 +172,7 @@ class VocabularyMap:
         return same, pieced, len(self.old_id_V) - same - pieced
 
     def with_appended_ids(self, old_ids: Sequence[int]) -> VocabularyMap:
-        """Appends a new id for each of these old ids, all beyond the tokenizers' own."""
+        """Appends a new id for each of `old_ids`. Both lie above the ids of their tokenizers."""
         old_pieces_V = self.old_pieces_V + [list[int]() for _ in old_ids]
         return VocabularyMap(self.old_size + len(old_ids), [*self.old_id_V, *old_ids], old_pieces_V)
 
@@ -206,9 +207,9 @@ def _find_old_id(id_: int, old: ByteVocabulary, new: ByteVocabulary, roles: Mapp
 
 
 def _split_into_old_ids(tokens: Sequence[bytes], old: ByteVocabulary) -> list[list[int]]:
-    """The old ids that make up each token: those of the old tokenizer, if their bytes are the token's; else the longest
-    old tokens that match from left to right; else those of the old tokenizer after all (one that lower-cases, for
-    example), without unknown tokens."""
+    """The old ids that make up each token. They are the old tokenizer's ids for its text, if these have its bytes; else
+    the longest old tokens that match its bytes from left to right; else the old tokenizer's ids without unknown tokens
+    (as of a tokenizer that lower-cases)."""
     pieces = []
     for token, ids in zip(tokens, old.tokenizer.encode_batch(list(map(_decode_or_empty, tokens))), strict=True):
         is_exact = b"".join(old.token_bytes[id_] or b"" for id_ in ids) == token

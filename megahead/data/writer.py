@@ -23,7 +23,7 @@ FLUSH_TOKENS = 1 << 20
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
-def _saved_tokenizer(source: Path, folder: Path) -> tuple[Path, bytes]:
+def _tokenizer_to_save(source: Path, folder: Path) -> tuple[Path, bytes]:
     """(path, content) of the tokenizer's file in a folder of datasets: the source itself if it is in the folder, else a
     copy named by its SHA-256, which the folder's datasets share."""
     content, ending = source.read_bytes(), ".model" if is_sentencepiece(source) else ".json"
@@ -55,7 +55,7 @@ class IndexedDatasetWriter:
         files with the text."""
         if is_remote(str(prefix)):
             raise DataError(
-                f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
+                f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there afterwards."
             )
         if str(prefix).rpartition("/")[2] in ("", ".", ".."):
             rule, hint = "end in the name of the dataset", "name one in that folder, like data/text"
@@ -64,7 +64,7 @@ class IndexedDatasetWriter:
             raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
         self.vocab_size = vocab_size
         folder, identity = Path(prefix).parent, tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
-        self._tokenizer_copy = None if tokenizer_file is None else _saved_tokenizer(tokenizer_file, folder)
+        self._tokenizer_copy = None if tokenizer_file is None else _tokenizer_to_save(tokenizer_file, folder)
         self._describe = partial(
             DatasetInfo,
             vocab_size=vocab_size,

@@ -18,7 +18,7 @@ from megahead.errors import ConfigError
 
 T = TypeVar("T")
 
-# torch 2.13 has new names; the old ones, which earlier versions have, then warn
+# torch 2.13 renamed these, and warns about the old names
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -1,8 +1,8 @@
 """Detects ranks that died or hang, and ends the ranks that wait for them with an error that names them.
 
 Without this, waiting for a dead rank may fail at once (gloo), fail after a timeout with a RuntimeError that names no
-rank, or never end: a store whose process is suspended does not answer, and NCCL's kernels keep waiting. So every rank
-has a TCP connection to a monitor at rank 0 from the rendezvous to the end of the run.
+rank, or never end: a TCPStore whose process is suspended does not answer, and NCCL's kernels keep waiting. So every
+rank has a TCP connection to a monitor at rank 0 from the rendezvous to the end of the run.
 
 - A rank that dies is detected at once, because its connection breaks.
 - A rank that is suspended, or whose machine is down, is detected when its heartbeats have been missing for the timeout.
@@ -89,8 +89,8 @@ def heartbeat_schedule(timeout_seconds: float) -> tuple[float, int]:
 
 class Connection:
     """One end of a TCP connection for JSON messages. The other end is lost if it sends nothing for `timeout_seconds`,
-    or if its machine does not answer for `host_timeout_seconds` (that of a suspended process does). Sending blocks for
-    at most a second."""
+    or if its machine does not answer for `host_timeout_seconds` (a suspended process's machine answers). Sending blocks
+    for at most a second."""
 
     def __init__(self, peer: socket.socket, timeout_seconds: float, host_timeout_seconds: float | None = None) -> None:
         peer.settimeout(1)

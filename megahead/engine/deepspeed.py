@@ -116,13 +116,13 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     accelerator.device_count = cache(partial(type(accelerator).device_count, accelerator))
     deepspeed.utils.nvtx.enable_nvtx = device.type == "cuda"  # CPUs have no profiler for NVTX ranges
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    logging.getLogger("DeepSpeed").addFilter(_is_not_untested_optimizer)
+    logging.getLogger("DeepSpeed").addFilter(_keeps_log_record)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # DeepSpeed's calls
     return deepspeed
 
 
-def _is_not_untested_optimizer(record: logging.LogRecord) -> bool:
-    """Log filter: DeepSpeed warns of our optimizers, which our tests compare with plain torch at each stage."""
+def _keeps_log_record(record: logging.LogRecord) -> bool:
+    """Log filter: drops the warning about our optimizers, which our tests compare with plain torch at each stage."""
     return "untested optimizer" not in record.getMessage()
 
 
@@ -152,8 +152,8 @@ def fuse_gradient_accumulation(optimizer: Any) -> None:
 @torch.no_grad()
 def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
     """Replaces `BF16_Optimizer.update_hp_grads`; gradients are freed even without `clear_lp_grads`, which DeepSpeed
-    would do before the next backward pass. All parameters count as having one: the norm of a parameter whose gradient
-    comes from another rank would otherwise differ between ranks."""
+    would do before the next backward pass. All parameters count as having a gradient: otherwise the norm would differ
+    between ranks for a parameter whose gradient comes from another rank."""
     mark_gradients(optimizer)
     if optimizer.immediate_grad_update:  # they are added already
         return
@@ -169,7 +169,8 @@ def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
 
 
 def mark_gradients(optimizer: Any) -> None:
-    """Has DeepSpeed's bf16 `optimizer` read the sums of all gradients, which it does only where it has seen one."""
+    """Marks all gradients of DeepSpeed's bf16 `optimizer` as present, since it reads only sums of gradients it has
+    seen."""
     for index, parameters in enumerate(optimizer.bf16_groups):
         optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
 
@@ -185,8 +186,8 @@ def _use_foreach_norms() -> None:
 def _global_norm(
     per_tensor: Any, input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """DeepSpeed's `get_global_norm_of_tensors` (`per_tensor`) for L2 norms over at most the tensor ranks; others it
-    computes itself."""
+    """Replaces DeepSpeed's `get_global_norm_of_tensors` for L2 norms over at most the tensor ranks; the original,
+    `per_tensor`, computes others."""
     if norm_type != 2 or moe_ep_group is not None or not input_tensors:
         norm: torch.Tensor = per_tensor(input_tensors, norm_type, mpu, moe_ep_group)
         return norm
@@ -227,8 +228,8 @@ def start_deepspeed(
             if config.get("zero_optimization", {}).get("stage") == 3:
                 proxy, data = _AllocatingModule(module, config), mesh.data_group.handle
                 deepspeed.zero.Init(module=proxy, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
-            # with gradients, its flat copies of parameters would keep their AccumulateGrad nodes, which add gradients
-            # on the stream of their creation: CUDA graphs are captured on another one
+            # with grad enabled, its flat copies of parameters would keep their AccumulateGrad nodes, which add
+            # gradients on the stream of their creation, but CUDA graphs are captured on another stream
             with torch.no_grad():
                 engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError, *deepspeed_errors) as error:

@@ -40,9 +40,9 @@ def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 class GradientSums:
-    """Gradients at fixed addresses, to which all micro-steps of a step add, captured or not: the fp32 sums of
-    DeepSpeed's bf16 `optimizer`; with others (at ZeRO 0) `grad` of the `parameters`, whose memory is kept over steps,
-    while between them DeepSpeed sets `grad` to None."""
+    """Gradients at fixed addresses, to which all micro-steps of a step add, captured or not. With DeepSpeed's bf16
+    `optimizer` they are its fp32 sums. With others (at ZeRO 0) they are `grad` of the `parameters`: their memory is
+    kept over steps, although DeepSpeed sets `grad` to None in between."""
 
     def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
         self._optimizer, self._in_optimizer = optimizer, hasattr(optimizer, "update_hp_grads")
@@ -57,12 +57,13 @@ class GradientSums:
                 parameter.grad = total
 
     def end_replay(self) -> None:
-        """Sets what a micro-step sets in Python; must be called after each replay."""
+        """Sets what an uncaptured micro-step sets in Python; must be called after each replay."""
         if self._in_optimizer:
             mark_gradients(self._optimizer)
 
     def discard_capture(self) -> None:
-        """Discards what a failed capture left in `grad`, which a micro-step frees and a replay leaves as it was."""
+        """Clears the `grad` that a failed capture left. An uncaptured micro-step frees `grad`; a replay does not change
+        it."""
         if self._in_optimizer:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -75,7 +76,7 @@ Capture = Callable[[MicroStep], MicroStep]
 """Captures a micro-step without running it; the result replays it."""
 
 
-def rerun(micro_step: MicroStep) -> MicroStep:
+def without_capture(micro_step: MicroStep) -> MicroStep:
     """The `Capture` of CPUs, which have no graphs: a replay runs the micro-step."""
     return micro_step
 
@@ -89,8 +90,9 @@ class CudaCapture:
 
     def __call__(self, micro_step: MicroStep) -> MicroStep:
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # earlier autograd graphs: their AccumulateGrad nodes add gradients on another stream
-        # other threads may call CUDA: the loader's pins memory. After a failed capture torch stays on its stream
+        gc.collect()  # frees earlier autograd graphs, whose AccumulateGrad nodes add gradients on another stream
+        # thread_local: the loader's thread pins memory meanwhile; stream: after a failed capture torch does not leave
+        # its own
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
@@ -106,7 +108,7 @@ class CudaCapture:
 
 def build_capture(device: torch.device) -> Capture:
     """The `Capture` for `device`."""
-    return CudaCapture() if device.type == "cuda" else rerun
+    return CudaCapture() if device.type == "cuda" else without_capture
 
 
 class CapturedMicroStep:

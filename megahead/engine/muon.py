@@ -121,8 +121,8 @@ def _offsets(optimizer: Any, index: int) -> Iterator[tuple[Tensor, int]]:
 
 
 def _overlap(offset: int, numel: int, partition_offset: int, partition_size: int, base: int = 0) -> Fragment:
-    """The fragment of a matrix of `numel` elements from `offset` on in a partition from `partition_offset` on, which
-    begins at index `base` of the rank's."""
+    """The overlap of a matrix with a partition. Both are `numel` and `partition_size` elements from `offset` and
+    `partition_offset` on; the partition begins at index `base` of the rank's flat tensor."""
     start = min(max(offset, partition_offset), partition_offset + partition_size)
     stop = max(min(offset + numel, partition_offset + partition_size), start)
     shift = base - partition_offset

@@ -115,7 +115,9 @@ class ContrastiveRun:
         queries = len({pair.first_text for pair in data.train})
         if min(queries, settings.batch_size) < 2 * self._group.size:
             rule = f"have at least two queries of a batch on each of {pluralize(self._group.size, 'rank')}"
-            raise DataError(f"{data.name} must {rule}, but has {queries} to train on; add pairs.")
+            hint = "add pairs" if queries < settings.batch_size else "raise the batch size"
+            got = f"{min(queries, settings.batch_size)} ({queries} to train on)"
+            raise DataError(f"{data.name} must {rule}, but has {got}; {hint}, or take fewer ranks.")
         self._encoder = self._open_encoder()
         self._token_ids_by_text = tokenize_pairs(self._encoder, data.train)
         count, max_tokens = self._encoder.num_truncated, self._encoder.max_tokens

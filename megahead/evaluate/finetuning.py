@@ -90,13 +90,13 @@ class ExampleEncoder:
         if start is not None and end is not None:
             self._prefix, self._separator, self._suffix = [start], [end], [end]
         else:
-            self._prefix, self._separator, self._suffix = [], self._ids(["\n"])[0], []
+            self._prefix, self._separator, self._suffix = [], self._tokenize(["\n"])[0], []
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         """Tokenizes all examples."""
-        first_ids = self._ids([example.first_text for example in examples])
+        first_ids = self._tokenize([example.first_text for example in examples])
         second_texts = (text for example in examples for text in example.second_texts)
-        second_ids = iter(self._ids([text for text in second_texts if text is not None]))
+        second_ids = iter(self._tokenize([text for text in second_texts if text is not None]))
         encoded = []
         for example, first in zip(examples, first_ids, strict=True):
             pairs = (None if second is None else next(second_ids) for second in example.second_texts)
@@ -105,8 +105,8 @@ class ExampleEncoder:
         return encoded
 
     def _with_special_tokens(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
-        """Returns token ids and token types of a sequence. Of two texts that are too long, the longer is truncated
-        until both are equal, then both are."""
+        """Returns token ids and token types of a sequence. If two texts are too long, the longer is truncated until
+        both are equally long, then both are."""
         available = self._max_length - len(self._prefix) - len(self._suffix)
         if second is None:
             ids = [*self._prefix, *first[:available], *self._suffix]
@@ -119,7 +119,7 @@ class ExampleEncoder:
         second_part = [*second[:second_length], *self._suffix]
         return first_part + second_part, [0] * len(first_part) + [1] * len(second_part)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

@@ -57,7 +57,8 @@ PlannedRun = tuple[InitialModel, TaskData, FineTuningSettings, int]
 class FineTuningResults:
     """Results in one JSON file, a `ResultCache`.
 
-    The key is the model, its weights, the task, the examples, the settings and the seed. `is_writer`: on rank 0.
+    The key is the model, its weights, the task, the examples, the settings and the seed. `is_writer`: true on rank 0
+    only.
     """
 
     def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
@@ -98,11 +99,11 @@ class TaskSummary:
     """The best epochs, counted from 1; empty for means of several tasks."""
 
     def mean(self) -> float:
-        """Over seeds."""
+        """Returns the mean over seeds."""
         return fmean(self.values)
 
     def full_name(self) -> str:
-        """The task, and the evaluation set where its name says more: glue/mnli mismatched."""
+        """The task, and the evaluation set where its name differs from the task's: xnli/fr de."""
         return self.task if self.evaluation_set == self.task.split("/")[-1] else f"{self.task} {self.evaluation_set}"
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class TaskSummary:
         return f"{100 * self.mean():.1f}{spread}{epochs}"
 
 
-def summarise(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
+def summarize(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
     """Returns every metric of every evaluation set of one model's tasks, then the means over tasks."""
     rows = []
     for task in dict.fromkeys(result.task for result in results):
@@ -133,7 +134,7 @@ _EXCLUDED_TASKS = {"glue/rte", "glue/wnli"}  # excluded from the GLUE average, a
 
 def _suite_mean(suite: str, rows: Sequence[TaskSummary]) -> TaskSummary | None:
     """Returns for each seed the mean over a suite's tasks, each by the metric that the paper reports; None for a single
-    task, and if tasks have run with different seeds."""
+    task, and if numbers of seeds differ between tasks."""
     tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _EXCLUDED_TASKS
     summaries = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
     if len(summaries) < 2 or len({len(row.values) for row in summaries}) > 1:
@@ -151,7 +152,7 @@ def _from_entry(entry: Mapping[str, Any]) -> FineTuningResult:
 
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, seed: int) -> dict[str, Any]:
-    """Everything that a result depends on. With random weights only the folder's config and tokenizer count."""
+    """Everything that a result depends on. With random weights, only the folder's config and tokenizer are compared."""
     folder, weights = initial_model.folder, fingerprint_model(initial_model.folder)
     if initial_model.random_weights:
         weights = f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
@@ -199,7 +200,7 @@ class Comparison:
         return results
 
     def _find(self, run: PlannedRun) -> FineTuningResult | None:
-        """The stored result; None where a model is to be saved, which results do not hold."""
+        """The stored result; None if models are to be saved, since results do not contain models."""
         return None if self._save_folder else self._cache.find(run)
 
     def _epochs(self, task_run: TaskRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
@@ -256,7 +257,7 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
     for model in dict.fromkeys(result.model for result in results):
         model_results = [result for result in results if result.model == model]
         tasks_on_dev = {result.task for result in model_results if result.trains_on_dev}
-        for summary in summarise(model_results):
+        for summary in summarize(model_results):
             task = summary.task + (" (half of dev)" if summary.task in tasks_on_dev else "")
             test = "" if summary.evaluation_set == summary.task.split("/")[-1] else summary.evaluation_set
             names: dict[str, object] = {"task": task, "test": test, "metric": summary.metric}

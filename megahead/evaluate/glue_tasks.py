@@ -40,7 +40,7 @@ class FineTuningSettings:
     """Share of all steps in which the learning rate grows."""
 
     max_length: int = 128
-    """Tokens of a sequence; of a longer pair the longer text is cut."""
+    """Tokens of a sequence; in a longer pair, the longer text is truncated."""
 
     gradient_clipping: float = 1.0
 
@@ -90,13 +90,14 @@ class Example:
     first_text: str
 
     second_texts: tuple[str | None, ...]
-    """The texts that `first_text` is paired with: for a class, one text or None; for a choice, all alternatives."""
+    """The texts that `first_text` is paired with: for classes or regression, one text or None; for choices, all
+    alternatives."""
 
     label: float
     """The right class or choice; a number on a scale for regression."""
 
     def __repr__(self) -> str:
-        """The text that `TaskData.fingerprint` hashes: names of the fields are those of earlier results."""
+        """The text that `TaskData.fingerprint` hashes. It keeps old field names, so that stored results are found."""
         return f"Example(first={self.first_text!r}, seconds={self.second_texts!r}, label={self.label!r})"
 
     def num_characters(self, max_characters: int) -> int:
@@ -109,8 +110,8 @@ Builder = Callable[[Row, Sequence[str]], Example]
 
 
 def tsv_reader(**columns: str | int) -> Reader:
-    """Returns a reader of tab-separated lines without quoting. `columns`: a row's field to the column's name, or to
-    its number if there is no header.
+    """Returns a reader of tab-separated lines without quoting. `columns`: for each field of a row, its column's name,
+    or number if there is no header.
 
     Lines that lack one of the columns are skipped and counted; DataError if most lines do.
     """
@@ -319,8 +320,8 @@ class TaskData:
     train: Sequence[Example]
 
     evaluation_sets: Mapping[str, Iterable[Example]]
-    """By name: labelled dev splits, or a `SearchData`. As in the paper, the best epoch is chosen on the first, which is
-    also reported."""
+    """By name: labelled dev splits, or a `SearchData`. As in the paper, the best epoch is chosen on the first, whose
+    scores are also reported."""
 
     trains_on_dev: bool
     """Whether half of the dev split is `train`, because there is no training split."""

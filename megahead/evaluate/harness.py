@@ -27,7 +27,7 @@ from megahead.evaluate.harness_tasks import (
     TASKS,
     LogProbabilityTask,
     ModelTask,
-    require_for_kind,
+    require_model_kind,
     task_rows,
     write_tasks,
 )
@@ -42,12 +42,12 @@ def evaluate_tasks(
 ) -> Iterator[TaskResult]:
     """Scores the language model in `model_dir`, with its tokenizer, in fp32, and yields task by task.
 
-    files: task name to its data, from `task_files`. limit: number of examples of each task (of each paradigm), the
-    first ones. On a GPU if there is one. batch_size: examples at once; None: as many as fit into free memory.
-    Raises CheckpointError for a folder without head or tokenizer, FieldError for a task that needs the other
-    kind of model.
+    files: task name to its data, from `task_files`. limit: number of examples to score of each task (of each paradigm),
+    the first ones. Uses a GPU if there is one. batch_size: examples at once; None: as many as fit into free memory.
+    Raises CheckpointError for a folder without head or tokenizer, FieldError for a task that needs the other kind of
+    model.
     """
-    require_for_kind(files, encoder=is_encoder(model_dir))
+    require_model_kind(files, encoder=is_encoder(model_dir))
     model = None
     for name, file in files.items():
         task = TASKS[name]
@@ -109,8 +109,8 @@ def evaluate_with_lm_eval(
 
 
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
-    """Returns how many examples of `tokens` tokens have logits and residual streams of at most a quarter of
-    `free_bytes`."""
+    """Returns how many examples of `tokens` tokens have logits and activations of at most a quarter of
+    `free_bytes`; 1 to 32."""
     config = model.config
     tokens = min(tokens, context_length(model))
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

@@ -1,4 +1,4 @@
-"""Tasks with local files: how each is scored, how its examples are read, those scored by our own code."""
+"""Tasks with local files: how each is scored, how its examples are read, and our own score functions."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _open_text(file: Path) -> Iterator[TextIO]:
 
 def _parse_object(line: str) -> Mapping[str, Any]:
     try:
-        value = orjson.loads(line)  # refuses half a surrogate pair, which no tokenizer reads
+        value = orjson.loads(line)  # rejects lone surrogates, which no tokenizer reads
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
@@ -242,7 +242,7 @@ def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
     return Score(metric, value, sqrt(spread) / len(paradigms))
 
 
-# Texts that are compared by vectors: articles with what they are searched by, and pairs with their similarity.
+# Texts that are compared by vectors: articles, searched by title or first sentence, and pairs with a similarity.
 
 _SENTENCE_END = re.compile(r"(?<=[.!?؟۔।])\s+|(?<=[。！？])|\n")
 """After the mark that ends a sentence in most scripts, or after a line."""
@@ -311,16 +311,17 @@ class OwnTask:
 
 
 class LogProbabilityTask(OwnTask):
-    """One scored by the log-probabilities of whole texts (an encoder's are pseudo-log-likelihoods): `score` is from a
-    LanguageModel and the examples to scores."""
+    """A task scored by log-probabilities of whole texts (an encoder's are pseudo-log-likelihoods): `score` takes a
+    LanguageModel and the examples, and returns scores."""
 
 
 class ModelTask(OwnTask):
-    """One scored with a model's folder: `score` is from that, the file, a limit and a batch size to a TaskResult."""
+    """A task whose `score` takes a model's folder, the file, a limit and a batch size, and returns a TaskResult."""
 
 
 def _function_of(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module beside this one, which is imported when it is called, since it imports torch or this."""
+    """Returns a function of another module of this package, imported at the first call: it imports torch or this
+    module."""
 
     def call(*arguments: Any) -> Any:
         return getattr(import_module(f"megahead.evaluate.{module}"), name)(*arguments)
@@ -399,7 +400,7 @@ def task_files(
     return files
 
 
-def require_for_kind(names: Iterable[str], *, encoder: bool) -> None:
+def require_model_kind(names: Iterable[str], *, encoder: bool) -> None:
     """Raises FieldError for a task that only the other kind of model, a decoder or an encoder, can be scored on."""
     kind = "an encoder" if encoder else "a decoder"
     suitable = [name for name, task in TASKS.items() if kind in task.models]

@@ -131,7 +131,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
-        """Returns the rows in which the tokens of each text are predicted, each token in one."""
+        """Returns the rows of each text; each of its tokens is predicted in exactly one."""
 
 
 def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
@@ -148,7 +148,7 @@ class Decoder(LanguageModel):
     causal = True
 
     def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
-        """Returns a row for each window of a text; as in lm-eval, they are as long as the context."""
+        """Returns a row for each window of a text; as in lm-eval, windows are as long as the context."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [list(self._windows(ids)) for ids in encoded]
 
@@ -188,9 +188,10 @@ class Encoder(LanguageModel):
         return rows
 
     def masked_rows(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
-        """Returns one row per token for each text, in which it is masked; texts are truncated to `max_length` tokens.
+        """Returns for each text one row per token, in which that token is masked; texts are truncated to `max_length`
+        tokens, [CLS] and [SEP] included.
 
-        whole_words: the tokens after it in the same word are masked too.
+        whole_words: later tokens of the same word are masked too.
         """
         if not texts:
             return []
@@ -345,8 +346,8 @@ def generate_by_unmasking(
 ) -> str:
     """Generates `max_tokens` tokens after `prompt` in `passes` passes through the model (None: one token in each).
 
-    A prompt longer than the model's context minus these and [CLS], [SEP] is truncated on the left, and `report`
-    receives a sentence about it. Random numbers are torch's, on the CPU.
+    A prompt longer than the context minus `max_tokens`, [CLS] and [SEP] is truncated on the left; `report` receives a
+    sentence about it. Random numbers are torch's, on the CPU.
     """
     max_prompt_tokens = context_length(model) - max_tokens - 2
     if max_prompt_tokens < 0:
@@ -368,7 +369,7 @@ def generate_by_unmasking(
     full_text, prompt_text = (tokenizer.decode(ids) for ids in (row_T[1:-1], prompt_ids))
     text: str = full_text.removeprefix(prompt_text)  # with the space between, where there is one
     if stream is not None:
-        stream(text)  # its words come in no order
+        stream(text)  # at once: tokens are generated in random order
     return text
 
 

@@ -1,4 +1,4 @@
-"""The task `next_item`, which ranks all items as the next one of held-out sequences; and vectors for an index.
+"""The task `next_item`, which ranks all items as the next of held-out sequences; and vectors for nearest neighbours.
 
 U sequences, N items, n items of a block, D features.
 """
@@ -37,8 +37,8 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     `model_dir` with its head, in fp32, on a GPU if there is one.
 
     Scores: HR@10, NDCG@10, MRR with standard errors over sequences, and coverage@10 (the share of items that are among
-    the first ten of some sequence); each over all items, and with `_unseen` over those that the sequence has not had
-    (there a repeated item counts as never found). Cost: a forward pass, and U x N products in blocks.
+    the first ten of some sequence); each among all items, and with the suffix `_unseen` among those that are new to the
+    sequence (there a repeated item counts as never found). Cost: a forward pass, and U x N products in blocks.
     """
     sequences = read_sequences(file, limit)
     info = IndexedDataset(file.with_suffix("")).info
@@ -108,7 +108,7 @@ class ItemModel:
 
 
 class Ranking:
-    """Where the next items of some sequences are among all items, whose scores are added block by block."""
+    """The ranks of U sequences' next items among all items, whose scores are added block by block."""
 
     def __init__(self, targets_U: Tensor) -> None:
         self.ranks_U = torch.full((len(targets_U),), 0.5, dtype=torch.float64, device=targets_U.device)
@@ -151,8 +151,8 @@ def rank_next_items(
     for first in range(END_ID + 1, num_ids, block_items):
         end = min(first + block_items, num_ids)
         scores_Un = contexts_UD @ vectors_ND[first:end].T
-        own_row = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]
-        scores_Un[own_row, targets_U[own_row] - first] = target_scores_U[own_row]
+        target_rows = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]
+        scores_Un[target_rows, targets_U[target_rows] - first] = target_scores_U[target_rows]
         every.add(scores_Un, target_scores_U, first)
         in_block = (seen_id >= first) & (seen_id < end)
         scores_Un[seen_row[in_block], seen_id[in_block] - first] = -torch.inf
@@ -230,8 +230,8 @@ def write_vectors(
 
 
 def require_same_items(model: Path, sequences: Path) -> None:
-    """DataError if the items of a dataset (its prefix or `.idx`) are others than those of a run's training data, as far
-    as both have an items.json: equal ids would be other items, and all scores meaningless."""
+    """DataError if the items of a dataset (its prefix or `.idx`) differ from those of a run's training data and both
+    have an items.json: the same id would mean another item, and scores would be meaningless."""
     prefix = str(sequences.with_suffix("") if sequences.suffix == ".idx" else sequences)
     path = items_path(prefix.removesuffix("-test").removesuffix("-validation"))
     trained = _find_vocabulary(model) if path.is_file() else None

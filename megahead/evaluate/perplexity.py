@@ -41,8 +41,8 @@ class ValidationResult:
     """Mean negative log-probability of a target in nats; for masked diffusion, of a token that may be masked."""
 
     perplexity: float
-    """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's, nor with its own for next tokens
-    while it is causal."""
+    """exp(loss). That of an encoder, over masked tokens, is not comparable with a decoder's, nor with that of its
+    causal phase, over next tokens."""
 
     accuracy: float
     """Share of targets that were the most probable token."""
@@ -52,8 +52,8 @@ class ValidationResult:
     some tokens are predicted (an encoder, but for masked diffusion)."""
 
     upper_bound: bool = False
-    """Whether loss, perplexity and bits are upper bounds: those of masked diffusion, for a text whose special tokens
-    (end tokens are some) are given, estimated with one mask a row."""
+    """Whether loss, perplexity and bits are upper bounds, as in masked diffusion, for a text whose special tokens (end
+    tokens are some) are given; estimated with one random mask a row."""
 
     auxiliary: Mapping[str, float] | None = None
     """Means of an auxiliary objective by name, if it is evaluated. If a generator learns the targets, all other metrics
@@ -90,8 +90,8 @@ class ValidationSet:
     ) -> ValidationResult:
         """Scores every row once and sums over ranks. Collective; every rank calls `score` equally often.
 
-        `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
-        training-free head, None for the embedding alone or a head of the model's own.
+        `score`: a Pretraining, or the method `evaluate` of an engine. `bias_V` is the head's bias: log q for a headless
+        model's training-free head, None for the embedding alone or a head of the model's own.
         """
         totals, names = torch.zeros(1, dtype=torch.float64), list[str]()
         bias = None if bias_V is None else bias_V.to(device)
@@ -107,8 +107,8 @@ class ValidationSet:
         return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), auxiliary))
 
     def _requests(self) -> Iterator[list[range]]:
-        """Yields the rows of this rank's micro-batches of each pass, equally many on all ranks. Remaining rows are in a
-        pass of their own: a rank with an empty range scores a row that does not count."""
+        """Yields for each pass the rows of this rank's micro-batches, equally many on all ranks. The last pass has the
+        remaining rows: a rank with an empty range scores a row that does not count."""
         stride = self._micro_size * self._group.size
         steps, num_left = [*range(0, self._rows - stride + 1, stride)], self._rows % stride
         passes = [steps[n : n + _MICRO_BATCHES_PER_PASS] for n in range(0, len(steps), _MICRO_BATCHES_PER_PASS)]

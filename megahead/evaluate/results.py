@@ -22,8 +22,8 @@ from megahead.wording import pluralize
 class ResultCache:
     """Results in a JSON file, each with a key of everything that it depends on; written atomically after each one.
 
-    `path` None keeps new ones in memory only, as without `is_writer`, where another rank writes them. DataError for a
-    file that holds something else.
+    New results stay in memory if `path` is None, or `is_writer` is false (another rank writes the file). DataError
+    for a file that holds something else.
     """
 
     def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
@@ -100,8 +100,8 @@ class TaskResult:
     """Largest number of examples that were scored; None: all."""
 
     num_truncated: int = 0
-    """Requests that exceed the context: of lm-eval (a text and a continuation), truncated on the left; texts to be
-    encoded, truncated on the right."""
+    """Inputs that exceed the context: requests of lm-eval (a text and a continuation), truncated on the left; texts for
+    an encoder, truncated on the right."""
 
     def truncation_note(self) -> str:
         """Returns a line about truncated requests; empty without any."""

@@ -44,13 +44,13 @@ RECALL_CUTOFFS = (1, CUTOFF, 100)
 """k of recall@k of queries with judged texts."""
 
 TOLERANCE = 1e-6
-"""Largest difference of cosines that count as equal: those of one text twice, by fp32 and other padding."""
+"""Cosines that differ by at most this are equal: in fp32, padding changes a text's vector slightly."""
 
 MAX_TOKENS = 512
 """Tokens that are read of a text, [CLS] and [SEP] included, where the context has room for more."""
 
 _BATCH_TOKENS = 1 << 14
-_BLOCK_ARTICLES = 1 << 16
+_BLOCK_TEXTS = 1 << 16
 _BLOCK_QUERIES = 1 << 8
 
 
@@ -59,7 +59,7 @@ def retrieval(model_dir: Path, file: Path, limit: int | None = None, batch_size:
     by the cosine of vectors of the encoder in `model_dir`, in fp32, on a GPU if there is one.
 
     Scores of both kinds of queries and vectors ([CLS], and the mean over tokens): recall@1, recall@10 and MRR@10 with
-    standard errors over queries. Articles that are equally near as the right one count half before it.
+    standard errors over queries. Each article as near as the right one adds half a place to the rank.
 
     A `file` of pairs, or BEIR's folder, has queries of its own: see `score_search`.
     """
@@ -179,7 +179,7 @@ def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str]
     return scores
 
 
-def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _BLOCK_ARTICLES) -> tuple[Tensor, Tensor]:
+def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _BLOCK_TEXTS) -> tuple[Tensor, Tensor]:
     """[Q, k] products and indices of the k vectors with the largest products with each query, the largest first; all N
     if there are fewer. Exact. Memory: a few times min(Q, 256) x `block` products."""
     if len(queries_QD) > _BLOCK_QUERIES:
@@ -223,7 +223,7 @@ def _discounted_gain(gains: NDArray[np.float64]) -> float:
 # Articles that are searched by parts of themselves.
 
 
-def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_ARTICLES) -> Tensor:
+def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_TEXTS) -> Tensor:
     """float64 [Q]: the rank of vector i for query i by their products, among all vectors; 1 for the best, half a place
     for each other vector of an equal product. Memory: a few times Q x `block` products."""
     own_Q = (queries_QD * vectors_QD).sum(1)
@@ -272,8 +272,8 @@ def write_text_vectors(
     """Writes `output` as .npy: float32 [N, D], the vectors of the texts of `inputs` in their order, of length 1.
 
     model: a Hugging Face folder, or a run or checkpoint, which is exported first. num_texts: N, by `count_texts`.
-    pooling: None takes that of a folder of sentence-transformers. batch_size: as of `TextEncoder`. A text that is
-    longer than the model was trained for is truncated. CheckpointError for a decoder; an earlier `output` is replaced
+    pooling: None reads it from a folder of sentence-transformers. batch_size: as in `TextEncoder`. A text longer than
+    the model was trained for is truncated. CheckpointError for a decoder; an earlier `output` is replaced
     at the end. Memory: 4 MB of text and the vectors of 1,024 texts.
     """
     folder = ensure_encoder_folder(model)

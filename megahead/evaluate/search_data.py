@@ -20,7 +20,7 @@ from megahead.hf.other_programs import PoolingName
 
 _EVALUATION_SPLITS = ("test", "dev", "train")
 _HELD_OUT_EVERY = 10
-"""Of pairs without a split of their own, a tenth of the queries is held out of training."""
+"""Pairs in one file have no splits: one in ten queries is held out of training."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class SearchData:
 
 
 def read_searches(path: Path, limit: int | None) -> Sequence[Row | Example]:
-    """The examples of the task `retrieval`: articles, or pairs of a query and an answer; for its checks."""
+    """The examples of the task `retrieval`, to validate its file: articles, or pairs of a query and an answer."""
     return read_search_data(path, limit=limit).pairs() if has_queries(path) else read_articles(path, limit)
 
 
 def has_queries(path: Path) -> bool:
     """Whether `path` is BEIR's folder or a file of pairs, and not one of articles."""
-    return path.is_dir() or '"query"' in read_first_line(path)
+    return path.is_dir() or '"query":' in read_first_line(path).replace(" ", "")
 
 
 def read_search_data(path: Path, splits: Sequence[str] = _EVALUATION_SPLITS, limit: int | None = None) -> SearchData:
-    """Reads the judged queries (the first `limit`) and all texts of pairs or of BEIR's folder, there by the first of
-    `splits` that it has. DataError for ids that are missing or twice, no judgements, and queries without a text."""
+    """Reads the judged queries (the first `limit`) and all texts of pairs or of BEIR's folder (its first split among
+    `splits`). DataError for missing or repeated ids, no judgements, and queries without a text."""
     data = _read_beir(path, splits) if path.is_dir() else _judge_pairs(read_pairs(path))
     queries = dict(islice(data.queries.items(), limit))
     return SearchData(queries, data.corpus, {query: data.judgements[query] for query in queries})
@@ -83,8 +83,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
     """The pairs that a model is tuned on, and what it is evaluated on.
 
     BEIR's folder: qrels/train.tsv, where judgements of 0 are hard negatives, and qrels/dev.tsv or test.tsv. A file:
-    a tenth of the queries is held out, every tenth one where none share an answer; they search the texts of all
-    held-out pairs.
+    one in ten queries is held out (every tenth if none share an answer), and searches the texts of all held-out
+    pairs.
     """
     if path.is_dir():
         return read_search_data(path, ("train",)).pairs(), read_search_data(path, ("dev", "test"))
@@ -99,8 +99,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
 
 
 def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
-    """A tenth of the queries at most: groups of them that share no answer with the others, in the order of the file,
-    each as soon as the tenth of the queries so far has room for it."""
+    """At most a tenth of the queries: goes through `_group_queries` and takes each group with which at most a tenth of
+    the queries so far are held out."""
     held_out, num_queries = set[str](), 0
     for queries in _group_queries(pairs):
         num_queries += len(queries)
@@ -110,7 +110,7 @@ def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
 
 
 def _group_queries(pairs: Sequence[Example]) -> Iterable[set[str]]:
-    """The queries that share answers, directly or through others, together; in the order of their first pairs."""
+    """Groups of queries that share answers, directly or through other queries, in the order of their first pairs."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -173,7 +173,7 @@ class ContrastiveSettings(FineTuningSettings):
     """The vector of a text: the hidden state of [CLS], or the mean over tokens."""
 
     temperature: float = 0.05
-    """The temperature to begin with, which divides cosines; learned."""
+    """Initial value of the learned temperature, which divides cosines."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

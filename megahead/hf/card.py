@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from megahead.errors import DataError
 from megahead.files import read_if_exists
 from megahead.hf.heads import ExportTarget, Head
 from megahead.hf.other_programs import serving_support
-from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
+from megahead.hf.trained import HEAD, TrainedModel
 from megahead.hf.verify import Parity
 from megahead.wording import format_duration, pluralize
 
@@ -52,7 +51,7 @@ def serving_support_of(target: ExportTarget) -> str:
     return serving_support(target.model.config, head.name, has_bias=has_bias)
 
 
-def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> str:
+def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata, num_parameters: int) -> str:
     """Returns the card, without the sample and curves that `megahead convert` adds."""
     use, is_headless = _use(target, metadata), _is_headless(target.model.config)
     path = json.dumps(metadata.path, ensure_ascii=False)
@@ -60,7 +59,7 @@ def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> 
         name=target.model.config.name,
         header=_header(use, metadata, is_headless=is_headless),
         family=target.family.title,
-        parameters=f"{_num_parameters(target):,}",
+        parameters=f"{num_parameters:,}",
         ability=use.ability,
         origin="pretrained" if target.model.checkpoint.step else "imported",
         training=_table(_training_facts(target.model)),
@@ -70,8 +69,8 @@ def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata) -> 
 
 
 def _is_headless(config: RunConfig) -> bool:
-    """Whether the model is headless, or may begin with one that was: trained from weights, or with a bias, as the
-    vanilla phase after a headless one is."""
+    """Whether the model is headless, or may have started from one that was: initialized from weights, or with an output
+    bias, as the vanilla phase after a headless one is."""
     return config.objective.name == "headless" or config.init is not None or config.objective.output_bias
 
 
@@ -108,15 +107,6 @@ def _use(target: ExportTarget, metadata: CardMetadata) -> _Use:
         return use._replace(tag="", ability="predicts the next item of a sequence", code=_IDS_EXAMPLE)
     has_tokenizer = target.model.tokenizer_path() is not None
     return use._replace(code=f"{_LOAD_CODE}\n{use.code}" if has_tokenizer else _IDS_EXAMPLE)
-
-
-def _num_parameters(target: ExportTarget) -> int:
-    """Number of exported parameters, without rows of padding."""
-    prefixes = (BACKBONE, HEAD, MASK_HEAD) if target.has_head() else (BACKBONE,)
-    shapes = {name: shape for name, shape in target.model.shapes.items() if name.startswith(prefixes)}
-    padding = target.model.config.model.padded_vocab_size() - target.vocab_size
-    rows = sum(shapes[name][1] for name in (EMBEDDING, HEAD) if name in shapes)
-    return sum(map(prod, shapes.values())) - padding * rows
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -246,8 +236,8 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def describe_data(model: TrainedModel) -> str:
-    """Describes the training datasets, with the weights of a blend: their text's names and sizes where the files are
-    still there as they were read, else the datasets' names."""
+    """Describes the training datasets, with the weights of a blend: the names and sizes of their texts, or the
+    datasets' names if the files have changed or are gone."""
     fingerprints = model.checkpoint.state_value("texts", dict, default={}).get("data.train")
     texts = []
     for part in model.config.data.parts():

@@ -31,7 +31,7 @@ from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
 
 PARITY_FILE = "parity.json"
-VERSION = 2  # raised when a checkpoint gives other files than before: 2, mask tokens that take the space before them
+VERSION = 2  # raised when exports of the same checkpoint change; in 2, mask tokens take the space before them
 SHARD_BYTES = 5 * 10**9
 
 
@@ -72,12 +72,12 @@ def export(
     `ModernBertForMaskedLM`, where it is causal a `ModernBertDecoderForCausalLM`; a Llama becomes a `LlamaForCausalLM`,
     `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/llama.py`.
 
-    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
-    get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
+    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; a decoder's
+    head is then stored separately from its embedding, with a bias folded in that gives these rows no probability.
     shard_bytes: larger weights are written as several files. card: settings of the model card. pooling: of an encoder,
-    `cls` or `mean`: the folder opens in sentence-transformers, too.
-    At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
-    replaced; after an error (UserError) nothing is written.
+    `cls` or `mean`; sentence-transformers can then load the folder. At the end, outputs on random and real tokens are
+    compared, see parity.json. An earlier export in `output_dir` is replaced; after an error (UserError) nothing is
+    written.
 
     Cost: memory for a block of 16,384 rows of a table, the largest other tensor and the logits of the comparison, for
     which transformers reads the exported layers one at a time (an encoder is loaded whole). The comparison reads both
@@ -93,7 +93,8 @@ def export(
     if pooling is not None:
         require_pooling(pooling, is_masked_lm=target.is_masked_lm())
     with atomic_folder(output_dir, replaceable=PARITY_FILE) as folder:
-        write_shards(folder, list(iter_export_tensors(target)), DTYPES[dtype], shard_bytes)
+        tensors = list(iter_export_tensors(target))
+        write_shards(folder, tensors, DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
         if pooling is not None:
             write_pooling(folder, pooling, model.config.model.hidden_size, model.config.model.max_positions)
@@ -101,7 +102,8 @@ def export(
         fingerprints = _source_fingerprint(model) | _tokenizer_fingerprint(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})
         metadata = replace(card or CardMetadata(output_dir.name), pooling=pooling)
-        card_text = model_card(target, parity, metadata)
+        num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+        card_text = model_card(target, parity, metadata, num_parameters)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
     seconds, support = time.monotonic() - start, serving_support_of(target)
     return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, seconds, support)
@@ -171,7 +173,7 @@ def _backbone_chunks(
         yield from model.blocks(EMBEDDING, num_rows)
         return
     for name in names:
-        weight = family.to_stored(model.config.model, name, model.weight(name))
+        weight = family.to_hf_tensor(model.config.model, name, model.weight(name))
         yield head.exported_norm_bias(weight) if name == _NORM_BIAS else weight
 
 
@@ -259,8 +261,8 @@ def _num_bytes(tensor: StreamedTensor, dtype: torch.dtype) -> int:
 
 
 def ensure_hf_folder(path: Path, choose_head: Callable[[TrainedModel], HeadName] = best_head) -> Path:
-    """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the best head, or the one
-    that is chosen.
+    """Returns `path` if it is a Hugging Face folder; for a run or checkpoint, its export with the head that
+    `choose_head` returns, by default the best.
 
     Exports are written to RUN/exports/ and reused while the checkpoint and VERSION are the same. CheckpointError if
     `path` is neither.

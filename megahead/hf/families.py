@@ -127,8 +127,8 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 def layer_types(num_layers: int, interval: int, offset: int) -> list[str]:
-    """Returns `layer_types` of config.json: every `interval`-th layer is global. `offset`: 0 if the first one is, 1 if
-    that follows `interval` - 1 local ones."""
+    """Returns `layer_types` of config.json: every `interval`-th layer is global. `offset`: 0 if the first layer is, 1
+    if `interval` - 1 local ones come first."""
     return [LOCAL if (layer + offset) % interval else GLOBAL for layer in range(num_layers)]
 
 
@@ -200,7 +200,7 @@ class Family:
     head_bias_name: str | None = None
     """Name of a decoder's output bias; None where it has none."""
 
-    to_stored: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
+    to_hf_tensor: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
     """From a parameter of megahead, with its name, to the stored tensor."""
 
     weights_with_bias: tuple[str, ...] = ()

@@ -135,7 +135,8 @@ class FoldedBias:
 def fold_bias(
     norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor, head_without_bias: HeadName = "tied"
 ) -> FoldedBias:
-    """Folds `bias_V` after a layer norm of this weight and bias; CheckpointError if a weight is exactly 0."""
+    """Folds `bias_V` after a layer norm of this weight and bias; CheckpointError, suggesting `head_without_bias`, if a
+    weight is exactly 0."""
     weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
     alternative = f"{head_without_bias} or none, without --keep-padding"
     _require_inverse(weight_D, "a head's bias", "folded into the model", "final", alternative)
@@ -167,7 +168,7 @@ class Head:
         """Whether the output matrix equals the input embedding, so that it need not be stored.
 
         Beside a bias it is stored: vLLM ignores all stored parameters of a tied head, the bias included, and would
-        predict without it; for an untied head it refuses a bias that its class lacks.
+        predict without it, but refuses an untied head whose bias its class lacks.
         """
         is_unchanged = self.temperature == 1.0 and self.folded_bias is None and self.bias_V is None
         return self.matrix == EMBEDDING and (self.transform is not None or is_unchanged)
@@ -213,7 +214,7 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
     if not model_config.has_rms_norm():
         norm_D, norm_bias_D = (model.weight(f"backbone.final_norm.{part}") for part in ("weight", "bias"))
         return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V, plain))
-    if not model_config.has_class_with_head_bias():
+    if not model_config.transformers_can_bias_head():
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
         reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
         alternatives = "none"
@@ -239,8 +240,8 @@ def require_head(name: HeadName, model: TrainedModel) -> None:
 
 
 def best_head(model: TrainedModel) -> HeadName:
-    """Returns the head of an export that predicts best without further training: `trained` (a tied matrix of a vanilla
-    run too), `tied` or `pmi`; `none` if no class of transformers can have one."""
+    """Returns the head of an export that predicts best without further training: `trained` (also for a
+    vanilla run's tied matrix), `tied` or `pmi`; `none` if the run has a `no_head_reason`."""
     objective = model.config.objective
     if model.config.no_head_reason() is not None:
         return "none"

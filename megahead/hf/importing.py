@@ -28,7 +28,7 @@ from megahead.files import atomic_folder, write_atomically
 from megahead.hf.bert import position_offset
 from megahead.hf.families import Family, filled_settings, require_key
 from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
-from megahead.hf.settings import SPECIAL_TOKEN_ROLES, HFSettings
+from megahead.hf.settings import ENCODER_TOKEN_NAMES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
@@ -267,7 +267,7 @@ def from_hf(
     with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
         tensors = _checkpoint_tensors(published, config, target_counts_V)
-        unnamed = () if named_ids is None else [role for role in SPECIAL_TOKEN_ROLES if role not in named_ids]
+        unnamed = () if named_ids is None else [role for role in ENCODER_TOKEN_NAMES if role not in named_ids]
         save_initial_checkpoint(run, tensors, config, tokenizer, unnamed_tokens=unnamed)
         hf_settings.save(run)
     return output_dir
@@ -326,7 +326,7 @@ def _masking_settings(
     padding = [model["position_offset"] - 1] if "position_offset" in model else []
     used_ids = {*named_ids.values(), *end_tokens, *padding}
     unused_ids = (id_ for id_ in reversed(range(model["vocab_size"])) if id_ not in used_ids)
-    ids = {role: named_ids[role] if role in named_ids else next(unused_ids) for role in SPECIAL_TOKEN_ROLES}
+    ids = {role: named_ids[role] if role in named_ids else next(unused_ids) for role in ENCODER_TOKEN_NAMES}
     return {**ids, "special_tokens": padding}
 
 
@@ -336,7 +336,7 @@ def _named_special_ids(
     """Returns the ids of an encoder's special tokens; CheckpointError if one of them has no name in a folder with a
     tokenizer."""
     ids = {**hf_settings.special_ids(tokenizer), **special_ids}
-    missing = [role for role in SPECIAL_TOKEN_ROLES if ids[role] is None]
+    missing = [role for role in ENCODER_TOKEN_NAMES if ids[role] is None]
     if missing and tokenizer is not None:
         raise CheckpointError(
             f"`{model_dir}` must name an encoder's {missing[0]} in tokenizer_config.json, special_tokens_map.json or "

@@ -58,7 +58,7 @@ def llama_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for the shape of `model`; its `model_type` is that of `model_type_of`.
 
     Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older versions; llama.cpp reads
-    the positions of `llama3` from the top level.
+    `original_max_position_embeddings`, of `llama3` scaling, from the top level.
     """
     model_type, rope = model_type_of(model), rotary_parameters(model)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -206,7 +206,7 @@ LLAMA_WITH_HEAD_BIAS = replace(
     class_prefix="Ernie4_5_Moe",
     hf_config=ernie_config,
     head_bias_name="lm_head.bias",
-    to_stored=ernie_tensor,
+    to_hf_tensor=ernie_tensor,
     weights_with_bias=("_proj.weight",),
 )
 

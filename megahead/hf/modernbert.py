@@ -120,7 +120,7 @@ MODERNBERT = Family(
 # ModernBERT decoders: where they differ from encoders (Weller et al. 2025, arXiv 2507.11412).
 
 _WINDOW_OFFSET = 2
-"""Hugging Face's window is twice the number of visible tokens with the token itself, ours twice that without."""
+"""Both windows are twice a number of visible tokens: Hugging Face's counts the token itself, ours does not."""
 
 
 def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from megahead.files import read_json
 # How an encoder's folder makes one vector of a text's hidden states: the files of sentence-transformers.
 
 PoolingName = Literal["cls", "mean"]
-"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to 1."""
+"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to length
+1."""
 
 POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 
@@ -111,8 +112,8 @@ _SERVED_HEADS: dict[str, tuple[Heads, Heads]] = {
 
 
 def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias: bool = False) -> str:
-    """Returns a sentence: which heads of those that the run can be exported with vLLM and llama.cpp serve, and whether
-    they serve an export with `head`. `has_bias`: whether that export has a bias in its head."""
+    """Returns a sentence: which of the run's possible heads vLLM and llama.cpp serve, and whether they serve an export
+    with `head`. `has_bias`: whether that export has a bias in its head."""
     heads_by_program = _heads_by_program(config.model)
     stored_as = {head: _stored_head(config, head, config.objective.output_bias) for head in possible_heads(config)}
     served = ([head for head in stored_as if stored_as[head] in heads] for heads in heads_by_program.values())
@@ -135,11 +136,12 @@ def possible_heads(config: RunConfig) -> list[HeadName]:
     if config.no_head_reason() is not None:
         return ["none"]
     objective = config.objective
+    has_class = config.model.transformers_can_bias_head() or not objective.output_bias
     is_possible: dict[HeadName, bool] = {
         "none": True,
-        "tied": not objective.trains_head(),
-        "pmi": objective.head() == "pmi" and config.model.has_class_with_head_bias(),
-        "trained": objective.name == "vanilla" or objective.trains_head(),
+        "tied": has_class and not objective.trains_head(),
+        "pmi": objective.head() == "pmi" and config.model.transformers_can_bias_head(),
+        "trained": has_class and (objective.name == "vanilla" or objective.trains_head()),
     }
     return [head for head, possible in is_possible.items() if possible]
 

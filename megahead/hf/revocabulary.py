@@ -107,6 +107,7 @@ class RevocabularyReport:
     """Mean number of pieces of these."""
 
     num_new: int
+    """Tokens without pieces, whose rows start random."""
 
 
 def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str = "mean") -> RevocabularyReport:

@@ -47,7 +47,7 @@ _TOKEN_KEYS = {
     "sep_token": ("sep_token", "eos_token"),
 }
 """An encoder's special tokens: the names that a tokenizer's settings have for each."""
-SPECIAL_TOKEN_ROLES = tuple(_TOKEN_KEYS)
+ENCODER_TOKEN_NAMES = tuple(_TOKEN_KEYS)
 _SPELLINGS = {"mask_token": ROLES["mask"], "cls_token": ROLES["begin"], "sep_token": ROLES["end"]}
 
 
@@ -104,8 +104,8 @@ class HFSettings:
         return content if isinstance(content, dict) else {}
 
     def find_conflict(self, config: RunConfig, tokenizer: Path | None) -> str | None:
-        """Returns why the files are wrong for a run with this config and tokenizer, or None: it tokenizes or ends texts
-        in another way."""
+        """Returns why the files are wrong for a run with this config and tokenizer (the run tokenizes or ends texts in
+        another way), or None."""
         if tokenizer is not None and not self._has_same_ids(tokenizer):
             return "the run has another tokenizer"
         if config.masking is not None and not config.model.is_causal:
@@ -124,8 +124,8 @@ class HFSettings:
 
     def special_ids(self, tokenizer: Path | None) -> dict[str, int | None]:
         """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, by
-        config.json, or by other spellings; None for one that no file has. mmBERT's config.json has one id for cls and
-        sep: then they are its bos and eos."""
+        config.json, or by other spellings; None for one that no file has. If cls and sep have one id,
+        as in mmBERT's config.json, they are its bos and eos."""
         vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
         masks, begins, ends = (self._special_ids(role, vocabulary) for role in _TOKEN_KEYS)
         cls_id, sep_id = next(
@@ -154,8 +154,8 @@ class HFSettings:
 
 
 def _without_template(tokenizer: bytes) -> object:
-    """Returns the parts of a tokenizer.json that decide a text's ids: all but what it adds around a text, and whether a
-    special token in it takes the space before."""
+    """Returns the parts of a tokenizer.json that decide a text's ids: without what it adds around a text, and without
+    whether special tokens take the space before them."""
     try:
         content = json.loads(tokenizer)
     except ValueError:  # of SentencePiece
@@ -172,8 +172,8 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
     """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source, and why
     settings of the folder that the run started from were not used, or None.
 
-    Those settings stay as they are, except for what the run changed. If the run tokenizes or ends texts in another way,
-    and in all other runs, special tokens are those of its config.
+    Those settings stay as they are, except for what the run changed. If there are none, or the run tokenizes or ends
+    texts in another way, special tokens are those of the run's config.
     """
     model = target.model
     tokenizer, original = model.tokenizer_path(), HFSettings.from_run(model.run_folder())
@@ -284,8 +284,8 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
 
 
 def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
-    """Does the same for an encoder. Its tokenizer adds [CLS] before a text, [SEP] between two texts, and [SEP] after
-    them unless the model is causal and continues texts. Returns the ids that the model needs."""
+    """As `write_tokenizer`, for an encoder. Its tokenizer adds [CLS] before a text, [SEP] between two texts, and [SEP]
+    after them unless the model is causal and continues texts. Returns the ids that the model needs."""
     masking, tokenizer = config.masking, _load_tokenizer(source, config.model.vocab_size)
     assert masking is not None
     ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
@@ -314,7 +314,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
 
 
 def _padding_token(tokenizer: tokenizers.Tokenizer, source: Path, model: ModelConfig, default: str) -> str:
-    """Returns an encoder's padding token: that which a RoBERTa's positions begin after, else the tokenizer's."""
+    """Returns an encoder's padding token: that whose id a RoBERTa's positions follow, else the tokenizer's."""
     position_padding = model.padding_token()
     if position_padding is not None:
         return _token_text(tokenizer, source, "model.position_offset - 1", position_padding)

@@ -131,7 +131,8 @@ class TrainedModel:
         return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
 
     def _targets_per_group(self) -> float:
-        """Mean number of targets of a candidate group over the run; expected from its settings if none were counted."""
+        """Mean number of targets of a candidate group over the run; the config's expected number if none were
+        counted."""
         state, config = self.checkpoint.state, self.config
         per_sample = state.get("targets", 0) / max(target_samples(self.checkpoint), 1) or config.targets_per_row()
         return float(per_sample * state.get("group_samples", config.batch.micro_size))

@@ -1,5 +1,5 @@
-"""The bag of words of texts (DupMAE: Xiao et al. 2022, arXiv 2211.08769): the largest scores over a text's tokens must
-predict which candidates occur in it.
+"""The bag-of-words loss (DupMAE: Xiao et al. 2022, arXiv 2211.08769): each candidate's largest score over a text's
+tokens must predict whether the text contains it.
 
 N tokens with outputs, in B texts of up to T tokens; D features (E: after the score transforms them), U candidates; w:
 the candidates of one rank.
@@ -22,8 +22,8 @@ from megahead.losses.scores import Score
 from megahead.losses.softmax import DOT, Softmax
 
 _SCORE_BYTES_ON_CPU = 2**20
-"""A block of scores stays in a core's cache (measured at 128 tokens of 128 features against 30,522 rows: 0.027 s, and
-0.037 s in blocks of 2 MiB)."""
+"""Size of a block of scores, which stays in a core's cache (128 tokens of 128 features against 30,522 rows: 0.027 s;
+with blocks of 2 MiB 0.037 s)."""
 
 _SCORE_BYTES_ON_GPU = 2**28
 """Each block costs its launches: 4 blocks for 32 texts of 512 tokens against 30,522 rows in bf16 (computed)."""
@@ -49,30 +49,30 @@ class Texts(NamedTuple):
         return [Texts(index_n - first, num_texts, self.length) for index_n, first in parts]
 
     def pad(self, outputs_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, E]: the outputs in their places, others 0; bool [B, T]: the tokens to pool, of a text without tokens
-        all places."""
+        """[B, T, E]: the outputs at their positions, zeros elsewhere; bool [B, T]: the tokens to pool, all positions
+        of a text without tokens."""
         size = self.num_texts * self.length
         outputs_ME = outputs_NE.new_zeros(size, outputs_NE.shape[1]).index_copy(0, self.index_N, outputs_NE)
         is_token_M = torch.zeros(size, dtype=torch.bool, device=outputs_NE.device)
         is_token_BT = is_token_M.index_fill(0, self.index_N, True).view(self.num_texts, self.length)
         return outputs_ME.view(self.num_texts, self.length, -1), is_token_BT | ~is_token_BT.any(1, keepdim=True)
 
-    def contain(self, target_N: Tensor, width: int) -> Tensor:
+    def contains(self, target_N: Tensor, width: int) -> Tensor:
         """bool [B, w]: whether a text has a token with this target; targets outside of [0, w) are other ranks'."""
         column_N = target_N.where((target_N >= 0) & (target_N < width), width)
         place_N = self.index_N // self.length * (width + 1) + column_N
-        is_in = torch.zeros(self.num_texts * (width + 1), dtype=torch.bool, device=target_N.device)
-        return is_in.index_fill(0, place_N, True).view(self.num_texts, width + 1)[:, :width]
+        is_present = torch.zeros(self.num_texts * (width + 1), dtype=torch.bool, device=target_N.device)
+        return is_present.index_fill(0, place_N, True).view(self.num_texts, width + 1)[:, :width]
 
 
 def bag_loss_reference(
     outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, texts: Texts, score: Score = DOT
 ) -> Tensor:
-    """The sum over all texts and the candidates p in them, each once, of `log( sum_u exp(m_u + b_u) ) - m_p`, computed
+    """The sum of `log( sum_u exp(m_u + b_u) ) - m_p` over all texts and each text's distinct candidates p, computed
     literally; with `target_logit_has_bias` also `- b_p`.
 
-    m_u is the largest `score` of candidate u over the text's tokens, b is `bias_U`, for candidates in the text
-    `own_target_bias_U`, if given. The paper's code has the same sum, divided by the number of tokens, too.
+    m_u is the largest `score` of candidate u over the text's tokens. b is `bias_U`, for candidates in the text
+    `own_target_bias_U`, if given. The paper's code divides the same sum by the number of tokens.
     """
     scores_NU, terms = score.reference_scores(outputs_ND, rows_UD), [outputs_ND[:0].sum() + rows_UD[:0].sum()]
     zeros_U = torch.zeros(len(rows_UD), dtype=scores_NU.dtype)
@@ -90,11 +90,11 @@ def bag_loss_reference(
 
 
 def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
-    """The value of `bag_loss_reference` for the softmax's outputs, a scalar; its target is that of its token.
+    """The value of `bag_loss_reference` for the softmax's outputs, a scalar. An output's target is its own token.
 
-    Has the scores of a block of texts and candidates in memory (1 MiB on a CPU, 256 MiB on a GPU, or one candidate's),
-    and some matrices of B x w in float32. One product of B T x w x D; gradients flow to the token with the largest
-    score alone, and cost B w D. Scores are rounded as in `candidate_loss`. Collective over tensor ranks: two
+    Memory: the scores of a block of texts and candidates (1 MiB on a CPU, 256 MiB on a GPU, or one candidate's),
+    and some float32 matrices of B x w. Time: one product of B T x w x D; gradients flow only to the token with the
+    largest score, and cost B w D. Scores are rounded as in `candidate_loss`. Collective over tensor ranks: two
     all-reduces of B numbers, and for gradients one of B T x D.
     """
     outputs_NE, rows_wE, candidates, score, group = softmax.local_inputs()
@@ -103,27 +103,27 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
     dtype = loss_dtype(outputs_NE, rows_wE, score)
     outputs_BTE, is_token_BT = texts.pad(copy_to_group(outputs_NE, group).to(dtype))
     pooled_Bw: Tensor = _PooledScores.apply(outputs_BTE, rows_wE.to(dtype), is_token_BT, score)
-    return _softmax_loss(pooled_Bw, texts.contain(candidates.target_N, len(rows_wE)), candidates, group)
+    return _softmax_loss(pooled_Bw, texts.contains(candidates.target_N, len(rows_wE)), candidates, group)
 
 
-def _softmax_loss(pooled_Bw: Tensor, is_in_Bw: Tensor, candidates: Candidates, group: Group) -> Tensor:
-    """The loss of the largest scores; `is_in_Bw`: bool, the candidates that texts contain."""
+def _softmax_loss(pooled_Bw: Tensor, is_present_Bw: Tensor, candidates: Candidates, group: Group) -> Tensor:
+    """The loss of the largest scores; `is_present_Bw`: bool, the candidates that texts contains."""
     bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
     biased_Bw = pooled_Bw if bias_w is None else pooled_Bw + bias_w.to(pooled_Bw.dtype)
     if own_target_bias_w is not None:
-        biased_Bw = biased_Bw.where(~is_in_Bw, pooled_Bw + own_target_bias_w.to(pooled_Bw.dtype))
-    logits_Bw = candidates.target_logit(pooled_Bw, biased_Bw).masked_fill(~is_in_Bw, 0.0)
+        biased_Bw = biased_Bw.where(~is_present_Bw, pooled_Bw + own_target_bias_w.to(pooled_Bw.dtype))
+    logits_Bw = candidates.target_logit(pooled_Bw, biased_Bw).masked_fill(~is_present_Bw, 0.0)
     top_B1 = group.all_reduce_max_(biased_Bw.detach().amax(1, keepdim=True))
-    parts = (biased_Bw - top_B1).exp().sum(1), logits_Bw.sum(1), is_in_Bw.sum(1).to(pooled_Bw.dtype)
+    parts = (biased_Bw - top_B1).exp().sum(1), logits_Bw.sum(1), is_present_Bw.sum(1).to(pooled_Bw.dtype)
     total_B, logits_B, count_B = reduce_from_group(torch.stack(parts), group).unbind()
     return (count_B * (top_B1.squeeze(1) + total_B.log()) - logits_B).sum()
 
 
 class _PooledScores(torch.autograd.Function):
-    """[B, w], float32 or float64: the largest score of each row over a text's tokens (of the first token among equals).
+    """[B, w], float32 or float64: the largest score of each row over a text's tokens (ties: the first token's).
 
-    The score is monotone in the product of outputs and rows, whose largest, or with a negative scale smallest, value is
-    found in blocks of rows.
+    The score is monotone in the product of outputs and rows. The largest product, or with a negative scale the
+    smallest, is found in blocks of rows.
     """
 
     @staticmethod
@@ -153,9 +153,9 @@ class _PooledScores(torch.autograd.Function):
         outputs_BTE, rows_wE, token_Bw, derivatives_Bw = ctx.saved_tensors
         gradient_Bw = gradient_Bw * ctx.scale if derivatives_Bw is None else gradient_Bw * ctx.scale * derivatives_Bw
         with without_autocast(rows_wE.device):
-            of_outputs = _sum_rows_of_tokens(gradient_Bw, token_Bw, rows_wE, outputs_BTE.shape[1])
-            of_rows = _sum_tokens_of_rows(gradient_Bw, token_Bw, outputs_BTE)
-        return of_outputs.to(outputs_BTE.dtype), of_rows.to(rows_wE.dtype), None, None
+            grad_outputs = _outputs_gradient(gradient_Bw, token_Bw, rows_wE, outputs_BTE.shape[1])
+            grad_rows = _rows_gradient(gradient_Bw, token_Bw, outputs_BTE)
+        return grad_outputs.to(outputs_BTE.dtype), grad_rows.to(rows_wE.dtype), None, None
 
 
 def _block_shape(outputs_BTE: Tensor, width: int) -> tuple[int, int]:
@@ -166,11 +166,11 @@ def _block_shape(outputs_BTE: Tensor, width: int) -> tuple[int, int]:
     return texts, max(1, scores // (length * texts))
 
 
-# Each row's score is that of one token of each text, so that gradients are weighted sums of rows by token and of tokens
-# by row. `embedding_bag` adds them up in order, without atomic additions.
+# In each text a row's score comes from one token. So a token's gradient is a weighted sum of rows, and a row's of
+# tokens. `embedding_bag` adds them up in order, without atomic additions.
 
 
-def _sum_tokens_of_rows(gradient_Bw: Tensor, token_Bw: Tensor, outputs_BTE: Tensor) -> Tensor:
+def _rows_gradient(gradient_Bw: Tensor, token_Bw: Tensor, outputs_BTE: Tensor) -> Tensor:
     """[w, E]: the sum over texts of the gradient times the output of the row's token."""
     num_texts, length = outputs_BTE.shape[:2]
     first_B = torch.arange(0, num_texts * length, length, device=token_Bw.device, dtype=torch.int32)
@@ -180,8 +180,8 @@ def _sum_tokens_of_rows(gradient_Bw: Tensor, token_Bw: Tensor, outputs_BTE: Tens
     return F.embedding_bag(index_Bw.T.contiguous(), outputs_ME, per_sample_weights=weights_wB, mode="sum")
 
 
-def _sum_rows_of_tokens(gradient_Bw: Tensor, token_Bw: Tensor, rows_wE: Tensor, length: int) -> Tensor:
-    """[B, T, E]: the sum over the rows that have this token of the gradient times the row."""
+def _outputs_gradient(gradient_Bw: Tensor, token_Bw: Tensor, rows_wE: Tensor, length: int) -> Tensor:
+    """[B, T, E]: the sum of gradient times row over the rows whose largest score is this token's."""
     (num_texts, width), device = token_Bw.shape, token_Bw.device
     sorted_Bw, row_Bw = token_Bw.sort(dim=1, stable=True)
     tokens_BT = torch.arange(length, device=device, dtype=torch.int32).repeat(num_texts, 1)

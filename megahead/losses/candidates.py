@@ -26,7 +26,7 @@ class Candidates:
     """int64 token ids, each once; None: all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' dtype when
+    """Added to the candidates' scores; None (only without `ids_U`): zeros. float64, rounded to the scores' dtype when
     used. -inf removes a candidate, except for the outputs whose target it is."""
 
     target_N: Tensor
@@ -43,7 +43,7 @@ class Candidates:
     """The weight of each output's loss; None: 1."""
 
     sampling_bias_U: Tensor | None = None
-    """Replaces `bias_U` of each output's own target where replacement tokens are sampled, which must not depend on the
+    """Replaces `bias_U` of each output's own target in the sampling of replacement tokens, independently of the
     target: log of the id's mean weight among the other targets; None: `bias_U`."""
 
     def apply_weights(self, values_N: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def compute_biases(bias: BiasRule, counts_P: Tensor, log_inclusion_P: Tensor | N
 
 
 def leave_one_out_bias(bias: BiasRule, counts_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
-    """float64 [P]: the bias of each id with one occurrence less, as among the other targets. `log_mean_weight` is its
-    average, for a known q."""
+    """float64 [P]: the bias of each id with one occurrence fewer, as counted among the other targets. For a known q
+    `log_mean_weight` is its average."""
     return compute_biases(bias, counts_P - 1, log_inclusion_P).bias_P.masked_fill(counts_P == 1, -torch.inf)
 
 
@@ -158,7 +158,7 @@ def log_mean_weight(
     bias: BiasRule, log_q_V: Tensor, num_targets: float, log_r_V: Tensor | None = None, num_negatives: int = 0
 ) -> Tensor:
     """float64: log of the mean weight of each id in a group of `num_targets` targets and `num_negatives` random
-    negatives; an absent id has the weight 0. Without the b = -log pi of `corrected`."""
+    negatives; an absent id has weight 0. Excludes the -log pi of `corrected`."""
     if bias in ("once", "corrected"):
         return log_inclusion(log_q_V, num_targets, log_r_V, num_negatives)
     weight_V = num_targets * log_q_V.double().exp()
@@ -180,8 +180,8 @@ def sample_ids(cumulative_V: Tensor, num_ids: int, generator: torch.Generator) -
 def inclusion_probabilities(weights_P: Tensor, sample_size: int) -> Tensor:
     """float64 [P]: probabilities that add up to `sample_size`, proportional to the weights but at most 1.
 
-    A sample with these probabilities estimates a sum of terms near the weights with the least variance. Ids of weight 0
-    have the probability 0; all others have 1 if there are at most `sample_size` of them.
+    Sampling with them has the least variance for sums of terms roughly proportional to the weights. Ids of weight 0
+    have probability 0; all others have 1 if there are at most `sample_size` of them.
     """
     is_certain_P = torch.zeros_like(weights_P, dtype=torch.bool)
     while True:
@@ -217,10 +217,10 @@ def systematic_sample(probabilities_P: Tensor, generator: torch.Generator) -> Te
 # mean weight of id v among the candidates. For the paper's objective it is log q, q the distribution of the targets
 # trained on (so that the scores are pointwise mutual information, PMI). Adding it back gives log p(v | context).
 #
-# This p is the distribution of targets selected as in training. When masking by frequency, id v is selected with a
-# probability s_v that is higher for rare ids, so p(v) is proportional to s_v times the probability of v in text,
-# whose unigram distribution is proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all
-# tokens are masked equally often; for the paper's objective the sum of both terms is log (q / s).
+# This p is the distribution of targets as selected in training. Masking by frequency selects id v with a probability
+# s_v that is higher for rare ids, so p(v) is proportional to s_v times the probability of v in text. The text's
+# unigram distribution is proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all tokens
+# are masked equally often; for the paper's objective both biases add up to log (q / s).
 #
 # h output, e_v input embedding of id v, T temperature, V vocabulary.
 
@@ -256,7 +256,7 @@ def training_free_bias(
     """[V] float32: the bias that turns `E h / T` into log p; None if that is log p already or the head is trained.
 
     counts_V: counts of the targets trained on. token_counts_V: of the training text. group_targets: mean number of
-    targets in a candidate group, on which only random negatives and `once` depend. evaluation_target_counts_V: of the
+    targets in a candidate group, used only with random negatives or `once`. evaluation_target_counts_V: of the
     targets that p is evaluated on, if training selects others. `own_once` is not a proper scoring rule and has no exact
     head; it gets the paper's.
     """

@@ -57,8 +57,8 @@ class SharedCandidateSet:
     """See `Candidates.sampling_bias_U`."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The candidates for the group's targets in one micro-batch, `weight_N`: the weights of their losses. Shared
-        ones and all targets, in increasing order of ids. O(N log P + P)."""
+        """The candidates for the group's targets in one micro-batch: shared ones and all targets, by increasing id.
+        `weight_N`: the weights of their losses. O(N log P + P)."""
         index_N = torch.searchsorted(self.ids_P, target_ids_N)
         is_candidate_P = self.shared_bias_P > -torch.inf
         is_candidate_P[index_N] = True
@@ -162,9 +162,9 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
     embedding_VD: the *input* embedding table; it gets gradient as positives and as negatives.
     Returns the mean over N in float32 (float64 for float64 inputs); 0 for N = 0, connected to the inputs.
 
-    ArgumentError (a ValueError) for invalid arguments. An id outside the table is one on CPUs; on GPUs, where a check
-    would synchronize, and in a compiled function it is a device-side assertion. RuntimeError where second derivatives
-    are requested.
+    ArgumentError (a ValueError) for invalid arguments. An id outside the table raises it on CPUs; on GPUs, where a
+    check would synchronize, and in a compiled function it fails a device-side assertion. RuntimeError where second
+    derivatives are requested.
 
     Equal to the N x N form of the paper (section 3, with the log that is missing in its equation but present in its
     code), but over the U unique targets with bias log(count): time O(N U D), extra memory O((N + U) D).

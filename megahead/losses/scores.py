@@ -77,7 +77,7 @@ class Dot(Score):
 # The harmonic score: probabilities fall with a power of the distance, and do not change with the scale of the vectors.
 #
 # Harmonic loss: Baek, Liu, Tyagi, Tegmark 2025, arXiv 2502.01628: p ~ 1 / d^n, so that log p = -n log d + constant; n
-# is the inverse of the temperature (the paper's is the root of D).
+# is 1 / temperature (in the paper n = sqrt(D)).
 
 
 MIN_SQUARED_DISTANCE = 1e-3

@@ -79,9 +79,9 @@ class EvaluationSums(NamedTuple):
         return EvaluationSums(loss, correct, loss_N.numel(), weight)
 
 
-# The candidates may be split over a tensor group. Every rank then has all outputs and an equal share of the candidates:
-# not those whose embedding rows it owns, as in Megatron's vocabulary-parallel loss, because in most vocabularies
-# frequent ids are adjacent and such shares would be uneven. Each chunk of outputs costs collectives of a few numbers
+# The candidates may be split over a tensor group. Every rank then has all outputs and an equal share of the candidates.
+# Megatron's vocabulary-parallel loss takes those whose embedding rows a rank owns; such shares would be uneven, because
+# in most vocabularies frequent ids are adjacent. Each chunk of outputs costs collectives of a few numbers
 # per output (two on CPUs, one on GPUs); the outputs' gradient costs one more, of N x D.
 
 
@@ -107,8 +107,8 @@ class CandidateShard:
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=pad_value)
 
     def select_local(self, rows_wD: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
-        """This rank's rows and biases, [w], padded with 0 and -inf, and targets as indices into these rows, out of
-        range where another rank has the target."""
+        """This rank's rows, padded with 0, and candidates: biases [w], padded with -inf; targets as indices into these
+        rows, out of range on other ranks."""
         bias_U = candidates.bias_U
         if bias_U is not None and bias_U.requires_grad:  # replicated, but each rank uses only its slice
             bias_U = copy_to_group(bias_U, self.group)
@@ -166,10 +166,10 @@ class Softmax:
         """int64 [N]: the index of a candidate sampled for each output from `softmax_u(s_u + b_u)`, in which the
         output's own target has the bias `sampling_bias_U`. `uniform_N`: random numbers, float64 in (0, 1).
 
-        With any objective the mean over groups of the candidates' sum of exponentials is a sum over the vocabulary with
-        the bias of the training-free head. Sampling among them is importance resampling: it returns the original token
-        about as often as that head, and other tokens nearly so over many groups (a ratio of two means is biased).
-        Samples from the whole vocabulary are exact."""
+        With any objective the candidates' sum of exponentials, averaged over groups, is a sum over the vocabulary with
+        the bias of the training-free head. Sampling a candidate is importance resampling: it returns the original token
+        about as often as that head would, and over many groups other tokens nearly as often (a ratio of two means is
+        biased). Samples from the whole vocabulary are exact."""
         candidates = replace(self.candidates, own_target_bias_U=self.candidates.sampling_bias_U)
         index_N = sample_candidates(*replace(self, candidates=candidates).local_inputs(), uniform_N)
         if self.shard is None:

@@ -19,9 +19,9 @@ from megahead.models.documents import Documents, mask_to_bias
 # Attention of bf16 rows on a CPU: forward by torch's kernel, backward by the fastest of three implementations.
 #
 # torch's bf16 backward has a high cost per call: for documents of 16 to 128 tokens 3 to 7 times the time of fp32,
-# conversions included. So the backward pass of few scores is in fp32, by the same kernel; of many scores with up to 512
-# tokens a row it is five bf16 products, in chunks of rows whose scores fit the cache (under a mask also for rows of
-# several documents); of longer rows it is torch's bf16 kernel, which skips masked scores of causal rows.
+# conversions included. So the backward pass uses: - for few scores, the same kernel in fp32; - for many scores and up
+# to 512 tokens a row (under a mask also of several documents), five bf16 products, in chunks of   rows whose scores fit
+# the cache; - for longer rows, torch's bf16 kernel, which skips masked scores of causal rows.
 #
 # B rows, H heads (K of keys and values), M queries and T tokens of a row (equal, except for the targets of an encoder's
 # last block), d dimensions of a head; C heads of a chunk.
@@ -35,7 +35,7 @@ _MAX_FP32_SIZE = 2**14
 """Largest tokens x head dimensions for which fp32 is faster than torch's bf16: 512 x 32, 256 x 64."""
 
 _MAX_MATMUL_TOKENS = 512
-"""Longest rows for bf16 products, which compute both halves of causal scores."""
+"""Longest rows for bf16 products, which do not skip masked causal scores."""
 
 _MIN_MATMUL_SCORES = 2**17
 """Fewest scores for bf16 products; below, the overhead of calls exceeds the gain."""
@@ -159,10 +159,10 @@ def _fill_gradients(weights_CMT: Tensor, grad_scores_CMT: Tensor, *tensors: Tens
     grad_k_CTd.baddbmm_(grad_scores_CMT.mT, q_CMd, beta=0, alpha=scale)
 
 
-# Local attention without a kernel for it: a document is split into pieces of the window's length. Measured on one CPU
-# core, forward and backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for 64 tokens to each
-# side, 832 ms for full attention. T tokens in P pieces of w (the window), each with s = 3 w keys: those of the piece
-# itself, the previous one and the next one.
+# Local attention without a kernel for it: a document's T tokens are split into P pieces of w tokens (the window). Each
+# piece has s = 3 w keys: its own, the previous piece's and the next one's. Measured on one CPU core, forward and
+# backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for 64 tokens to each side, 832 ms for
+# full attention.
 
 
 def attend_locally(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dropout: float, causal: bool) -> Tensor:
@@ -183,7 +183,7 @@ def attend_locally(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dro
 
 
 def _local_mask(tokens: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """[P, w, s] bool: the keys that each token of a piece attends to; not empty for padding of the last piece."""
+    """[P, w, s] bool: the keys that each token of a piece attends to; at least one, also for padding tokens."""
     first_P11 = torch.arange(0, tokens, window, device=device)[:, None, None]
     query_Pw1 = first_P11 + torch.arange(window, device=device)[:, None]
     key_P1s = first_P11 + torch.arange(-window, 2 * window, device=device)
@@ -192,7 +192,8 @@ def _local_mask(tokens: int, window: int, causal: bool, device: torch.device) ->
     return is_near_Pws & (key_P1s >= 0) & (key_P1s < tokens)
 
 
-# Implementations of attention over documents; `attend_masked` is the reference, the others are equal and faster.
+# Implementations of attention over documents; `attend_with_document_mask` is the reference, the others are equal and
+# faster.
 #
 # Keys and values may have fewer heads than queries (grouped-query attention). B rows, T tokens, H heads (of this rank),
 # d dimensions of a head.
@@ -228,7 +229,7 @@ def attend_with_mask(q_BMHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_BMT: T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
 
 
-def attend_masked(
+def attend_with_document_mask(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
     """The reference for the other backends: computes all scores of a row, and masks those across documents."""
@@ -440,7 +441,7 @@ BACKENDS = {
             "torch's kernel for sequences of different lengths",
             kernel=("torch.nn.attention.varlen", "varlen_attn"),
         ),
-        Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
+        Backend("sdpa", attend_with_document_mask, "torch's scaled dot product, documents by a mask"),
         Backend(
             "documents", attend_per_document, "torch's scaled dot product, document by document", is_traceable=False
         ),
@@ -451,9 +452,9 @@ BACKENDS = {
 
 @cache
 def choose_backend(name: str, spec: AttentionSpec) -> Backend:
-    """The backend `name`, for `auto` the best one that supports `spec`; ConfigError with the reason if it does not.
+    """The backend `name`, for `auto` the best one that supports `spec`; ConfigError with the reason if `name` does not.
 
-    `auto` on a CPU is document by document, or masked; on other devices the former would synchronize.
+    On a CPU `auto` is `documents` or `sdpa`; on other devices `documents` would synchronize.
     """
     if name == "auto":
         if spec.device.type == "cpu":

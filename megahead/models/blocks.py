@@ -37,8 +37,8 @@ class HeadsLinear(nn.Linear):
 class SelfAttention(nn.Module):
     """Multi-head attention over documents, causal or bidirectional.
 
-    The last block of an encoder can compute queries of the targets only. The number of heads follows from the
-    projections' width, so that a rank may have a part of them.
+    The last block of an encoder can compute only the targets' queries. The number of heads follows from the
+    projections' width, so that a rank may have a part of the heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -253,7 +253,7 @@ class CompiledBlocks:
 
 def _summarize_error(error: str) -> str:
     """The first line of a message, and the next line that contains "error"."""
-    first_line, *lines = error.splitlines()
+    first_line, *lines = error.splitlines() or [""]
     return " ".join([first_line, *[line for line in lines if "error" in line.lower()][:1]])
 
 

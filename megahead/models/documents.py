@@ -212,7 +212,7 @@ class TokenSubset:
     """The tokens of the subset."""
 
     layers: range
-    """At least one of consecutive layers, not the last layer of the encoder."""
+    """One or more consecutive layers, without the encoder's last."""
 
     first_layer_attends_to_all: bool
     """Whether the subset still attends to all tokens in the first of the layers."""
@@ -230,7 +230,7 @@ class TokenSubset:
         return flat.view_as(x_BTD)
 
     def select_documents(self, documents: Documents) -> Documents:
-        """The documents of the subset. Tokens keep their positions; padding slots are separate documents."""
+        """The documents of the subset. Tokens keep their positions; each row's padding is a document."""
         rows, slots = self.positions.rows, self.positions.slots_per_row
         positions_BK = self.select(documents.positions_BT[..., None])[..., 0]
         if documents.one_per_row and len(self.positions.index_N) == rows * slots:  # no padding slots

@@ -174,12 +174,12 @@ def build_backbone(config: ModelConfig) -> Backbone:
 # Random initial weights depend only on the seed and the parameter's name: they are equal on all meshes and devices.
 #
 # Pythia: normal weights with std sqrt(2 / (5 D)) ("small init", Nguyen & Salazar 2019, arXiv 1910.05895), and 2 / (L
-# sqrt(D)) where a sublayer writes to the residual stream (GPT-J's "wang init"); biases 0, norms 1. Megatron (Shoeybi
-# et al. 2019, arXiv 1909.08053): one std, and 1 / sqrt(2 L) of it where a sublayer writes there.
+# sqrt(D)) for a sublayer's output projection (GPT-J's "wang init"); biases 0, norms 1. Megatron (Shoeybi et al. 2019,
+# arXiv 1909.08053): one std, divided by sqrt(2 L) for these projections. L layers.
 
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
-_RANDN_CHUNK = 16  # torch.randn generates the last 16 elements differently if the count is no multiple of 16
+_RANDN_MULTIPLE = 16  # torch.randn generates the last 16 elements differently if the count is no multiple of 16
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
@@ -193,8 +193,8 @@ def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfi
 def initial_blocks(
     name: str, shape: Sequence[int], seed: int, config: ModelConfig, blocks: Iterable[range] | None = None
 ) -> Iterator[Tensor]:
-    """The same, bit for bit, in consecutive blocks of rows, by default of at most 16,384; each generated on
-    iteration."""
+    """The value of `initial_value`, bit for bit, in consecutive blocks of rows (by default at most 16,384), generated
+    on iteration."""
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
     for rows in block_ranges(shape[0]) if blocks is None else blocks:
@@ -205,7 +205,7 @@ def initial_blocks(
             yield torch.zeros(size)
         else:
             count = math.prod(size)
-            values = torch.randn(-(-count // _RANDN_CHUNK) * _RANDN_CHUNK, generator=generator)
+            values = torch.randn(-(-count // _RANDN_MULTIPLE) * _RANDN_MULTIPLE, generator=generator)
             yield values[:count].view(size).mul_(_init_std(name, config))
 
 

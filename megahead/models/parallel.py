@@ -137,8 +137,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class ReplicatedRMSNorm(nn.Module):
-    """An RMS norm of a part of the heads or tokens, with a replicated weight. Autograd sums its gradients over the
-    ranks, because DeepSpeed reads gradients as soon as they are computed."""
+    """An RMS norm of this rank's heads or tokens, with a replicated weight. Autograd sums the weight's gradients over
+    the ranks, because DeepSpeed reads gradients as soon as they are computed."""
 
     def __init__(self, layer: RMSNorm, group: Group) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ PARALLEL_LAYERS: LayerTable = {
 """For each style of a sharding table, the plain layer classes that it supports, and their parallel layers."""
 
 
-# Sequence parallelism: between the split layers of a block, each tensor rank has a share of every row's tokens.
+# Sequence parallelism: outside attention and MLP, each tensor rank has a share of every row's tokens.
 #
 # Norms, dropout and the residual stream, which tensor parallelism replicates, are split along the tokens. An all-gather
 # before a column layer and a reduce-scatter after a row layer replace the all-reduces, with the same number of bytes.
@@ -293,9 +293,9 @@ def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *
     communication.
 
     `*` in a pattern matches one part of a dotted name, "" is `module` itself. Styles: "heads" is an attention layer,
-    which is not replaced, but gets the group of the ranks with the other heads; "key_heads" are layers that may have
-    fewer heads than there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens"
-    are modules that get the group of the ranks with the other tokens, "norm" the norms between them.
+    which is not replaced, but gets the group that splits its heads; "key_heads" are layers that may have
+    fewer heads than there are ranks; "head_norm" are norms of each head. With `sequence` tokens are split as well:
+    "tokens" are modules that get the group that splits the tokens, "norm" are norms of these tokens.
     Raises ValueError for a pattern without a match or a layer without a parallel layer: with a wrong table, slices
     would train as if they were full weights.
     """

@@ -45,7 +45,7 @@ class CandidateGroups:
     ) -> list[tuple[Candidates, ...]]:
         """For each micro-batch, the candidates of each candidate group with samples in it.
 
-        The global batch starts at `first_sample`; rank r of R has its micro-batches k * R + r, with counts_RA[r, k]
+        The global batch starts at `first_sample`; its micro-batch k * R + r is rank r's, with counts_RA[r, k]
         targets. Collective if groups are larger than micro-batches: one all-gather of ids.
         """
         if self.group_samples <= self.micro_size:
@@ -109,7 +109,7 @@ class StepBatches:
     """In the order of their samples; one for each accumulation step."""
 
     raw_batches: list[Batch]
-    """Those of the micro-batches before they were padded."""
+    """The micro-batches' batches before padding."""
 
     targets: int
     """Targets of the global batch, over all ranks."""
@@ -126,10 +126,10 @@ class StepLoader:
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
-    candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples.
-    `auxiliary`: the class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded
-    over them; `tensor_group`: the ranks that read the same samples. Batches are on the CPU, prepared for `device`,
-    which computes in half precision if `half`, and padded to few shapes if `static_shapes`.
+    candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples. `auxiliary`: the
+    class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over them;
+    `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device` (`half`: which
+    computes in half precision); `static_shapes`: they are padded to few shapes.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class StepLoader:
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that starts at `first_sample`.
 
-        One all-gather of 3 A numbers, and if candidate groups are larger than micro-batches one of ids, and one more
-        for the auxiliary objective's own targets.
+        One all-gather of 3 A numbers. If candidate groups are larger than micro-batches, one more of ids, and another
+        of the auxiliary objective's own targets.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
@@ -182,25 +182,25 @@ class StepLoader:
         )
         factors = loss_weight, None if sizes[0][-1] is None else auxiliary_weight
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        own_candidates = self._own_candidates(first_sample, batches, auxiliary_RA.long())
-        parts = zip(batches, candidates, own_candidates, strict=True)
+        auxiliary_candidates = self._auxiliary_candidates(first_sample, batches, auxiliary_RA.long())
+        parts = zip(batches, candidates, auxiliary_candidates, strict=True)
         micro_batches = [MicroBatch(batch, groups, *factors, own) for batch, groups, own in parts]
         prepared = [micro.prepare_for(self._device, self._half, self._static_shapes) for micro in micro_batches]
         return StepBatches(prepared, batches, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 
-    def _own_candidates(
+    def _auxiliary_candidates(
         self, first_sample: int, batches: Sequence[Batch], counts_RA: Tensor
     ) -> list[tuple[Candidates, ...]]:
         """For each micro-batch, the candidates of the auxiliary objective's own targets; none if it has no targets."""
         targets = [self._auxiliary.targets(batch) for batch in batches]
-        own_batches = [
+        auxiliary_batches = [
             replace(batch, target_index_N=own.index_P, target_ids_N=own.ids_P, weight_N=None)
             for batch, own in zip(batches, targets, strict=True)
             if own is not None
         ]
-        if not own_batches:
+        if not auxiliary_batches:
             return [()] * len(batches)
-        return self._candidate_groups.choose(first_sample, own_batches, counts_RA, self._group)
+        return self._candidate_groups.choose(first_sample, auxiliary_batches, counts_RA, self._group)
 
     def _plan_rows(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
         """The exchange of the embedding's rows, each fetched once for all micro-batches of the step."""
@@ -222,7 +222,7 @@ def mean_candidates(micro_batches: list[MicroBatch]) -> float:
 
 
 def prefetch(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
-    """Yields `prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
+    """Yields `prepare(key)` for each key in order; one background thread prepares up to `depth` of them ahead.
 
     The prepared keys depend only on the number of results consumed, not on timing, so `prepare` may call collectives:
     ranks that stop at the same key have prepared the same keys. An exception of `prepare` is raised for its key.

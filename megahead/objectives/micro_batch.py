@@ -19,7 +19,7 @@ CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
 CANDIDATE_MULTIPLE_ON_CPU = 128
-"""In half precision on a CPU, where compiling a matrix product for a new shape costs more than its compute."""
+"""The same for half precision on CPUs, where compiling a product for a new shape costs more than computing it."""
 
 DOCUMENT_MULTIPLE = 128
 """On CUDA `cu_seqlens` is padded to a multiple of this, so that blocks are compiled for one or two shapes. Empty
@@ -92,9 +92,9 @@ class MicroBatch:
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float | Tensor
-    """data_ranks * accumulation / global_targets, with weighted targets. Factor that makes the loss summed over this
-    micro-batch a part of the mean over the global batch's targets, since the engine averages over accumulation steps
-    and data ranks. A tensor, float32 [], where shapes are static: a captured graph has no other inputs."""
+    """Factor of the loss summed over this micro-batch: data_ranks * accumulation_steps / the global batch's targets
+    (their weights' sum). The engine averages over accumulation steps and data ranks, so that the mean over the global
+    batch's targets results. A float32 [] tensor under static shapes: a captured graph has only tensor inputs."""
 
     auxiliary_weight: float | None = None
     """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
@@ -106,8 +106,8 @@ class MicroBatch:
     """The bytes of all its tensors, which are views of it (see `pack`); None: they have separate memory."""
 
     shapes: Hashable = None
-    """What a graph is captured for: this micro-batch with shapes and dtypes instead of tensors; None: it was prepared
-    without static shapes."""
+    """Key of a captured graph: this micro-batch with shapes and dtypes instead of tensors; None: prepared without
+    static shapes."""
 
     def ids(self) -> Tensor:
         """int64: the ids of all embeddings that it looks up, inputs and candidates."""
@@ -138,8 +138,9 @@ class MicroBatch:
     def prepare_for(self, device: torch.device, half: bool = False, static_shapes: bool = False) -> MicroBatch:
         """The micro-batch on the CPU, padded for `device`; `half`: for computation in half precision.
 
-        For CUDA also in one buffer of pinned memory, with float32 biases, and with `cu_seqlens`, so that the host does
-        not block and copies once. With `static_shapes` so on every device, and padded to shapes that repeat.
+        For CUDA it is in one buffer of pinned memory, with float32 biases and `cu_seqlens`, so that the host copies
+        once without blocking. With `static_shapes` the same on other devices, unpinned, and padded to shapes that
+        repeat.
         """
         if device.type != "cuda" and not static_shapes:
             return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
@@ -151,7 +152,7 @@ class MicroBatch:
         return packed if device.type != "cuda" else packed.with_buffer(packed.buffer.pin_memory())
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
-        """The same micro-batch as views of `buffer`, a copy of its own."""
+        """The same micro-batch as views of `buffer`, a copy of `self.buffer`."""
         by_dtype: dict[torch.dtype, Tensor] = {}
 
         def view(tensor: Tensor) -> Tensor:
@@ -185,9 +186,9 @@ class MicroBatch:
         return replace(self, shapes=replace(shapes, buffer=None))
 
     def _fill_slots(self) -> MicroBatch:
-        """The same micro-batch with as many targets in every row: those added have weight 0, and repeat a real one, so
-        that their loss is finite; indices then do not increase. Unchanged if all slots are full, or a candidate group
-        has no target to repeat."""
+        """The same micro-batch with equally many targets in every row. Those added have weight 0, and repeat the first
+        one, so that their loss is finite; indices then do not increase. Unchanged if all slots are full, or a candidate
+        group has no target."""
         batch, (rows, row_length) = self.batch, self.batch.input_ids_BT.shape
         most = row_length if batch.max_targets_per_row is None else batch.max_targets_per_row
         slots_per_row = min(-(-most // TARGET_MULTIPLE) * TARGET_MULTIPLE, row_length)

@@ -1,5 +1,5 @@
 """Multi-token prediction (Gloeckle et al. 2024, arXiv 2404.19737): parallel heads of one block predict tokens further
-ahead, among the candidates of next tokens. Only the body is exported.
+ahead, among next tokens' candidates. Only the body, without them, is exported.
 
 B rows, T tokens per row, M = B T, D features, N targets.
 """
@@ -27,9 +27,9 @@ from megahead.objectives.micro_batch import documents_of
 #
 #     head k at position i predicts t_(i + k):    softmax over the candidates of t of n(block_k(z))_i
 #
-# So a head has the targets of the batch, N of them, and reads each k positions earlier: the candidates, their rows and
-# biases are the same, and nothing is exchanged or looked up for it. Targets that have no position k earlier in their
-# document weigh 0. In the paper the head of next tokens has a block of its own, too; here it is the body's last one.
+# So a head has the batch's N targets, and predicts each from the position k earlier: candidates, their rows and biases
+# are the same, and nothing more is exchanged or looked up. Targets without a position k earlier in their document have
+# weight 0. In the paper next tokens have a separate head block, too; here it is the body's last block.
 
 
 class MultiToken(Auxiliary):
@@ -49,7 +49,7 @@ class MultiToken(Auxiliary):
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Tensor:
         """int64 [M]: how many heads have each position's target."""
         assert config.objective.multi_token is not None
-        return positions_before(batch).clamp(max=config.objective.multi_token.heads)
+        return num_preceding_targets(batch).clamp(max=config.objective.multi_token.heads)
 
     @classmethod
     def num_loss_terms(cls, batch: Batch) -> int:
@@ -58,7 +58,7 @@ class MultiToken(Auxiliary):
         return int(heads_M[batch.target_index_N].sum())
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
-        """`loss` and `count` of all heads, and of each by how far ahead its tokens are."""
+        """`loss` and `count` of all heads; `loss_J` and `count_J` of the one J tokens ahead."""
         batch, documents = context.batch, documents_of(context.batch)
         assert context.hidden_MD is not None
         assert context.candidates_loss is not None
@@ -81,9 +81,9 @@ class MultiToken(Auxiliary):
         return outputs_BTD
 
 
-def positions_before(batch: Batch) -> Tensor:
-    """int64 [M]: how many positions come before each one in its document (in its row, if documents are not isolated)
-    without one that has no target in between: from as many a head may look ahead to its target."""
+def num_preceding_targets(batch: Batch) -> Tensor:
+    """int64 [M]: how many positions directly before each one, in its document (in its row, if documents are not
+    isolated), all have a target: heads may predict its target from these."""
     rows, length = batch.input_ids_BT.shape
     position_M = documents_of(batch).positions_BT.expand(rows, length).flatten().numpy()
     index_M = np.arange(len(position_M))

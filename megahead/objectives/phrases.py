@@ -1,5 +1,5 @@
-"""Phrases as candidates (NPM: Min et al. 2023, arXiv 2212.01349): contrasts the ends of a masked phrase with the tokens
-of other rows, with occurrences of the same phrase as positives.
+"""Phrases as candidates (NPM: Min et al. 2023, arXiv 2212.01349): contrasts the ends (first and last tokens) of masked
+phrases with tokens of other rows; the same phrase's ends are positives.
 
 B rows, T tokens per row, M = B T tokens, S phrases, P pairs of tokens, Q ends of phrases, K candidate tokens, R the
 largest number of positives of an end, D features. Token indices are into the flattened rows.
@@ -120,7 +120,7 @@ class SharedPhrases:
 
     @staticmethod
     def of(rows: EncoderRows, settings: PhrasesConfig) -> SharedPhrases:
-        """The phrases, selected from left to right, the longest one at each token. The first row starts a group."""
+        """The phrases, selected left to right, at each token the longest. `rows` begin with a group's first row."""
         phrase_ids_LM = _compute_phrase_ids(rows, settings)
         length_M = np.sum([phrase_id_M >= 0 for phrase_id_M in phrase_ids_LM], axis=0)
         starts, end = [], 0
@@ -148,7 +148,7 @@ class SharedPhrases:
             ends_Q = np.unique(end_P[in_group_P])
             candidates_K = start + np.flatnonzero(is_unmasked_M[start : start + group_size])
             row_P = np.searchsorted(ends_Q, end_P[in_group_P])
-            positives_QR = _group_values(row_P, np.searchsorted(candidates_K, positive_P[in_group_P]))
+            positives_QR = _group_by_row(row_P, np.searchsorted(candidates_K, positive_P[in_group_P]))
             ends, candidates, positives = map(torch.from_numpy, (ends_Q, candidates_K, positives_QR))
             groups.append(MaskedPhrases(ends, candidates, positives, row_length))
         return tuple(groups)
@@ -235,18 +235,18 @@ def _matching_pairs(index_S: Array, phrase_id_M: Array) -> tuple[Array, Array]:
     order_M = np.argsort(phrase_id_M, kind="stable")
     start_S = np.searchsorted(phrase_id_M[order_M], phrase_id_M[index_S])
     count_S = np.searchsorted(phrase_id_M[order_M], phrase_id_M[index_S], "right") - start_S
-    return np.repeat(index_S, count_S), order_M[np.repeat(start_S, count_S) + _ranges(count_S)]
+    return np.repeat(index_S, count_S), order_M[np.repeat(start_S, count_S) + _concatenated_ranges(count_S)]
 
 
-def _group_values(row_P: Array, value_P: Array) -> Array:
-    """int64 [Q, R]: the values of each row, padded with -1; R is at least 1."""
+def _group_by_row(row_P: Array, value_P: Array) -> Array:
+    """int64 [Q, R]: the values of each end, padded with -1; R is at least 1."""
     order_P, count_Q = np.argsort(row_P, kind="stable"), np.bincount(row_P)
     values_QR = np.full((len(count_Q), count_Q.max(initial=1)), -1)
-    values_QR[row_P[order_P], _ranges(count_Q)] = value_P[order_P]
+    values_QR[row_P[order_P], _concatenated_ranges(count_Q)] = value_P[order_P]
     return values_QR
 
 
-def _ranges(count_S: Array) -> Array:
+def _concatenated_ranges(count_S: Array) -> Array:
     """int64: the concatenated ranges 0, 1, ..., count - 1."""
     range_P: Array = np.arange(count_S.sum()) - np.repeat(count_S.cumsum() - count_S, count_S)
     return range_P

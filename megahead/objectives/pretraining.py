@@ -39,8 +39,9 @@ from megahead.objectives.micro_batch import (
     token_subsets_of,
 )
 
-# In a headless run (contrastive weight tying) the candidates are the input embeddings of the targets of a candidate
-# group: consecutive samples; or their rows of a second table, the head. In a vanilla run they are the whole vocabulary.
+# In a headless run (contrastive weight tying) the candidates are the targets of a candidate group (consecutive
+# samples): their input embeddings, or their rows of a second table, the head. In a vanilla run they are the whole
+# vocabulary.
 #
 # B rows, T inputs per row, M = B T, D features, N targets, U candidates, w: one rank's share of them, W: its shares of
 # all groups, R ranks, V vocabulary.
@@ -60,7 +61,7 @@ class Pretraining(nn.Module):
     Both use `forward`, because under ZeRO-3 weights are complete only inside it. Rows of the embedding from
     `vocab_size` on are padding, not candidates. `mask_head` transforms an encoder's outputs before the softmax over the
     vocabulary. `on_errors`, if set, receives the targets of each training batch, int64 [N], and whether another
-    candidate had a higher score, bool [N]. It adds a third of the cost of the loss.
+    candidate scored at least as high, bool [N]. This adds a third to the loss's cost.
 
     The loss of an `auxiliary` objective is added to the softmax's; `on_metrics` receives its sums of each batch. If it
     has a generator, the generator learns the targets instead of the backbone.
@@ -123,7 +124,7 @@ class Pretraining(nn.Module):
         groups = (*micro.candidates, *micro.auxiliary_candidates)
         inputs_BTD, rows = self._embed_inputs_and_candidates(batch.input_ids_BT, groups)
         outputs_ND, hidden_MD, first_BD = self._outputs_and_hidden(inputs_BTD, batch)
-        shared_rows, own_rows = rows[: len(micro.candidates)], rows[len(micro.candidates) :]
+        shared_rows, auxiliary_rows = rows[: len(micro.candidates)], rows[len(micro.candidates) :]
         parts = _split_groups(outputs_ND, shared_rows, micro.candidates)
         loss = self._loss_of_targets(outputs_ND, parts, batch)
         if auxiliary is None:
@@ -137,9 +138,9 @@ class Pretraining(nn.Module):
             hidden_MD,
             predictions,
             first_BD=first_BD,
-            targets_loss=targets and partial(self._loss_of_own_targets, targets, micro, own_rows),
+            targets_loss=targets and partial(self._loss_of_auxiliary_targets, targets, micro, auxiliary_rows),
             candidates_loss=partial(self._loss_among_candidates, micro, shared_rows),
-            bag_loss=targets and partial(self._loss_of_own_bags, targets, micro, own_rows),
+            bag_loss=targets and partial(self._loss_of_auxiliary_bags, targets, micro, auxiliary_rows),
         )
         sums = auxiliary.compute_sums(context)
         if self.on_metrics is not None:
@@ -171,7 +172,7 @@ class Pretraining(nn.Module):
         losses = [softmax.loss() for softmax in softmaxes]
         return self._mix_losses(losses, Softmax.loss, outputs_ND, batch.target_ids_N, batch.weight_N)
 
-    def _loss_of_own_targets(
+    def _loss_of_auxiliary_targets(
         self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
         """The loss of an auxiliary objective's own targets, see `auxiliary.TargetsLoss`."""
@@ -179,7 +180,7 @@ class Pretraining(nn.Module):
         losses = [self._softmax(*part).loss() for part in parts]
         return self._mix_losses(losses, Softmax.loss, outputs_PD, targets.ids_P)
 
-    def _loss_of_own_bags(
+    def _loss_of_auxiliary_bags(
         self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
         """The loss of the set of own targets in each row, see `auxiliary.ForwardContext.bag_loss`."""
@@ -255,7 +256,7 @@ class Pretraining(nn.Module):
     def _look_up(
         self, table: nn.Embedding, input_ids_BT: Tensor, candidate_ids: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same rows of one `table`, in one lookup."""
+        """These embeddings and rows from `table`, in one lookup."""
         if self.group.size == 1:
             embeddings = table(torch.cat([input_ids_BT.flatten(), *candidate_ids]))
             inputs_MD, *rows = embeddings.split([input_ids_BT.numel(), *map(len, candidate_ids)])
@@ -275,8 +276,8 @@ class Pretraining(nn.Module):
         return self._hidden_at(target_positions_of(batch), inputs_BTD, batch)
 
     def _outputs_and_hidden(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """[N, D]: the hidden states of the targets; [M, D]: of all tokens, and [B, D]: of the rows' first ones, if the
-        auxiliary objective needs them."""
+        """[N, D]: the hidden states of the targets; if the auxiliary objective needs them, [M, D]: of all tokens, or
+        [B, D]: of the rows' first tokens."""
         auxiliary = self.auxiliary
         if auxiliary is not None and auxiliary.needs_all_outputs:
             hidden_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
@@ -328,14 +329,14 @@ class Pretraining(nn.Module):
         return {name: float(value) for name, value in sums.items()}
 
     def _output_rows(self) -> Tensor:
-        """[V, D]: the output matrix without padding: the input embedding unless there is a head. With tensor
-        parallelism this rank's rows, with the padding, which `_shard` excludes."""
+        """[V, D]: the output matrix (the input embedding unless there is a head) without padding. With tensor
+        parallelism this rank's rows, including padding, which `_shard` excludes."""
         matrix: Tensor = (self.backbone.embedding if self.head is None else self.head).weight
         return matrix[: self.vocab_size] if self.group.size == 1 else matrix
 
 
 def _split_groups(outputs_ND: Tensor, rows: Sequence[Tensor], candidates: Sequence[Candidates]) -> list[GroupInputs]:
-    """The softmax's inputs of each candidate group, of which `outputs_ND` are the outputs of all."""
+    """Each candidate group's softmax inputs; `outputs_ND`: the outputs of all groups, in order."""
     sizes = [group.target_N.numel() for group in candidates]
     return list(zip(outputs_ND.split(sizes), rows, candidates, strict=True))
 

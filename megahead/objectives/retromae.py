@@ -32,7 +32,7 @@ class RetroMAEBatch(NamedTuple):
     """The prepared tensors of a batch."""
 
     targets: Targets
-    """All tokens of each row's first document, which its [CLS] reads, but special ones."""
+    """All but special tokens of each row's first document, which [CLS] attends to."""
 
     draws_BT: Tensor
     """uint8: a random number of each token."""
@@ -59,7 +59,7 @@ class TextDecoder(Auxiliary):
 
 
 class RetroMAE(TextDecoder):
-    """The decoder sees some tokens of the text, others at each position."""
+    """At each position the decoder sees other random tokens of the text."""
 
     module_name = "retromae"
 
@@ -68,7 +68,7 @@ class RetroMAE(TextDecoder):
         settings = config.objective.retromae
         assert settings is not None
         self._bag_factor = settings.bag_weight / settings.weight
-        self._visible = round(256 * (1 - settings.decoder_rate))
+        self._visible_of_256 = round(256 * (1 - settings.decoder_rate))
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> RetroMAEBatch:
@@ -78,15 +78,15 @@ class RetroMAE(TextDecoder):
         return RetroMAEBatch(first_document_targets(unmasked_ids(batch), batch, config), *bytes_BT.split(length, dim=1))
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
-        """`loss` of the decoder's predictions, and their `count`; with a `bag_weight` the `bag`'s loss, too, which
-        `loss` includes, so that its weight is right."""
+        """`loss` of the decoder's predictions, and their `count`; with a `bag_weight` also `bag`, the bag-of-words
+        loss. `loss` includes it, scaled to `bag_weight`."""
         batch, prepared, hidden_MD = context.batch, context.batch.auxiliary, context.hidden_MD
         first_BD = context.first_BD if hidden_MD is None else hidden_MD.view_as(context.inputs_BTD)[:, 0]
         assert first_BD is not None
         assert context.targets_loss is not None
         text_ND = context.backbone.embed(batch.target_ids_N)
         text_MD = context.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, text_ND)
-        mask_BTT = visible_tokens(prepared.draws_BT, prepared.shifts_BT, in_first_document(batch), self._visible)
+        mask_BTT = visible_tokens(prepared.draws_BT, prepared.shifts_BT, in_first_document(batch), self._visible_of_256)
         text_BTD = text_MD.view_as(context.inputs_BTD)
         outputs_PD = self.decoder(first_BD, text_BTD, mask_BTT, prepared.targets.index_P)
         count = torch.full((), len(outputs_PD), device=outputs_PD.device)
@@ -105,9 +105,9 @@ class RetroMAE(TextDecoder):
 #     A = softmax(Q(H1) K(H2)^T / sqrt(d) + M) V(H2)
 #     M_ij = 0 for j = 0 and for a visible j != i, else -inf
 #
-# The output of a post-norm block with A as attention and H1 as residual is scored against the candidates. Visible are
-# tokens that position i draws for itself, so that each position learns from a context of its own. Not in the paper:
-# positions are the decoder's own, since not every family has some; they and the embeddings are normed, since h is.
+# The output of a post-norm block with A as attention and H1 as residual is scored against the candidates. Each position
+# draws its own visible tokens, so that each learns from a different context. Not in the paper: the decoder has its own
+# position embeddings, since not every family has them; they and the token embeddings are normed, since h is.
 
 
 class EnhancedDecoder(nn.Module):
@@ -154,7 +154,7 @@ def unmasked_ids(batch: Batch) -> Tensor:
 
 
 def first_document_targets(ids_BT: Tensor, batch: Batch, config: RunConfig) -> Targets:
-    """All tokens of `ids_BT` (on the CPU) in the first documents of the batch's rows but special ones."""
+    """All but special tokens of `ids_BT` (on the CPU) in the first documents of the batch's rows."""
     assert config.masking is not None
     is_target_BT = ~np.isin(ids_BT.numpy(), config.masking.unmaskable_ids(config.data.end_token))
     index_P = torch.from_numpy(np.flatnonzero(is_target_BT & in_first_document(batch).numpy()))
@@ -163,10 +163,10 @@ def first_document_targets(ids_BT: Tensor, batch: Batch, config: RunConfig) -> T
 
 def visible_tokens(draws_BT: Tensor, shifts_BT: Tensor, in_document_BT: Tensor, visible: int) -> Tensor:
     """[B, T, T] bool: whether a position sees a token: always the first, never its own, and others `in_document_BT`
-    (bool [B, T]) with a probability of `visible` / 256.
+    (bool [B, T]) with probability `visible` / 256.
 
-    Position i sees token j if draw_j + shift_i, modulo 256, is below `visible`. For each position these are independent
-    draws, at 2 T random numbers a row in place of T^2.
+    Position i sees token j if (draw_j + shift_i) modulo 256 is below `visible`. For one position, tokens are drawn
+    independently. A row takes 2 T random numbers instead of T^2.
     """
     sums_BTT = draws_BT[:, None, :] + shifts_BT[:, :, None]  # uint8 wraps around
     visible_BTT = (sums_BTT.to(torch.int16) < visible) & in_document_BT[:, None, :]
@@ -183,14 +183,14 @@ def in_first_document(batch: Batch) -> Tensor:
 
 # TSDAE: most tokens of a text are deleted before the encoder reads it, and the decoder predicts each token of the whole
 # text from the hidden state of [CLS] and the tokens before it. Not in the paper: the decoder is RetroMAE's, of one
-# layer; masked tokens are learned as in every run, and stay.
+# layer; masked tokens are targets as always, and are kept.
 
 
 class TSDAEBatch(NamedTuple):
     """The prepared tensors of a batch."""
 
     targets: Targets
-    """All tokens of each row's first document but special ones, at their places before tokens were deleted."""
+    """All but special tokens of each row's first document, at their positions before deletion."""
 
     text_BT: Tensor
     """int64: the rows before tokens were masked and deleted."""
@@ -203,15 +203,15 @@ class TSDAE(TextDecoder):
 
     @classmethod
     def extend(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Batch:
-        """Deletes tokens that the decoder predicts, but masked ones; random numbers depend only on the sample."""
+        """Deletes unmasked tokens that the decoder predicts; random numbers depend only on the sample."""
         settings, text_BT = config.objective.tsdae, unmasked_ids(batch)
         assert settings is not None
         targets = first_document_targets(text_BT, batch, config)
         draw_BT = torch.from_numpy(rng.uniform(Purpose.TSDAE, text_BT.shape[1]))
-        may_go_BT = torch.zeros_like(text_BT, dtype=torch.bool)
-        may_go_BT.view(-1)[targets.index_P] = True
-        may_go_BT.view(-1)[batch.target_index_N] = False
-        shorter = delete_tokens(batch, may_go_BT & (draw_BT < settings.deletion_rate), config.data.end_token)
+        is_deletable_BT = torch.zeros_like(text_BT, dtype=torch.bool)
+        is_deletable_BT.view(-1)[targets.index_P] = True
+        is_deletable_BT.view(-1)[batch.target_index_N] = False
+        shorter = delete_tokens(batch, is_deletable_BT & (draw_BT < settings.deletion_rate), config.data.end_token)
         return replace(shorter, auxiliary=TSDAEBatch(targets, text_BT))
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
@@ -234,10 +234,10 @@ def earlier_tokens(length: int, device: torch.device) -> Tensor:
 
 
 def delete_tokens(batch: Batch, deleted_BT: Tensor, end_token: int) -> Batch:
-    """The batch without the tokens `deleted_BT` (bool) of its rows' first documents, none of which is a target.
+    """The batch without the tokens `deleted_BT` (bool), which are in its rows' first documents and no targets.
 
-    Later tokens move to the left, with their targets and token subsets. Positions in the first document count again
-    from 0; other documents keep theirs. A row ends with end tokens as a document of its own, as padding is.
+    Later tokens move left, with their targets and token subsets. Positions in the first document are renumbered
+    from 0; other documents keep theirs. End tokens fill a row as a separate document, like padding.
     """
     (rows, length), deleted_M, column_T = deleted_BT.shape, deleted_BT.flatten(), torch.arange(deleted_BT.shape[1])
     order_BT = deleted_BT.to(torch.uint8).argsort(dim=1, stable=True)  # the kept tokens, then the others

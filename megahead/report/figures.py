@@ -85,7 +85,7 @@ def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
 
 
 def _draw_line(axes: Axes, panel: Panel, x: Any, y: Any, color: str, *, label_end: bool) -> None:
-    """Draws the running mean, over noisy values in a light tone; with dots if there are few values."""
+    """Draws the running mean, noisy values below it in a light tone, and dots if values are few."""
     if not panel.dots and not panel.exact:
         axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
     smooth, marker = panel.smoothed(y), "o" if panel.dots else ""
@@ -221,7 +221,8 @@ class TrainingProgress(NamedTuple):
 
 
 def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProgress]:
-    """The progress of each model, from model to its Hugging Face folder; CheckpointError for one not by megahead."""
+    """The progress of each model in `folders` ({model: Hugging Face folder}); CheckpointError for one not by
+    megahead."""
     origins = {model: read_origin(folder) for model, folder in folders.items()}
     names, read_log = run_names(origins, folders), cache(_read_log)
     progress = {}
@@ -243,7 +244,7 @@ def run_names(origins: Mapping[Path, ExportOrigin], folders: Mapping[Path, Path]
 
 
 def _read_log(run: RunFolder) -> Sequence[Record]:
-    """The records of a run's log with its time; none if it is not there."""
+    """The training steps and evaluations of a run's log; none without one."""
     with suppress(UserError):
         metrics = read_metrics(run.path)
         return [*metrics.training, *metrics.validation]
@@ -290,7 +291,7 @@ def _draw_lines(axes: Axes, points: Sequence[TaskPoint], clock: str, colors: Map
     """Returns each run's line, for the legend."""
     handles = {}
     for run, color in colors.items():
-        line = {point.tokens: point for point in points if point.run == run}  # the last of several at one place
+        line = {point.tokens: point for point in points if point.run == run}  # the last of several after equal tokens
         if line:
             rows = [(getattr(line[n], clock), line[n].value, line[n].stderr or 0.0) for n in sorted(line)]
             x, y, errors = zip(*rows, strict=True)

@@ -69,7 +69,7 @@ def _summary(run: Run) -> dict[str, str]:
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    """Columns of the table of several runs: each run's value, and whether it is the lowest perplexity or bits."""
+    """The columns that compare runs: each run's value, and whether it is the lowest (perplexity, bits per byte)."""
     rows = []
     for run in runs:
         held_out = run.metrics.validation[-1] if run.metrics.validation else {}

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def terminal(**options: Any) -> Console:
-    """A console without markup, since names, paths and samples may contain [brackets]. `options`: rich's."""
+    """A console without markup, since names, paths and samples may contain [brackets]. `options`: rich's Console's."""
     return Console(**({"highlight": False, "markup": False} | options))
 
 

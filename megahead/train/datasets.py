@@ -68,8 +68,8 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
     """Fetches remote datasets, once on each machine; then opens all on rank 0 of `world_group`, which packs rows if
     necessary, and then on the other ranks.
 
-    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token, or if
-    the run cannot use its tokenizer, a file of ids or of a task. Collective; packing must end within the group's
+    UserError on all ranks if on any rank a dataset is missing, too short, or has another vocabulary or end token, or if
+    the run cannot use its tokenizer, file of id weights or task files. Collective; packing must end within the group's
     timeout.
     """
     datasets: list[RunDatasets] = []
@@ -107,7 +107,7 @@ def _open_all(config: RunConfig) -> RunDatasets:
         require_end_tokens(config.data, dataset, boundaries_known=config.data.pack == "best_fit")
     if validation is not None:
         require_end_tokens(config.data, validation)
-    _require_weights(config, train)
+    _check_masking_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
     return RunDatasets(train, samples, counts, validation)
@@ -125,7 +125,7 @@ def _require_one_tokenizer(
     require_same_tokenizer(identities)
 
 
-def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
+def _check_masking_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
     """Reads the weights of masking strategies, to report errors also if the run masks only in a later phase."""
     for setting, strategy in (config.masking.strategies_by_setting() if config.masking else {}).items():
         if strategy in ("frequency", "informative", "hardest", "weights"):
@@ -145,7 +145,9 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
         )
     end, end_token = dataset.info and dataset.info.end_token, config.data.end_token
     rule = f"be the id that closes documents of {field} ({end})"
-    require(end in (None, end_token), "data.end_token", rule, got=end_token, hint="leave it out, or cut the text again")
+    require(
+        end in (None, end_token), "data.end_token", rule, got=end_token, hint="leave it out, or tokenize the text again"
+    )
     dataset.expect_ids_below(config.model.vocab_size)
     return dataset
 

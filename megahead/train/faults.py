@@ -187,7 +187,7 @@ class ReplicaMismatch:
         return f"step {step:,}: {ranks} ({host_names}) and other replicas differ in {first}{more}"
 
 
-def replica_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:
+def weight_mismatch(sums_DTP: Tensor, names: Sequence[str]) -> ReplicaMismatch | None:
     """The mismatch, or None if data ranks agree. `sums_DTP`: checksums of P weights on D data ranks x T tensor ranks;
     world rank = data rank * T + tensor rank."""
     data_size, tensor_size, _ = sums_DTP.shape
@@ -212,7 +212,7 @@ class HealthMonitor:
         """Each rank's host name."""
         self.stragglers = StragglerDetector(self.hosts, rules.slow_rank)
 
-    def replica_mismatch(self, step: int, *, will_save: bool) -> ReplicaMismatch | None:
+    def weight_mismatch(self, step: int, *, will_save: bool) -> ReplicaMismatch | None:
         """The replicas that differ after `step`, compared every `faults.replicas_every` steps and if the weights
         `will_save`. Reads the weights once, sends 8 bytes for each. Collective."""
         is_due = self._rules.replicas != "off" and (will_save or step % self._rules.replicas_every == 0)
@@ -220,7 +220,7 @@ class HealthMonitor:
         if not weights:
             return None
         sums_WP = self._world_group.all_gather(weight_checksums(weights.values()))
-        return replica_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
+        return weight_mismatch(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
 
 
 # Requests to stop: recorded when a signal arrives, acted on by all ranks between two steps.

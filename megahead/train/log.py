@@ -230,7 +230,7 @@ class RunLogger:
     the run folder, which a later session may take over."""
 
     utilization: Utilization | None = None
-    """The current phase's; None: logs no FLOPs."""
+    """Of the current phase; None: FLOPs are not logged."""
 
     def __init__(self, config: RunConfig, *, lease: Lease | None, mesh: MeshShape) -> None:
         self._folder = config.folder()

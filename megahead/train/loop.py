@@ -140,7 +140,7 @@ class Training:
         return self.progress.state
 
 
-# Actions after a bad step, or on weight replicas that differ: a message, a rollback, or the end of the run.
+# Actions after a bad step, or if data ranks' weights differ: a message, a rollback, or the end of the run.
 
 
 def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
@@ -172,10 +172,10 @@ def _roll_back(run: Training) -> bool:
     return folder is not None
 
 
-def check_replicas(run: Training, *, will_save: bool) -> bool:
-    """Compares weight replicas if that is due, and takes the action that the config sets if they differ. Returns
+def check_weight_replicas(run: Training, *, will_save: bool) -> bool:
+    """Compares the data ranks' weights if that is due, and takes the config's action if they differ. Returns
     whether training continues with the present weights. Collective."""
-    policy, mismatch = run.config.faults.replicas, run.health.replica_mismatch(run.state.step, will_save=will_save)
+    policy, mismatch = run.config.faults.replicas, run.health.weight_mismatch(run.state.step, will_save=will_save)
     if mismatch is None:
         return True
     message = mismatch.message(run.state.step, run.health.hosts)
@@ -203,7 +203,7 @@ def train(run: Training) -> Ending:
         while state.step < run.end_step and ending is None:
             applied = _advance(run, next(steps), stopwatch)
             with stopwatch.paused():
-                if applied and check_replicas(run, will_save=_will_save(run)):
+                if applied and check_weight_replicas(run, will_save=_will_save(run)):
                     _evaluate_and_save_if_due(run)
             for event in run.checkpointer.events():
                 run.logger.log_event(event.record, event.fields, state, event.message)
@@ -212,9 +212,9 @@ def train(run: Training) -> Ending:
     was_evaluated = state.evaluated
     if ending != "stopped" and not state.evaluated and not _evaluate(run):
         ending = "stopped"
-    # saved with the evaluation, for `keep_best`
+    # a new evaluation must be saved too, for `keep_best`
     is_saved = run.checkpointer.up_to_date and state.evaluated == was_evaluated
-    if state.samples and not is_saved and (ending is None or check_replicas(run, will_save=True)):
+    if state.samples and not is_saved and (ending is None or check_weight_replicas(run, will_save=True)):
         _save(run)
     run.checkpointer.wait()
     if run.tasks and ending != "stopped" and state.step > first_step and state.step % run.tasks.interval:
@@ -321,7 +321,7 @@ def _save(run: Training) -> None:
 
 
 def _reason_to_stop(run: Training) -> Ending | None:
-    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: none. If a
+    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: continue. If a
     background save has failed on any rank, raises its error. Collective."""
     limit, world_group = run.config.training.max_seconds, run.progress.world_group
     out_of_time = world_group.rank == 0 and limit is not None and run.state.seconds >= limit

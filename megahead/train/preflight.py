@@ -1,4 +1,4 @@
-"""What can be said and checked of a run before it trains, without torch: its banner, and whether its files fit."""
+"""Describes and checks a run before it trains, without torch: its banner, and whether its files fit its settings."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ _SPECIAL_TOKENS = {
     "sep_token": ("[SEP]", "</s>", "<eos>"),
 }
 """Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
-_ALL_SPECIAL_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "<pad>", "[UNK]", "<unk>")
-"""Of one role each; `<s>` or `<eos>` both begins and ends texts of some models."""
+_SINGLE_ROLE_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "<pad>", "[UNK]", "<unk>")
+"""Those with one role: `<s>` or `<eos>` both begins and ends texts of some models."""
 
 
 def describe_files(config: RunConfig) -> tuple[str, str]:
@@ -253,12 +253,12 @@ def check_tokenizer(config: RunConfig) -> None:
 
 def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
     """The run's task files by task (`task_files`). Errors name settings instead of the command's options."""
-    from megahead.evaluate.harness_tasks import require_for_kind, task_files
+    from megahead.evaluate.harness_tasks import require_model_kind, task_files
 
     paths = config.data, config.cloze, config.text, config.items, config.articles
     folders = [None if path is None else Path(path) for path in paths]
     try:
-        require_for_kind(config.names, encoder=encoder)
+        require_model_kind(config.names, encoder=encoder)
         return task_files(config.names, *folders)
     except FieldError as error:
         raise FieldError(_SETTING_BY_OPTION[error.field], error.rule, got=error.got, hint=error.hint) from None
@@ -277,18 +277,19 @@ def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_special_tokens(masking: MaskingConfig, path: str, tokens: list[str | None]) -> None:
-    """ConfigError for a special token whose id is text or another special token, although the tokenizer has it."""
+    """ConfigError if a setting's id is of text or another special token, although the tokenizer has the expected
+    one."""
     for name, expected in _SPECIAL_TOKENS.items():
         id_ = getattr(masking, name)
         _require_token(f"masking.{name}", id_, tokens)
         existing = [token for token in expected if token in tokens]
-        if existing and tokens[id_] not in expected and (tokens[id_] in _ALL_SPECIAL_TOKENS or _is_text(path, id_)):
+        if existing and tokens[id_] not in expected and (tokens[id_] in _SINGLE_ROLE_TOKENS or _is_text(path, id_)):
             rule = f"be the id of {existing[0]} in data.tokenizer ({tokens.index(existing[0])})"
             raise ConfigError(f"masking.{name}", rule, got=f"{id_}, which is {tokens[id_]}")
 
 
 def _is_text(path: str, id_: int) -> bool:
-    """Whether the id is known to be no special token."""
+    """Whether the id is known to be of ordinary text."""
     from megahead.data.vocabulary_map import bytes_of_ids
 
     try:

@@ -36,7 +36,7 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import saved_config
 from megahead.train.start import CheckpointWithHead, refuse_damaged
 
-_DATA_COUNTERS = {
+_KEPT_COUNTERS = {
     "samples": int,
     "tokens": int,
     "skipped_steps": int,
@@ -46,7 +46,7 @@ _DATA_COUNTERS = {
 }
 """Types of the counters that a rollback does not change."""
 
-_TRAINING_COUNTERS = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
+_RESTORED_COUNTERS = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
 """Types of the counters that a rollback restores."""
 
 _DEFAULTS = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
@@ -77,7 +77,7 @@ class TrainingState:
     """Targets trained on since the last change of attention direction."""
 
     target_samples: int = 0
-    """Samples with these targets: fewer than `samples` if steps were skipped or rolled back."""
+    """Samples of `targets`: fewer than `samples` if steps were skipped or rolled back."""
 
     skipped_steps: int = 0
     """Steps whose samples were read but that were not applied: not finite, or skipped as a spike."""
@@ -100,18 +100,18 @@ class TrainingState:
     data_fingerprints: dict[str, Any] = field(default_factory=dict)
     """See `data_fingerprints` in datasets.py; `texts` in a checkpoint."""
 
-    local_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: counts of these targets by id on this rank; rank 0's include the resumed counts."""
+    local_target_counts: Tensor = field(init=False)
+    """int64 [padded vocabulary]: counts of `targets` by id on this rank; rank 0's include the resumed counts."""
 
     target_error_counts: TargetErrorCounts | None = None
     """Counts of mispredicted targets by id, for adaptive masking; not changed by a rollback."""
 
     dataset_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: counts of ids in the training dataset, or zeros if it has none; used for smoothing
-    `local_counts` of rare targets."""
+    `local_target_counts` of rare targets."""
 
     def __post_init__(self) -> None:
-        self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
+        self.local_target_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
         self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
 
     def record_applied_step(self, samples: int, targets: int) -> None:
@@ -123,16 +123,16 @@ class TrainingState:
     def reset_target_counts(self) -> None:
         """Resets the target counts (for the training-free head), since the next phase has other targets."""
         self.targets = self.target_samples = 0
-        self.local_counts.zero_()
+        self.local_target_counts.zero_()
 
     def count_targets(self, batch: Batch) -> None:
-        """Adds a batch's targets to `local_counts`."""
+        """Adds a batch's targets to `local_target_counts`."""
         ids_N = batch.target_ids_N
-        self.local_counts.index_add_(0, ids_N, torch.ones_like(ids_N))
+        self.local_target_counts.index_add_(0, ids_N, torch.ones_like(ids_N))
 
     def target_counts(self, group: Group) -> Tensor:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
-        return group.all_reduce_(self.local_counts.clone())
+        return group.all_reduce_(self.local_target_counts.clone())
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """The tensors of this state for a checkpoint, by name. Collective over the data ranks."""
@@ -153,27 +153,26 @@ class TrainingState:
 
     def counters(self) -> dict[str, Any]:
         """All counters except tensors, as in a checkpoint's JSON."""
-        names = (*_DATA_COUNTERS, *_TRAINING_COUNTERS, "target_samples", "group_samples")
+        names = (*_KEPT_COUNTERS, *_RESTORED_COUNTERS, "target_samples", "group_samples")
         counters = {name: copy(getattr(self, name)) for name in names}
         return counters | {"texts": copy(self.data_fingerprints)}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
-        """Restores everything in `counters` and `tensors` from `checkpoint`."""
-        self._restore_counters(_DATA_COUNTERS, checkpoint)
+        """Restores the counters, target counts and error counts from `checkpoint`."""
+        self._restore_counters(_KEPT_COUNTERS, checkpoint)
         if self.target_error_counts is not None:
             self.target_error_counts.restore(checkpoint.read(_ERROR_COUNTS), self.samples, group)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
         """Restores the training counters from `checkpoint`; does not change the data counters."""
-        self._restore_counters(_TRAINING_COUNTERS, checkpoint)
+        self._restore_counters(_RESTORED_COUNTERS, checkpoint)
         self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")
-        if counts.shape != self.local_counts.shape:
-            raise CheckpointError(
-                f"{checkpoint.folder} must count {len(self.local_counts)} ids, but has {tuple(counts.shape)} instead."
-            )
-        self.local_counts.copy_(counts if group.rank == 0 else torch.zeros_like(counts))
+        if counts.shape != self.local_target_counts.shape:
+            size = len(self.local_target_counts)
+            raise CheckpointError(f"{checkpoint.folder} must count {size} ids, but has {tuple(counts.shape)} instead.")
+        self.local_target_counts.copy_(counts if group.rank == 0 else torch.zeros_like(counts))
 
     def _restore_counters(self, types: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         for name, type_ in types.items():
@@ -277,8 +276,8 @@ class Progress:
     """All ranks, for CPU tensors."""
 
     def capture(self, group: Group, *, copied: bool) -> CapturedCheckpoint:
-        """Captures the state after the last step; each rank of `group` writes a part. Training may continue before it
-        is written if it is `copied`."""
+        """Captures the state after the last step; each rank of `group` writes a part. `copied`: copy the tensors, so
+        that training may continue before they are written."""
         name = self.world_group.broadcast_object(new_checkpoint_name(self.state.step))
         tensors = chain(self.engine.tensors(), self.state.tensors(self.data_group).items())
         snapshot = Snapshot.take(tensors, group, copied=copied)

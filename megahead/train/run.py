@@ -136,7 +136,8 @@ def shared_settings(config: RunConfig) -> dict[str, str]:
 
 
 def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
-    """`config` with `auto` replaced by bf16 if that is faster on every rank's device, else fp32; then collective."""
+    """`config` with `auto` replaced by bf16 if that is faster on every rank's device, else fp32. Collective for
+    `auto`."""
     if config.engine.precision != "auto":
         return config
     is_fast = all(ranks.all_gather_objects(has_fast_bf16(device)))
@@ -207,11 +208,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def accelerate_(
+def configure_blocks_(
     module: nn.Module, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Sets attention backend, checkpointing and compilation of all blocks in `module` by `config.engine`, also of an
-    auxiliary objective's own; returns banner lines. ConfigError for a backend that does not support this device."""
+    """Sets attention backend, checkpointing and compilation of all blocks in `module`, including an auxiliary
+    objective's, by `config.engine`; returns banner lines. ConfigError for a backend that does not support this
+    device."""
     model, engine = config.model, config.engine
     is_local, dtype = model.local_layers() > 0, _DTYPES[engine.precision]
     prefers_masked = is_masked_bf16_faster(device, dtype, config.data.sequence_length, model.attention_dropout)
@@ -424,7 +426,7 @@ def build_engine(
     it with banner lines."""
     config = plan.config
     pretraining = build_parallel_model(config, mesh.tensor_group, device)
-    engine_lines = accelerate_(pretraining, config, device, plan.zero_stage)
+    engine_lines = configure_blocks_(pretraining, config, device, plan.zero_stage)
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

@@ -31,7 +31,7 @@ def new_session_id() -> str:
 
 
 class Lease:
-    """Acquired when it is created. Another session may still take over between `check` and the following write."""
+    """Creating a lease acquires it. Another session may still take over between `check` and the following write."""
 
     def __init__(self, file: Path, session_id: str) -> None:
         self._file = file
@@ -46,7 +46,7 @@ class Lease:
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
                 f"on {str(holder, errors='replace').strip()}; this one ends, and the other repeats "
-                "what it has not saved."
+                "what this one has not saved."
             )
 
     def release(self) -> None:
@@ -61,9 +61,9 @@ class Checkpointer:
     `replica_due` and `events`.
 
     A background save blocks training only while weights are copied, and a second one waits for the first. If it fails,
-    `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A replica does not block for
-    files or other nodes: it is skipped while the last one is in progress, and an error only disables replicas. A state
-    with numbers that are not finite is not saved.
+    `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. Training never waits for a
+    replica's files or other nodes: it is skipped while the last one is in progress, and an error only disables
+    replicas. A state with numbers that are not finite is not saved.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Checkpointer:
         self._events: list[Event] = []
         history = progress.history
         self._saved_position = self._position() if history.ancestry.step == progress.state.step else None
-        self._folder = history.root / str(history.ancestry.newest) if self.up_to_date else None
+        self._last_checkpoint = history.root / str(history.ancestry.newest) if self.up_to_date else None
 
     def _position(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
@@ -110,7 +110,7 @@ class Checkpointer:
         if self._pool:
             self._pending = self._pool.submit(self._write, captured)
         else:
-            self._folder = self._write(captured)
+            self._last_checkpoint = self._write(captured)
         self._saved_position = self._position()
         return time.monotonic() - start_time
 
@@ -119,8 +119,8 @@ class Checkpointer:
         the resumed one, if it is in the run's folder), or None."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._folder = pending.result()
-        return self._folder
+            self._last_checkpoint = pending.result()
+        return self._last_checkpoint
 
     def events(self) -> list[Event]:
         """The events of replicas and uploads since the last call."""

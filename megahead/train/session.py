@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -86,14 +86,16 @@ class Session:
         local = resolve_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume_point(local, folder, self.world_group, (self._recover, self._fetch))
         while True:
-            yield find_resume_point("auto", folder, self.world_group, (self._recover,))
+            yield find_resume_point("auto", folder, self.world_group, (partial(self._recover, wait=False),))
 
-    def _recover(self, newer_than: int) -> RecoveryResult | None:
-        """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`."""
+    def _recover(self, newer_than: int, *, wait: bool = True) -> RecoveryResult | None:
+        """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`.
+        `wait`: for those on nodes of spare ranks, which share them at their start, before the first phase."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
-        return recover_replica(newer_than, folder, self.launch, self.world_group, self.retention_rules)
+        launch = self.launch if wait else replace(self.launch, spare_ranks=0)
+        return recover_replica(newer_than, folder, launch, self.world_group, self.retention_rules)
 
     def _fetch(self, newer_than: int) -> RecoveryResult | None:
         """Fetches the remote store's newest checkpoint, if it is newer than step `newer_than`."""
@@ -318,7 +320,7 @@ def require_shared_folder(folder: RunFolder, world_group: Group) -> None:
     finally:
         if world_group.rank == 0:
             with contextlib.suppress(OSError):
-                marker.unlink()
+                marker.unlink(missing_ok=True)
                 for path in new_folders:
                     path.rmdir()
 

@@ -95,7 +95,7 @@ class ResumePoint:
         return {"damaged": self.damage} | {result.source: result.fields() for result in self.recovered}
 
     def is_from(self, source: str) -> bool:
-        """Whether the checkpoint was recovered from `source`, "memory" or "mirror"."""
+        """Whether the checkpoint was recovered from `source`: "memory", or "mirror" (the remote store)."""
         return any(result.source == source and result.checkpoint is self.checkpoint for result in self.recovered)
 
 
@@ -159,7 +159,8 @@ def _find_requested(resume: str, folder: RunFolder, world_group: Group) -> Path 
 
 @dataclass(frozen=True)
 class CheckpointWithHead:
-    """The tensors of `checkpoint`, which must be finite. If it has no head, also an initial one, with moments of 0."""
+    """The tensors of `checkpoint`, which must be finite. If it has no head, also an initial one, with optimizer moments
+    of 0."""
 
     checkpoint: Checkpoint
 
@@ -202,7 +203,9 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     Collective; CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:  # `late/` has rows as last updated: `resume_from` restores pending updates
+    if (
+        resumed is not None
+    ):  # `late/` has each row as last updated (see reading.py); `resume_from` restores pending updates
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)
@@ -217,7 +220,8 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
 
 
 def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
-    """The weights of `init.from_checkpoint`; a temperature and an auxiliary objective that it lacks as in a new run."""
+    """The weights of `init.from_checkpoint`; parameters of a temperature or auxiliary objective that it lacks start as
+    in a new run."""
     saved, prefixes = set(checkpoint.names()), (TEMPERATURE, *_auxiliary_prefixes(config))
     new = {name for name in shapes if name.startswith(prefixes) and f"weight/{name}" not in saved}
     weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name not in new})
@@ -226,7 +230,7 @@ def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str
 
 
 def _auxiliary_prefixes(config: RunConfig) -> tuple[str, ...]:
-    """How the names of an auxiliary objective's parameters begin; none without one."""
+    """The prefixes of an auxiliary objective's parameter names; none without one."""
     settings = config.objective.auxiliary()
     return () if settings is None else (f"{auxiliary_class(settings).module_name}.",)
 
@@ -276,7 +280,7 @@ class _HFWeights:
     initial: InitialWeights
 
     own_prefixes: tuple[str, ...]
-    """How names of parameters begin that a Hugging Face folder cannot have: their values are those of a new run."""
+    """Name prefixes of parameters that a Hugging Face folder cannot have: they start as in a new run."""
 
     def read(self, name: str, /) -> Tensor:
         if name.startswith(self.own_prefixes):

@@ -101,7 +101,7 @@ def train_step(
     cpu_seconds = time.process_time()
     engine_metrics = engine.prepare_step(batches.row_plan)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
-    # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
+    # each loss is its sum times data_ranks * accumulation / targets: the mean of all is the mean over targets
     gathered = step_metrics.gather(losses, engine.forward_timer)
     loss_scale = engine.loss_scale.value
     fault = fault_policy.find_loss_fault(gathered.losses_WA, recent_losses)
@@ -124,7 +124,7 @@ def train_step(
 def seed_step(seed: int, first_sample: int, data_rank: int, device: torch.device) -> None:
     """Seeds dropout on `device` from the step's first sample, so that a resumed run has the same dropout.
 
-    `torch.manual_seed` takes some 4 ms, since it records the stack for each device type that this process does not use.
+    Avoids `torch.manual_seed`: it takes some 4 ms, since it records the stack for each device type not in use here.
     """
     step_seed = ((seed * 1_000_003 + first_sample) * 65_537 + data_rank) % 2**63
     torch.default_generator.manual_seed(step_seed)

@@ -128,6 +128,21 @@ def test_what_must_not_be_saved_is_not_kept_in_memory_either(tmp_path: Path) -> 
     assert on_ranks(2, keep_what_is_bad, tmp_path) == ["numbers must be good."] * 2
 
 
+def cancel_on_one_rank_first(group: Group, folder: Path) -> tuple[str | None, bool]:
+    """Rank 0 cancels before it sends; rank 1, whose file has arrived, learns of it from rank 0."""
+    give_memory(folder, group.rank)
+    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    begin(copies, 2, group)
+    if group.rank == 0:
+        copies._cancelled.set()
+    assert copies._pending is not None
+    return copies._pending.result(30), copies.can_start()
+
+
+def test_a_copy_that_one_rank_cancels_first_is_no_error_on_the_others(tmp_path: Path) -> None:
+    assert on_ranks(2, cancel_on_one_rank_first, tmp_path) == [(None, True)] * 2
+
+
 def forget_one(group: Group, folder: Path) -> tuple[bool, list[str], list[str]]:
     """While it is on its way; then another can be kept."""
     memory = give_memory(folder, group.rank)

@@ -35,6 +35,16 @@ def test_a_plan_holds_what_config_and_ranks_decide_together(tmp_path: Path) -> N
     assert (plan.group_samples(), plan.group_samples(saved=8)) == (2, 8)
 
 
+@pytest.mark.parametrize("section", [None, {}, {"device": "none"}, {"device": None, "pin_memory": True}])
+def test_an_offload_to_no_device_is_none(tmp_path: Path, section: Any) -> None:
+    """As in DeepSpeed; the estimate counted the optimizer's state as the host's."""
+    stages = [{"stage": 1}, {"stage": 1, "offload_optimizer": section, "offload_param": section}]
+    configs = [small_config(tmp_path, {"engine.deepspeed": {"zero_optimization": zero}}) for zero in stages]
+    without, unused = (RunPlan.of(config, 2) for config in configs)
+    assert without.deepspeed == unused.deepspeed
+    assert rank_memory(without) == rank_memory(unused)
+
+
 def test_a_plan_that_is_not_told_its_device_takes_the_configs(tmp_path: Path) -> None:
     on_cpu, anywhere = (small_config(tmp_path, {"engine.device": device}) for device in ("cpu", "auto"))
     assert RunPlan.of(on_cpu).zero == RunPlan.of(anywhere, device="cpu").zero

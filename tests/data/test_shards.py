@@ -159,6 +159,10 @@ def test_other_settings_are_refused(files: list[Path], tokenizer_path: Path, tmp
     other = Recipe(tokenizer=tokenizer_path, selection=Selection("body"), on_error="skip")
     with pytest.raises(DataError, match="differs in selection, on_error; give another folder"):
         preprocess_shards(files, other, tmp_path / "out")
+    held_out = Recipe(tokenizer=tokenizer_path, holdout_tail=Fraction(1, 20))
+    preprocess_shards(files, held_out, tmp_path / "held-out")
+    with pytest.raises(DataError, match="differs in tail; give another folder"):
+        preprocess_shards(files, Recipe(tokenizer=tokenizer_path), tmp_path / "held-out")
     (tmp_path / "out" / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="must be a manifest of shards"):
         preprocess_shards(files, other, tmp_path / "out")

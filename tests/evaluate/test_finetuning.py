@@ -23,7 +23,7 @@ from megahead.evaluate.finetuning import (
     collate,
     fine_tune,
 )
-from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResult, FineTuningResults, summarise
+from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResult, FineTuningResults, summarize
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
 from megahead.hf.export import ensure_classifier_folder, ensure_hf_folder
 from megahead.hf.loading import load_classifier, load_tokenizer_folder
@@ -177,18 +177,18 @@ def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
     ]
     rte = [result("glue/rte", seed, {"rte": {"accuracy": 1.0}}) for seed in (0, 1)]
     mrpc = [result("glue/mrpc", seed, {"mrpc": {"accuracy": 0.6, "f1": 0.7}}) for seed in (0, 1)]
-    rows = {(row.task, row.evaluation_set, row.metric): row for row in summarise([*cola, *rte, *mrpc])}
+    rows = {(row.task, row.evaluation_set, row.metric): row for row in summarize([*cola, *rte, *mrpc])}
     assert rows["glue/cola", "cola", "accuracy"].values == [0.5, 0.5]
     matthews = rows["glue/cola", "cola", "matthews"]
     assert (matthews.epochs, matthews.mean()) == ([2, 2], pytest.approx(0.3))
     assert str(matthews) == "30.0 ± 14.1 (2 2)"
     assert rows["glue", "mean of 2", ""].values == pytest.approx([0.4, 0.5])  # without RTE, as in the paper
-    assert all(row.task != "glue" for row in summarise([*cola, mrpc[0]]))  # a seed of MRPC is still to run
+    assert all(row.task != "glue" for row in summarize([*cola, mrpc[0]]))  # a seed of MRPC is still to run
 
 
 def test_several_test_sets_have_a_mean_and_the_first_one_chooses_the_epoch() -> None:
     epochs = [{"fr": {"accuracy": a}, "de": {"accuracy": b}} for a, b in ((0.5, 0.9), (0.6, 0.4))]
-    rows = {row.evaluation_set: row for row in summarise([result("xnli/fr", 0, *epochs)])}
+    rows = {row.evaluation_set: row for row in summarize([result("xnli/fr", 0, *epochs)])}
     assert (rows["fr"].mean(), rows["de"].mean(), rows["mean of 2"].mean()) == (0.6, 0.4, 0.5)
     assert str(rows["fr"]) == "60.0 (2)"
 

@@ -164,6 +164,7 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     assert scores["mean_recall@1"] == pytest.approx(np.mean([own[0], own[1] / 2, own[2]]))
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"query": "cat", "positive": "the cat sat"}] * 2)
     assert has_queries(pairs)
+    assert not has_queries(write_rows(tmp_path / "articles.jsonl", [{"title": "query", "text": "how one asks"}]))
     assert next(evaluate_tasks(model, task_files(["retrieval"], articles=pairs))).scores[0].value == 1
 
 

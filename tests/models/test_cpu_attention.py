@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from megahead.models import attention_backends as cpu_attention
-from megahead.models.attention_backends import BACKENDS, attend_masked, attend_per_document, attend_rows
+from megahead.models.attention_backends import BACKENDS, attend_per_document, attend_rows, attend_with_document_mask
 from megahead.models.documents import mask_to_bias
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
@@ -110,7 +110,9 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
     ours = relative_errors(
         lambda q, k, v, d, causal: attend_per_document(q, k, v, d, 0.0, causal), qkv, POSITIONS, True
     )
-    mask = relative_errors(lambda q, k, v, d, causal: attend_masked(q, k, v, d, 0.0, causal), qkv, POSITIONS, True)
+    mask = relative_errors(
+        lambda q, k, v, d, causal: attend_with_document_mask(q, k, v, d, 0.0, causal), qkv, POSITIONS, True
+    )
     assert ours[1] < 1.5 * mask[1]
     q = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     attend_rows(q, q, q, 0.0, True).sum().backward()

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megahead.config.run import RunConfig
 from megahead.data.loader import training_collator
 from megahead.losses.contrastive import build_objective
-from megahead.models.attention_backends import attend_masked
+from megahead.models.attention_backends import attend_with_document_mask
 from megahead.models.blocks import set_attention
 from megahead.objectives.loader import CandidateGroups
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE, MicroBatch
@@ -116,7 +116,7 @@ def test_a_micro_step_needs_no_value_on_the_host(name: str) -> None:
     assert micro.buffer is not None
     with FakeTensorMode() as mode:
         model = build_pretraining(config)
-        set_attention(model, attend_masked)
+        set_attention(model, attend_with_document_mask)
         model(micro.with_buffer(mode.from_tensor(micro.buffer))).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -125,7 +125,7 @@ def test_a_micro_step_needs_no_value_on_the_host(name: str) -> None:
 def test_a_forward_pass_is_one_graph_for_all_batches_of_a_shape(name: str) -> None:
     config, graphs = config_of(name), []
     model = initialized(config)
-    set_attention(model, attend_masked)
+    set_attention(model, attend_with_document_mask)
 
     def counting(module: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(module)

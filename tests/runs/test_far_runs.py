@@ -91,7 +91,7 @@ def test_an_empty_disk_goes_on_from_the_mirror_and_the_run_is_the_same(
     assert (tmp_path / "store/metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
     assert (tmp_path / "store/ending.json").read_bytes() == (tmp_path / "run/ending.json").read_bytes()
     texts = [without_digits(event.text) for event in events_of(read_runs([tmp_path / "run"])[0])]
-    assert texts == ["resumed from step-00000004", "the checkpoint came from the mirror"]
+    assert texts == ["resumed from step-00000004", "the checkpoint came from the remote store"]
 
 
 def test_a_disk_with_older_checkpoints_gets_the_mirrors_newer_one(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
     assert steps_in_mirror(f"file://{tmp_path}/store") == []
     assert open_checkpoint(tmp_path / "run").step == 6
     wrong = [event.text for event in events_of(read_runs([tmp_path / "run"])[0]) if event.wrong]
-    assert wrong[-1].startswith("step 6 did not get to the mirror: `faulty://")
+    assert wrong[-1].startswith("step 6 did not get to the remote store: `faulty://")
 
 
 def test_a_place_where_nothing_can_be_written_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -8,5 +8,5 @@ from pathlib import Path
 from megahead.engine import engine, graphs
 
 if __name__ == "__main__":
-    engine.build_capture = lambda device: graphs.rerun
+    engine.build_capture = lambda device: graphs.without_capture
     runpy.run_path(str(Path(__file__).parents[2] / "launch/pretrain.py"), run_name="__main__")

@@ -92,7 +92,7 @@ THEIRS = {"theirs": "cross_entropy", "plainer": "unbiased", "broken": "breaking"
 
 def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
     others = {name: (__name__, function) for name, function in THEIRS.items()}
-    monkeypatch.setattr(losses, "OTHER_KERNELS", others | {"gone": ("not_installed", "f")})
+    monkeypatch.setattr(losses, "THIRD_PARTY_KERNELS", others | {"gone": ("not_installed", "f")})
     monkeypatch.setitem(
         sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
     )

@@ -16,7 +16,7 @@ from gpu_report import (
     TOKENS,
     TRAINING_MFU,
     Outcome,
-    Session,
+    PartRunner,
     Text,
     build_parts,
     step_rows,
@@ -50,7 +50,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     preprocess([source], tmp_path / "t.json", tmp_path / "text", holdout=200)
     text = Text(tmp_path / "out", tmp_path / "text")
     parts = build_parts(DRY, text, tmp_path / "out")
-    Session(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).run_parts(parts, 600)
+    PartRunner(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).run_parts(parts, 600)
     report = json.loads((tmp_path / "out/report.json").read_text())
     states = {part["name"]: (part["state"], part["why"]) for part in report["parts"]}
     assert "operation" in next(part["said"] for part in report["parts"] if part["name"] == "profile-decoder")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gpu_report
 import pytest
-from gpu_report import RESULT, SECONDS, STARTUP_SECONDS, Part, Session, run_part
+from gpu_report import RESULT, SECONDS, STARTUP_SECONDS, Part, PartRunner, run_part
 
 from support.gpu_parts import quiet
 
@@ -87,7 +87,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
 )
 def test_a_part_that_fails_says_why_and_the_next_is_measured(tmp_path: Path, does: str, why: str) -> None:
     parts = [part_that(tmp_path, "failing", does), part_that(tmp_path, "sound", f"print('fine'); {WRITES}")]
-    session = Session(tmp_path / "out", quiet())
+    session = PartRunner(tmp_path / "out", quiet())
     session.run_parts(parts, 100)
     failing, sound = session.outcomes.values()
     assert failing.state == "failed"
@@ -108,13 +108,15 @@ def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, i
         return instant(command, said, wrong, limit)
 
     with pytest.raises(KeyboardInterrupt):
-        Session(tmp_path, quiet(), launch=interrupted).run_parts([first, second], 100)
+        PartRunner(tmp_path, quiet(), launch=interrupted).run_parts([first, second], 100)
     assert [part["state"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["measured"]
-    Session(tmp_path, quiet(), launch=instant).run_parts([first, second], 100)
+    PartRunner(tmp_path, quiet(), launch=instant).run_parts([first, second], 100)
     assert [command[0] for command in instant.given] == ["first", "second"]
-    Session(tmp_path, quiet(), launch=instant).run_parts([Part("first", "what?", ("first", "other"), 30), second], 100)
+    PartRunner(tmp_path, quiet(), launch=instant).run_parts(
+        [Part("first", "what?", ("first", "other"), 30), second], 100
+    )
     assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
-    Session(tmp_path, quiet(), again=True, launch=instant).run_parts([first, second], 100)
+    PartRunner(tmp_path, quiet(), again=True, launch=instant).run_parts([first, second], 100)
     assert [command[0] for command in instant.given[3:]] == ["first", "second"]
     assert "## first: what?" in (tmp_path / "report.md").read_text()
 
@@ -133,7 +135,7 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
         Part("c", "what?", ("c",), 30, unsupported_reason="a text must be given for it, but is not."),
         Part("d", "what?", ("d",), 30),
     ]
-    session = Session(tmp_path / "out", quiet(), launch=instant)
+    session = PartRunner(tmp_path / "out", quiet(), launch=instant)
     session.run_parts(parts, 100)
     assert [outcome.why for outcome in session.outcomes.values()] == [
         "not_there and nor_this must be installed for it, but are not.",
@@ -149,7 +151,7 @@ def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: 
 
 def test_trainings_share_what_time_is_left(tmp_path: Path, instant: Instant) -> None:
     parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
-    Session(tmp_path, quiet(), launch=instant).run_parts(
+    PartRunner(tmp_path, quiet(), launch=instant).run_parts(
         [Part("z", "what?", ("z",), 30), *parts], 2 * STARTUP_SECONDS + 100
     )
     given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
@@ -161,7 +163,7 @@ def test_trainings_share_what_time_is_left(tmp_path: Path, instant: Instant) -> 
 
 def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: Instant) -> None:
     parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
-    Session(tmp_path, quiet(), launch=instant).run_parts(parts, 350)
+    PartRunner(tmp_path, quiet(), launch=instant).run_parts(parts, 350)
     assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - STARTUP_SECONDS, abs=2)
 
 

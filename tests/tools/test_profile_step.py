@@ -12,7 +12,7 @@ from pathlib import Path
 from traceback import FrameSummary
 
 import torch
-from profile_step import count_waits, find_wait_site, record_waits
+from profile_step import PACKAGE_ROOTS, count_waits, find_wait_site, record_waits
 
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -21,8 +21,9 @@ from support.forked import run_script
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
-OURS = FrameSummary("/src/megahead/megahead/train/step.py", 52, "train_step")
-THEIRS = FrameSummary("/venv/lib/deepspeed/runtime/engine.py", 9, "backward")
+OURS = FrameSummary(str(PACKAGE_ROOTS["megahead"] / "train/step.py"), 52, "train_step")
+THEIRS = FrameSummary(str(PACKAGE_ROOTS["deepspeed"] / "runtime/engine.py"), 9, "backward")
+RECORDER = FrameSummary(str(PACKAGE_ROOTS["megahead"].parent / "tools/profile_step.py"), 4, "recorded")
 TORCH = FrameSummary("/venv/lib/torch/_tensor.py", 3, "item")
 BACKWARD = FrameSummary("/venv/lib/torch/autograd/graph.py", 7, "_engine_run_backward")
 
@@ -34,6 +35,7 @@ def test_the_innermost_package_that_can_be_asked_waited() -> None:
     assert find_wait_site([OURS, THEIRS, BACKWARD])[0] == "backward pass"
     assert find_wait_site([OURS, THEIRS, BACKWARD, OURS])[0] == "megahead"  # a backward function of ours
     assert find_wait_site([TORCH])[0] == "other"
+    assert find_wait_site([THEIRS, TORCH, RECORDER])[0] == "DeepSpeed"  # in a checkout that is called megahead, too
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -20,7 +20,7 @@ from megahead.models.families import build_backbone
 from megahead.objectives.pretraining import build_pretraining
 from megahead.report.read import read_metrics
 from megahead.train import run as acceleration
-from megahead.train.run import accelerate_, pretrain
+from megahead.train.run import configure_blocks_, pretrain
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
@@ -30,7 +30,7 @@ COMPILE = {"engine.compile": True}
 
 
 def told(config: RunConfig, zero: int = 0) -> dict[str, str]:
-    return dict(accelerate_(build_backbone(config.model), config, CPU, zero))
+    return dict(configure_blocks_(build_backbone(config.model), config, CPU, zero))
 
 
 def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_blocks_of_auxiliary_objectives_are_computed_as_the_body_is(tmp_path: Pa
     config = small_config(tmp_path, changes | {"engine.attention": "sdpa"})
     module = build_pretraining(config)
     module.add_module("custom", build_backbone(config.model))  # as an objective of one's own may have one
-    accelerate_(module, config, CPU)
+    configure_blocks_(module, config, CPU)
     layers = [layer for layer in module.modules() if isinstance(layer, SelfAttention)]
     assert len(layers) == 2 + 2 + 2
     assert all(layer.attend == BACKENDS["sdpa"].attend for layer in layers)
@@ -72,13 +72,13 @@ def test_auto_compiles_on_cuda_alone_and_says_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(acceleration.importlib.util, "find_spec", lambda name: name == "triton")
     config, split = small_config(tmp_path), small_config(tmp_path, {"parallel.tensor": 2})
     backbone = build_backbone(config.model)
-    assert "compiled" not in dict(accelerate_(backbone, config, CPU))
+    assert "compiled" not in dict(configure_blocks_(backbone, config, CPU))
     assert backbone.compiled is None
-    assert dict(accelerate_(backbone, config, CUDA, 2))["compiled"] == "one block for all layers"
+    assert dict(configure_blocks_(backbone, config, CUDA, 2))["compiled"] == "one block for all layers"
     assert backbone.compiled is not None
-    assert dict(accelerate_(backbone, config, CUDA, 3))["compiled"].startswith("no, ZeRO 3")
-    assert dict(accelerate_(backbone, split, CUDA))["compiled"].startswith("no, tensor ranks")
-    assert "compiled" not in dict(accelerate_(backbone, small_config(tmp_path, {"engine.compile": False}), CUDA))
+    assert dict(configure_blocks_(backbone, config, CUDA, 3))["compiled"].startswith("no, ZeRO 3")
+    assert dict(configure_blocks_(backbone, split, CUDA))["compiled"].startswith("no, tensor ranks")
+    assert "compiled" not in dict(configure_blocks_(backbone, small_config(tmp_path, {"engine.compile": False}), CUDA))
 
 
 MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}

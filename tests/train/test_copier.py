@@ -200,7 +200,7 @@ def test_a_slow_node_delays_copies_but_no_step(tmp_path: Path) -> None:
     assert records[0]["bytes"] > 0
     assert records[0]["stall_seconds"] < 2
     assert [record.get("skipped") for record in records] == [None, 1, 2, 3, 4, 5]
-    assert sum("a copy in memory was left out" in text for text in events(tmp_path / "run")) == 1
+    assert sum("a copy in memory was skipped" in text for text in events(tmp_path / "run")) == 1
 
 
 def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tuple[list[str], list[str], str]:

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megahead.engine.engine import Engine
 from megahead.engine.state import weight_checksums
 from megahead.report.read import events_of, read_runs
-from megahead.train.faults import WINDOW_STEPS, ReplicaMismatch, SlowRank, StragglerDetector, replica_mismatch
+from megahead.train.faults import WINDOW_STEPS, ReplicaMismatch, SlowRank, StragglerDetector, weight_mismatch
 from support.killable import Sabotage, codes, said, start_ranks
 from support.long import long
 from support.named import without_digits
@@ -59,13 +59,13 @@ def test_any_flipped_bit_changes_a_checksum(dtype: torch.dtype) -> None:
 
 def test_the_odd_one_out_is_named_and_of_two_both() -> None:
     same = torch.tensor([[[5, 6]], [[5, 6]], [[5, 6]]])
-    assert replica_mismatch(same, ["a", "b"]) is None
+    assert weight_mismatch(same, ["a", "b"]) is None
     odd = same.clone()
     odd[1, 0, 1] = 7
-    assert replica_mismatch(odd, ["a", "b"]) == ReplicaMismatch((1,), ("b",))
-    assert replica_mismatch(odd[:2], ["a", "b"]) == ReplicaMismatch((0, 1), ("b",))
+    assert weight_mismatch(odd, ["a", "b"]) == ReplicaMismatch((1,), ("b",))
+    assert weight_mismatch(odd[:2], ["a", "b"]) == ReplicaMismatch((0, 1), ("b",))
     split = torch.tensor([[[5], [8]], [[5], [8]], [[5], [9]]])  # tensor ranks hold other parts
-    assert replica_mismatch(split, ["a"]) == ReplicaMismatch((5,), ("a",))
+    assert weight_mismatch(split, ["a"]) == ReplicaMismatch((5,), ("a",))
     sentence = ReplicaMismatch((1,), ("b", "c")).message(3, ["x", "y"])
     assert sentence == "step 3: rank 1 (y) and other replicas differ in b and 1 other weight"
 

@@ -59,7 +59,7 @@ def test_a_run_that_begins_has_counted_nothing() -> None:
     state = TrainingState(len(COUNTS), 8)
     assert not any(state.counters()[name] for name in (*READ, *LEARNED, "target_samples"))
     assert state.dataset_counts.tolist() == state.target_counts(Group()).tolist() == [0, 0, 0]
-    assert state.dataset_counts.dtype == state.local_counts.dtype == torch.int64
+    assert state.dataset_counts.dtype == state.local_target_counts.dtype == torch.int64
     state.count_targets(targets(1, 2, 1))
     assert state.target_counts(Group()).tolist() == [0, 2, 1]
 
@@ -73,7 +73,7 @@ def test_going_back_forgets_what_was_learned_and_keeps_what_was_read(tmp_path: P
     later.count_targets(targets(1, 1))
     later.roll_back_to(checkpoint, Group())
     assert later.counters() == further | LEARNED | SETTLED
-    assert torch.equal(later.local_counts, COUNTS)
+    assert torch.equal(later.local_target_counts, COUNTS)
     later.recent_losses.append(9.0)
     assert checkpoint.state["recent_losses"] == LEARNED["recent_losses"]
 

@@ -1,7 +1,8 @@
-"""Steps of a plain torch loop or of the engine, each in its own processes, which run a step on request; and launches.
+"""Times launches, and steps of a plain torch loop or of the engine, in processes of their own that run a step on
+request.
 
-DeepSpeed patches the process that imports it, and a process that has computed cannot be forked. They run on the device
-of `engine.device`, which must be cpu or cuda here; for CUDA they are spawned.
+DeepSpeed patches the process that imports it, and a process that has computed with torch cannot be forked. Steps run on
+`engine.device`, which must be cpu or cuda here; for CUDA the processes are spawned.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
 class StepProcesses:
-    """One or more processes that run a step at the same time on request, each the one that its builder returns."""
+    """A process for each step builder; on request each runs the step that its builder returned, at the same time."""
 
     def __init__(self, step_builders: Sequence[Callable[[], StepFunction]], device: str = "cpu") -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
@@ -210,7 +211,7 @@ def time_vocabularies(
 ) -> list[dict[str, object]]:
     """Times `steps` steps of `ranks` ranks with each vocabulary size and kind of embedding; returns a row for each.
 
-    All read ids of the smallest vocabulary. A warm-up step comes before, a step whose memory is measured after."""
+    All read ids of the smallest vocabulary. A warm-up step precedes, a step whose memory is measured follows."""
     smallest = _config_with_vocabulary(config, min(vocabularies), "dense", ranks)
     rows_by_step = token_rows(smallest, prefix, count=(steps + 2) * ranks)
     rows: list[dict[str, object]] = []
@@ -244,7 +245,7 @@ SIZE = 16  # small: the device is done before the next launch
 
 
 def time_launches(device: torch.device, rounds: int) -> list[dict[str, object]]:
-    """A row for each kind of launch: the host's microseconds a launch, and with the wait for the device."""
+    """A row for each kind of launch: microseconds until the call returns, and until the device is done."""
     x = torch.zeros(SIZE, device=device)
 
     def add() -> None:

@@ -110,7 +110,7 @@ def error_rows(contestants: Iterable[Contestant]) -> Iterator[dict[str, Any]]:
 
 
 def torch_kernel(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's own, from 2.13 on, in chunks of outputs whose gradients are computed in the forward pass."""
+    """torch's kernel, from 2.13 on, which computes gradients in the forward pass, by chunks of outputs."""
     options: Any = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
     loss: Tensor = F.linear_cross_entropy(outputs_ND, rows_UD, target_N, linear_bias=bias, options=options)  # type: ignore[attr-defined]
     return loss
@@ -118,7 +118,7 @@ def torch_kernel(outputs_ND: Tensor, rows_UD: Tensor, target_N: Tensor, bias: Te
 
 # Returns the mean cross-entropy of `(outputs, rows, target indices)`, some also with `bias=` of the rows
 Kernel = Callable[..., Tensor]
-OTHER_KERNELS = {
+THIRD_PARTY_KERNELS = {
     "torch": (__name__, "torch_kernel"),
     "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
     "cut": ("cut_cross_entropy", "linear_cross_entropy"),
@@ -132,7 +132,7 @@ BIAS_FEATURES = 16
 def find_kernels(small: LossInputs) -> tuple[dict[str, Kernel], list[str]]:
     """Returns the third-party kernels that work on `small`, and a message for each that does not."""
     kernels, unavailable = {}, []
-    for name, (module, function) in OTHER_KERNELS.items():
+    for name, (module, function) in THIRD_PARTY_KERNELS.items():
         try:
             kernel = getattr(importlib.import_module(module), function)
             for contestant in _kernel_contestants(small, choose_candidates(small.targets), {name: kernel}):
@@ -198,10 +198,10 @@ def headless_kernel_loss(
     if "bias" in inspect.signature(kernel).parameters:
         loss = kernel(outputs_ND, rows_UD, target_N, bias=bias_U)
     else:
-        ones_NF = outputs_ND.new_ones(len(outputs_ND), 1)
+        ones_N1 = outputs_ND.new_ones(len(outputs_ND), 1)
         outputs_ND, rows_UD = (
             torch.cat([features, F.pad(more, (0, BIAS_FEATURES - 1))], dim=1)
-            for features, more in ((outputs_ND, ones_NF), (rows_UD, bias_U[:, None]))
+            for features, more in ((outputs_ND, ones_N1), (rows_UD, bias_U[:, None]))
         )
         loss = kernel(outputs_ND, rows_UD, target_N)
     return loss + candidates.bias_U[target_N].mean().float()
@@ -222,7 +222,7 @@ class PassCost(NamedTuple):
 
     seconds: float
     mebibytes: float  # peak, above the memory at the start
-    host_seconds: float | None = None  # to launch it on the host; where that is more, the GPU waits
+    host_seconds: float | None = None  # for the host to launch it; if more than `seconds`, the GPU waits
 
     @staticmethod
     def median_of(costs: Sequence[PassCost | None]) -> PassCost | None:

@@ -32,7 +32,7 @@ def with_overrides(config: RunConfig, *overrides: str) -> RunConfig:
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
-    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose rows are framed later."""
+    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose special tokens come later."""
     size, length = config.batch.micro_size, config.sample_length()
     prefix = prefix or config.data.parts()[0].prefix
     if prefix:
@@ -72,7 +72,7 @@ def step_batches(
 
 
 def _collator(config: RunConfig) -> RowCollator:
-    """Frames and masks as a run does, but selects and keeps tokens uniformly: step time is the same."""
+    """Adds special tokens and masks as a run, but selects and keeps tokens uniformly: step time is the same."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
     row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)

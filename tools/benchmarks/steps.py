@@ -26,7 +26,7 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
 from megahead.report.tables import terminal
-from megahead.train.run import accelerate_
+from megahead.train.run import configure_blocks_
 from megahead.train.step import device_name
 from megahead.wording import to_milliseconds
 
@@ -118,7 +118,7 @@ class Variant:
         load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
-        self.engine_choices = accelerate_(self.model, self.config, self.device)
+        self.engine_choices = configure_blocks_(self.model, self.config, self.device)
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = MasterWeights(self.model, optimizer, half=self.precision == "bf16")
@@ -206,8 +206,8 @@ class Variant:
     def _instrument_encoders(self) -> None:
         """Records the spans of the encoders' forward passes, and when the loss's backward pass ends."""
         backbone, *generators = self.model.backbones()
-        learner = generators[0] if generators else backbone
-        encode, encode_at = backbone.encode, learner.encode_at
+        scored_encoder = generators[0] if generators else backbone
+        encode, encode_at = backbone.encode, scored_encoder.encode_at
 
         def timed_encode_at(
             inputs_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset]
@@ -216,7 +216,7 @@ class Variant:
                 targets = replace(targets, max_per_row=None)
             return self._timed(partial(encode_at, inputs_BTD, documents, targets, subsets))
 
-        learner.encode_at = timed_encode_at  # type: ignore[method-assign, assignment]
+        scored_encoder.encode_at = timed_encode_at  # type: ignore[method-assign, assignment]
         if generators:  # the model detects what a generator has replaced
             backbone.encode = lambda *inputs: self._timed(partial(encode, *inputs))  # type: ignore[method-assign]
 

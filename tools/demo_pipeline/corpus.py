@@ -199,18 +199,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Statistics of a corpus; `shared_runs`: share of held-out n-grams that occur in the training text."""
+    """Statistics of a corpus; `shared_ngrams`: share of held-out n-grams that occur in the training text."""
 
     documents: int
     held_out_documents: int
     characters: int
     repeated_documents: int
-    shared_runs: float
+    shared_ngrams: float
 
     def summary(self) -> str:
         """One line for the terminal."""
         size = f"{self.characters / 1e6:.1f} MB, {self.characters / self.documents / 1e3:.1f} KB each"
-        held_out = f"{self.held_out_documents:,} held out ({self.shared_runs:.1%} of their text also in training)"
+        held_out = f"{self.held_out_documents:,} held out ({self.shared_ngrams:.1%} of their text also in training)"
         return f"{self.documents:,} documents, {size}; {held_out}"
 
 

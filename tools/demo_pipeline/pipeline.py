@@ -1,5 +1,5 @@
-"""The demo's stages, each using files of those before: the parts of `megahead start`, plus a corpus, a second head and
-evaluation."""
+"""The demo's stages, each reading files of earlier ones: those of `megahead start`, plus a corpus, a second head
+and evaluation."""
 
 from __future__ import annotations
 

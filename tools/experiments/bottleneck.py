@@ -5,7 +5,7 @@ permutation of the ids with cycles of 25 symbols. A text follows one cycle for 1
 last symbol never helps. From the second lap on, a model can copy the next symbol from the text; in the first lap it has
 to have learned the permutation, which has V facts.
 
-Every run reads the same number of tokens; each objective has the best of three learning rates by facts known.
+Every run reads the same number of tokens; each objective has that of three learning rates which learns most facts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _evaluate(runner: ExperimentRunner, texts: Path, cell: Cell) -> Row:
 
 
 def _without_ends(accuracy: float, symbols: int) -> float:
-    """Accuracy without end tokens, one target in `symbols`, which cannot be predicted."""
+    """Accuracy without the unpredictable end tokens, which are one target in `symbols`."""
     return accuracy * symbols / (symbols - 1)
 
 

@@ -1,4 +1,4 @@
-"""Models that continue in another vocabulary: a headless decoder and, for CPU minutes, vanilla models of families with
+"""Training continued in another vocabulary: a headless decoder and, for equal CPU time, vanilla models of families with
 large vocabularies."""
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from megahead.report.read import RunMetrics
 
 ALL_SAMPLES = 1_000_000  # an evaluation reads all of the held-out text, the same bytes in every vocabulary
 
-LARGER = 32_768  # ids that the decoder changes to, from 8,192
-FIRST_STEPS, STEPS_AFTER, EVERY = 320, 160, 10
-FEW_HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
+DECODER_IDS = 32_768  # ids that the decoder changes to, from 8,192
+FIRST_STEPS, STEPS_AFTER, EVALUATE_EVERY = 320, 160, 10
+DECODER_HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
 
-SMALLER, LARGEST = 8_192, 119_547  # of the families; as many ids as multilingual BERT's tokenizer
+IDS_BEFORE, IDS_AFTER = 8_192, 119_547  # of the families, before and after; the latter multilingual BERT's
 BASE_STEPS = 200
 MINUTES = 4.0  # of CPU, of each continuation, unless --minutes says otherwise
 HELD_OUT = 200  # one in so many documents
 
 
 def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, by way (or those of `only`).
+    """Tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, by way of training (or those
+    of `only`).
 
-    A headless decoder is trained with 8,192 ids. Then its vocabulary becomes a larger one of the same text, and that of
-    --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read all
-    of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
+    A headless decoder is trained with 8,192 ids. Then it changes to a larger vocabulary of the same text, and to that
+    of --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read
+    all of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
     """
     select_names(only, GRIDS["revocabulary"]["axes"]["way"])
-    runs = replace(runner, folder=runner.folder / "runs", held_out=FEW_HELD_OUT)
+    runs = replace(runner, folder=runner.folder / "runs", held_out=DECODER_HELD_OUT)
     last = training_overrides(FIRST_STEPS, evaluate_samples=ALL_SAMPLES)
     base = runs.train("small-headless", "base", *runs.data(), *last)
     goal = base.validation[-1]["bits_per_byte"]
-    texts = {f"{LARGER:,} ids": runs.data(LARGER)}
+    texts = {f"{DECODER_IDS:,} ids": runs.data(DECODER_IDS)}
     if runs.tokenizer is not None:
         texts[runs.tokenizer.stem] = runs.data_with_tokenizer(runs.tokenizer)
     rows: list[Row] = []
@@ -48,7 +49,7 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
     for name, text in texts.items():
         ids = load_tokenizer(Path(_value(text, "data.tokenizer"))).vocab_size
         overrides = [*text, f"model.vocab_size={ids}", _convert(runs, "base", f"moved-{name}", text)]
-        overrides += training_overrides(STEPS_AFTER, evaluate_every=EVERY, evaluate_samples=ALL_SAMPLES)
+        overrides += training_overrides(STEPS_AFTER, evaluate_every=EVALUATE_EVERY, evaluate_samples=ALL_SAMPLES)
         cells = runs.grid("revocabulary", only, *overrides, vocabulary=[name])
         rows += [cell.values | _recovery_row(cell.run, goal) for cell in cells]
         records = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
@@ -73,13 +74,13 @@ def _recovery_row(run: RunMetrics, goal: float) -> Row:
 
 def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains a small vanilla model of each shape (or those of `only`), gives it another vocabulary, and continues it
-    headless and with a softmax for equal times, of which short runs measure the steps."""
+    headless and with a softmax for equal times; short runs measure the steps that fit."""
     runs = replace(runner, folder=runner.folder / "runs", held_out=HELD_OUT)
     rows, grid = list[Row](), GRIDS["continuing"]
     (shapes,) = select_names(only, grid["shapes"])
     for shape in shapes:
         options = grid["shapes"][shape]
-        old, new = (runs.data(size, encoder=options["is_encoder"]) for size in (SMALLER, LARGEST))
+        old, new = (runs.data(size, encoder=options["is_encoder"]) for size in (IDS_BEFORE, IDS_AFTER))
         config, settings = options["config"], options["settings"]
         last = training_overrides(BASE_STEPS, evaluate_samples=ALL_SAMPLES)
         base = runs.train(config, f"{shape}-base", *old, *settings, *grid["ways"]["softmax"], *last)
@@ -95,8 +96,8 @@ def compare_continuing(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def _scores(run: RunMetrics, data: Sequence[str]) -> Row:
-    """Steps, tokens, minutes of training and the last evaluation. Bits per byte of an encoder are those of its masked
-    tokens, by the bytes of a token of the held-out text."""
+    """Steps, tokens, minutes of training and the last evaluation. An encoder's bits per byte are those of its masked
+    tokens, at the held-out text's tokens per byte."""
     info = IndexedDataset(_value(data, "data.validation")).info
     last, training = run.validation[-1], run.training[-1]
     if info is None:
@@ -108,7 +109,7 @@ def _scores(run: RunMetrics, data: Sequence[str]) -> Row:
 
 
 def _convert(runner: ExperimentRunner, base: str, name: str, data: Sequence[str]) -> str:
-    """The override that starts from the run `base` in the vocabulary of `data`, converted once."""
+    """Converts run `base` to the vocabulary of `data`, once; returns the override to start there."""
     tokenizer, converted = Path(_value(data, "data.tokenizer")), runner.folder / run_name(name)
     runner.make(converted, "convert.py", "revocabulary", "--model", runner.folder / base, "--tokenizer", tokenizer)
     return f"init.from_checkpoint={converted}"

@@ -18,7 +18,7 @@ from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
-from megahead.evaluate.finetuning_comparison import FineTuningResult, comparison_table, summarise
+from megahead.evaluate.finetuning_comparison import FineTuningResult, comparison_table, summarize
 from megahead.report.read import RunMetrics
 from steps.once import output_lock
 
@@ -127,7 +127,7 @@ def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
         row = cell.row(grid["columns"])
         if runner.tasks_data is not None:
             results = fine_tune_on_glue(runner, cell.name, runner.tasks_data, seeds=1)
-            (glue,) = (summary for summary in summarise(results) if summary.task == "glue")
+            (glue,) = (summary for summary in summarize(results) if summary.task == "glue")
             row["GLUE"] = 100 * glue.mean()
         rows.append(row)
     runner.record("vocabularies-runs", rows)
@@ -184,8 +184,8 @@ def _train_variant(runner: ExperimentRunner, name: str, folder: str, steps: int)
 def fine_tune_on_glue(
     runner: ExperimentRunner, name: str, data: Path, rows: str | None = None, seeds: int | None = None
 ) -> list[FineTuningResult]:
-    """Fine-tunes a run on GLUE with `seeds` or SEEDS, on `rows` training rows of each task, or as many as in
-    FINE_TUNING.
+    """Fine-tunes a run on GLUE with `seeds` seeds (else SEEDS), on `rows` training rows of each task (else
+    FINE_TUNING's).
 
     Each model has its own file of results, so that commands with other models can run at the same time."""
     tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(seeds or SEEDS), *FINE_TUNING]

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 def best_recipe_on_all_seeds(
     model: str, recipes: Sequence[Recipe], seeds: Sequence[int], train: Callable[[Recipe, int], Row]
 ) -> list[Row]:
-    """Trains every recipe on the first seed, and the one with the best validation NDCG@10 on all: its rows."""
+    """Trains every recipe on the first seed, and that of best validation NDCG@10 on all; returns its rows."""
     first = [train(recipe, seeds[0]) for recipe in recipes]
     best = max(range(len(recipes)), key=lambda index: first[index]["validation NDCG@10"])
     rows = [first[best], *(train(recipes[best], seed) for seed in seeds[1:])]

@@ -1,6 +1,6 @@
 """Sequences of items: headless against a full softmax, tied and untied, and two models of the library RecTools.
 
-Each side is trained with every recipe on the first seed; the one whose validation NDCG@10 is best, with all seeds.
+Each side is trained with every recipe on the first seed, and with that of best validation NDCG@10 on all seeds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megahead.hf.export import ensure_hf_folder
 
 
 def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains all sides (or those of `only`) on the table --text, for the grid's epochs or --minutes; records every run
-    of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among unseen items, after each
-    side. RecTools' models are trained by epochs alone."""
+    """Trains all sides (or those of `only`) on the table --text, for the grid's epochs or --minutes. After each side,
+    records every run of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among unseen
+    items. RecTools' models are trained by epochs alone."""
     grid, rows = GRIDS["items"], list[Row]()
     select_names(only, [*grid["sides"], *RIVALS])
     if runner.minutes is not None and set(only) & set(RIVALS):

@@ -22,7 +22,7 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def tokens_per_second(run: RunMetrics) -> int:
-    """Tokens a second by the median log line; over all phases of training, by the median of each."""
+    """Tokens a second: the median of the log lines; over several phases, from the median of each."""
     switches = [event["step"] for event in run.events if event.get("session", {}).get("new_phase")]
     seconds, done, last = 0.0, 0, run.training[-1]
     for switch in sorted({*switches, last["step"]}):
@@ -33,7 +33,8 @@ def tokens_per_second(run: RunMetrics) -> int:
 
 
 def time_spent(run: RunMetrics, last_step: int | None = None) -> float:
-    """CPU seconds of rank 0 in the logged steps, up to `last_step`, which exclude other programs; on a GPU seconds."""
+    """CPU seconds, which exclude other programs, of rank 0 in the logged steps up to `last_step`; on a GPU wall
+    seconds."""
     column, seconds = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0
     sessions = [event["step"] for event in run.events if "session" in event]
     previous_step = int(sessions[0]) if sessions else 0  # the step of the checkpoint that the run was forked from

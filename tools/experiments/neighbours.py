@@ -2,8 +2,8 @@
 the loss, more predicted tokens, on small models.
 
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. If a token costs more or
-less than a plain one by more than MARGIN, the variant is trained once more for the time of the plain run, or in kinds
-that compare `at_equal: [time]` only so. Cost is measured by a few steps of both at the same time, so that other load
+less than a plain one by more than MARGIN, the variant is also trained for the time of the plain run; in kinds with
+`at_equal: [time]`, only for that time. Cost is measured by a few steps of both at the same time, so that other load
 slows both. All are scored on the same held-out text, encoders on the same masked positions, by training-free heads.
 Masked diffusion, scored by an upper bound, and replaced-token detection, whose generators are scored, are kinds of
 their own, with the vanilla softmax as a variant.
@@ -27,8 +27,8 @@ COST_STEPS = 60  # of each of two runs side by side
 
 
 def compare_neighbours(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains the plain models and all variants (or those that `only` names, or whose kind) with every seed; `cost` of a
-    token is relative to the plain one."""
+    """Trains the plain models and all variants (or the variants and kinds that `only` names) with every seed; `cost` of
+    a token is relative to the plain one's."""
     kinds = GRIDS["neighbours"]
     select_names(only, [name for kind in kinds for name in (kind, *kinds[kind]["variants"])])
     rows: list[Row] = []
@@ -51,11 +51,11 @@ def _compare(runner: ExperimentRunner, kind: str, names: Sequence[str]) -> list[
     costs = {name: _relative_cost(runner, kind, name) for name in names}
     for seed in grid.get("seeds", SEEDS):
         for name in names:
-            run_by_equal = {"tokens": (f"{kind}-{name}-{seed}", grid["steps"])}
+            run_by_basis = {"tokens": (f"{kind}-{name}-{seed}", grid["steps"])}
             if abs(costs[name] - 1) > MARGIN:
-                run_by_equal["time"] = (f"{kind}-{name}-{seed}-time", round(grid["steps"] / costs[name]))
-                run_by_equal = {equal: run_by_equal[equal] for equal in grid.get("at_equal", run_by_equal)}
-            for equal, (folder, steps) in run_by_equal.items():
+                run_by_basis["time"] = (f"{kind}-{name}-{seed}-time", round(grid["steps"] / costs[name]))
+                run_by_basis = {equal: run_by_basis[equal] for equal in grid.get("at_equal", run_by_basis)}
+            for equal, (folder, steps) in run_by_basis.items():
                 settings = [*_variant_overrides(runner, kind, name), *_schedule_overrides(seed, steps)]
                 run = runner.train(grid["config"], folder, *settings)
                 last, tokens = run.validation[-1], run.training[-1]["tokens"]

@@ -109,7 +109,7 @@ class CoordinateSearch:
         """The mean over SEEDS; infinite if a run diverged."""
         key = tuple(recipe.items())
         if key not in self.perplexity_by_recipe:
-            rows = [self._try(recipe, seed) for seed in SEEDS]
+            rows = [self._train_or_diverge(recipe, seed) for seed in SEEDS]
             self.rows += rows
             perplexities = [row["perplexity"] for row in rows]
             self.perplexity_by_recipe[key] = mean(perplexities) if all(map(isfinite, perplexities)) else inf
@@ -124,7 +124,7 @@ class CoordinateSearch:
         values = [value for value in SCORES if value in rows[0]]
         return aggregate_seeds(rows, ("side", "recipe", "tokens"), values)
 
-    def _try(self, recipe: Recipe, seed: int) -> Row:
+    def _train_or_diverge(self, recipe: Recipe, seed: int) -> Row:
         """The row of a run, with infinite perplexity if it diverged."""
         try:
             return self._train(recipe, seed, self.kind.rows)

@@ -1,4 +1,5 @@
-"""RetroMAE, DupMAE and TSDAE beside plain masking, headless and with a softmax: how well vectors of texts find them."""
+"""RetroMAE, DupMAE and TSDAE beside plain masking, headless and with a softmax: how well their vectors retrieve
+articles."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from megahead.evaluate.harness_tasks import read_articles
 from steps.once import output_lock
 
 GRID = GRIDS["retrieval"]
-SHARE = 10  # of so many articles one chooses the learning rates, and one is searched in the end
+SHARE = 10  # one article in so many serves to choose learning rates, one is searched in the end
 SEARCHES = ("title", "sentence")
 
 
 class Way(NamedTuple):
-    """What an encoder learns, and by which softmax."""
+    """An encoder's pretraining rule, and its objective."""
 
     rule: str
     objective: str
@@ -31,7 +32,7 @@ class Way(NamedTuple):
 
     @property
     def pooling(self) -> str:
-        """The text's vector that the rule trains, or that is better without one."""
+        """The pooling that the rule trains; for masking, which trains none, the better."""
         return "mean" if self.rule == "masking" else "cls"
 
 
@@ -61,7 +62,8 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trains and scores encoders on one part of the articles; `chosen_by` and `searched` are two others."""
+    """Trains encoders on one part of the articles; `chosen_by` selects learning rates, `searched` gives final
+    scores."""
 
     runner: ExperimentRunner
     data: Sequence[str]
@@ -132,7 +134,7 @@ class Comparison:
         return tuned
 
     def _scores(self, model: Path, articles: Path) -> Row:
-        """recall@10 by title and by sentence, and STS-B's correlation if there is its data, by both vectors."""
+        """recall@10 by title and by sentence, and STS-B's correlation if its data is given, with both poolings."""
         data, names = self.runner.tasks_data, ["retrieval"]
         names += [] if data is None else ["stsb"]
         output = "-".join([articles.stem, *model.relative_to(self.runner.folder).parts])  # one for each process

@@ -57,7 +57,7 @@ class Cell(NamedTuple):
     run: RunMetrics
 
     def row(self, columns: Mapping[str, str]) -> Row:
-        """A table row: the values of the axes, and of `columns`, by title, MEASURES or last scores."""
+        """A table row: values of the axes, and by title of `columns` one of MEASURES or a last score."""
         run, last = self.run, self.run.validation[-1]
         measured = {title: MEASURES[name](run) if name in MEASURES else last[name] for title, name in columns.items()}
         return self.values | measured
@@ -78,7 +78,7 @@ class ExperimentRunner:
     rivals_python: Path | None = None  # an interpreter that has the libraries of related methods
     minutes: float | None = None  # of CPU for each run, in experiments of equal time
     held_out: int = 50  # one in so many documents is kept for evaluation
-    ranks: int = 1  # of each run: for short steps two with a thread each are faster than one with two
+    ranks: int = 1  # of each run; for short steps two of one thread are faster than one of two threads
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # the seed, tokens, seconds and settings of each
 
     def data(self, vocabulary: int | None = None, *, encoder: bool = False) -> list[str]:
@@ -172,7 +172,8 @@ class ExperimentRunner:
         return metrics
 
     def step_seconds(self, config_name: str, name: str, *overrides: str) -> float:
-        """CPU time of a step (on a GPU time) of a short run `NAME-probe`, without its first two, which take longer."""
+        """CPU seconds (on a GPU wall seconds) of a step of a short run `NAME-probe`, without its two first, slower
+        steps."""
         short = training_overrides(PROBE_STEPS, evaluate_samples=8, log_seconds=0)
         run = self.train(config_name, f"{name}-probe", *overrides, *short)
         seconds = (time_spent(run) - time_spent(run, 2)) / (int(run.training[-1]["step"]) - 2)
@@ -181,7 +182,7 @@ class ExperimentRunner:
         return seconds
 
     def steps_within(self, minutes: float, config_name: str, name: str, *overrides: str) -> int:
-        """How many steps take so long, at the speed of a short run; two at least."""
+        """How many steps take `minutes` at the speed of a short run; at least two."""
         return max(2, round(60 * minutes / self.step_seconds(config_name, name, *overrides)))
 
     def run(self, tool: str, *arguments: object) -> None:
@@ -266,7 +267,7 @@ class ExperimentRunner:
 
 
 def select_names(only: Sequence[str], *groups: Iterable[Name]) -> tuple[list[Name], ...]:
-    """The names of each group that are in `only`, the option, or all where none is. FieldError for other names."""
+    """The names of each group that are in `only` (--only), or all if none is. FieldError for other names."""
     listed = [list(dict.fromkeys(group)) for group in groups]
     known = [str(name) for group in listed for name in group]
     if unknown := [name for name in only if name not in known]:

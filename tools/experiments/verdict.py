@@ -85,29 +85,29 @@ class RunPlanner:
         if "vanilla" in part.kinds and self.units["headless"] != unit:
             for budget in self._budgets:  # headless on as many tokens as vanilla, which costs less than the reverse
                 steps, decay = budget * unit, round(part.decay * budget) * unit
-                course = PlannedRun("headless", "headless, equal tokens", budget, "headless", steps, decay)
-                runs.append(self._branch_off(course))
+                planned = PlannedRun("headless", "headless, equal tokens", budget, "headless", steps, decay)
+                runs.append(self._branch_off(planned))
         runs += [self._plan_switched_run(n, share) for n in self._budgets for share in part.switches.get(n, ())]
-        return [course for course in runs if course.kind in part.kinds]
+        return [planned for planned in runs if planned.kind in part.kinds]
 
     def keep_every(self, trunk: PlannedRun) -> int:
         """Steps between the checkpoints of a trunk that branches need; 0 if there are none."""
-        return gcd(*(course.fork for course in self.all() if course.trunk == trunk.name))
+        return gcd(*(planned.fork for planned in self.all() if planned.trunk == trunk.name))
 
-    def warmup_steps(self, course: PlannedRun) -> int:
-        """A unit of the trunk, or a fifth of a run of less than five units."""
-        unit = self.units[course.objective]
-        return unit if course.trunk is not None else min(unit, course.steps // 5)
+    def warmup_steps(self, planned: PlannedRun) -> int:
+        """One unit; at most a fifth of a run that is not a branch."""
+        unit = self.units[planned.objective]
+        return unit if planned.trunk is not None else min(unit, planned.steps // 5)
 
-    def units_at_step(self, course: PlannedRun, step: int) -> float:
+    def units_at_step(self, planned: PlannedRun, step: int) -> float:
         """Time in units at a step of a run."""
-        vanilla_steps = max(0, step - (course.steps - course.vanilla_steps))
-        return (step - vanilla_steps) / self.units[course.objective] + vanilla_steps / self.units["vanilla"]
+        vanilla_steps = max(0, step - (planned.steps - planned.vanilla_steps))
+        return (step - vanilla_steps) / self.units[planned.objective] + vanilla_steps / self.units["vanilla"]
 
     def _plan_run(self, kind: str, budget: int) -> PlannedRun:
         unit, decay = self.units[kind], round(self._part.decay * budget)
-        course = PlannedRun(kind, kind, budget, kind, steps=budget * unit, decay_steps=decay * unit)
-        return course if budget == self._longest else self._branch_off(course)
+        planned = PlannedRun(kind, kind, budget, kind, steps=budget * unit, decay_steps=decay * unit)
+        return planned if budget == self._longest else self._branch_off(planned)
 
     def _plan_switched_run(self, budget: int, share: float) -> PlannedRun:
         unit, decay_share = self.units["headless"], self._part.decay
@@ -118,14 +118,14 @@ class RunPlanner:
         run, steps = f"vanilla for the last {share:.0%}", round(budget * (1 - share) * unit) + vanilla_steps
         return self._branch_off(PlannedRun("switched", run, budget, "headless", steps, decay, vanilla_steps))
 
-    def _branch_off(self, course: PlannedRun) -> PlannedRun:
+    def _branch_off(self, planned: PlannedRun) -> PlannedRun:
         """Branches off the trunk at its last checkpoint before the learning rate or objective of either changes, unless
         the trunk's warm-up would be most of the run."""
-        unit, stable_units = self.units[course.objective], self._longest - round(self._part.decay * self._longest)
-        shared_steps = course.steps - max(course.decay_steps, course.vanilla_steps)
+        unit, stable_units = self.units[planned.objective], self._longest - round(self._part.decay * self._longest)
+        shared_steps = planned.steps - max(planned.decay_steps, planned.vanilla_steps)
         fork = min(shared_steps // unit, stable_units) * unit
-        trunk = self._plan_run(course.objective, self._longest).name
-        return replace(course, trunk=trunk, fork=fork) if fork and 2 * unit <= course.steps else course
+        trunk = self._plan_run(planned.objective, self._longest).name
+        return replace(planned, trunk=trunk, fork=fork) if fork and 2 * unit <= planned.steps else planned
 
 
 PROBE_STEPS = 60
@@ -154,12 +154,12 @@ class Comparison:
     def points(self, kinds: Sequence[str]) -> list[Row]:
         """Trains the runs; returns a row for each evaluation of each."""
         data = self.runner.data(self.part.vocabulary, encoder=self.part.encoder)
-        courses = RunPlanner(self.part, self.seed, self._vanilla_unit(data))
-        selected = [course for course in courses.all() if course.kind in kinds]
-        for trunk in courses.trunks():
-            if any(course.trunk == trunk.name for course in selected):
-                self._train(courses, trunk, data)
-        rows = [row for course in selected for row in self._run_rows(courses, course, data)]
+        planner = RunPlanner(self.part, self.seed, self._vanilla_unit(data))
+        selected = [planned for planned in planner.all() if planned.kind in kinds]
+        for trunk in planner.trunks():
+            if any(planned.trunk == trunk.name for planned in selected):
+                self._train(planner, trunk, data)
+        rows = [row for planned in selected for row in self._run_rows(planner, planned, data)]
         tasks = self.runner.tasks_data
         return rows if tasks is None else self._add_task_scores(rows, tasks, data)
 
@@ -183,41 +183,41 @@ class Comparison:
             probes[f"{self.name}-probe-{objective}"] = [*overrides, f"training.steps={PROBE_STEPS}", *PROBE_OVERRIDES]
         return max(1, round(self.part.unit / self.runner.relative_cost(self.part.config, probes)))
 
-    def _run_rows(self, courses: RunPlanner, course: PlannedRun, data: Sequence[str]) -> list[Row]:
-        run = self._train(courses, course, data)
+    def _run_rows(self, planner: RunPlanner, planned: PlannedRun, data: Sequence[str]) -> list[Row]:
+        run = self._train(planner, planned, data)
         seconds = time_spent(run)
-        if course.trunk is not None:
-            trunk = read_metrics(self.runner.folder / self.folder_name(course.trunk))
-            seconds += time_spent(trunk, last_step=course.fork)
+        if planned.trunk is not None:
+            trunk = read_metrics(self.runner.folder / self.folder_name(planned.trunk))
+            seconds += time_spent(trunk, last_step=planned.fork)
         tasks = {record["step"]: record["tasks"] for record in run.tasks}
         rows: list[Row] = []
         for record in run.validation:
             step, tokens = record["step"], record["tokens"]
-            row: Row = {"run": course.run, "seed": self.seed, "budget": course.budget, "curve": course.name}
-            row |= {"time": courses.units_at_step(course, step), "end": step == course.steps}
+            row: Row = {"run": planned.run, "seed": self.seed, "budget": planned.budget, "curve": planned.name}
+            row |= {"time": planner.units_at_step(planned, step), "end": step == planned.steps}
             row |= {"hours": seconds * self.runner.ranks / 3600, "step": step, "tokens": tokens}  # hours of CPUs
             row |= evaluation_scores(record)
             rows.append(row | {task: scores["acc"]["value"] for task, scores in tasks.get(step, {}).items()})
         return rows
 
-    def _train(self, courses: RunPlanner, course: PlannedRun, data: Sequence[str]) -> RunMetrics:
-        unit = courses.units[course.objective]
-        settings: Row = {"training.steps": course.steps}
+    def _train(self, planner: RunPlanner, planned: PlannedRun, data: Sequence[str]) -> RunMetrics:
+        unit = planner.units[planned.objective]
+        settings: Row = {"training.steps": planned.steps}
         settings |= dict.fromkeys(("training.evaluate_every", "training.checkpoint_every"), unit)
-        settings |= {"training.keep_every": keep_every} if (keep_every := courses.keep_every(course)) else {}
-        settings |= {"schedule.name": "wsd", "schedule.warmup_steps": courses.warmup_steps(course)}
-        settings |= {"schedule.decay_steps": course.decay_steps, "seed": self.seed}
+        settings |= {"training.keep_every": keep_every} if (keep_every := planner.keep_every(planned)) else {}
+        settings |= {"schedule.name": "wsd", "schedule.warmup_steps": planner.warmup_steps(planned)}
+        settings |= {"schedule.decay_steps": planned.decay_steps, "seed": self.seed}
         settings |= {"tasks": json.dumps(self._tasks(unit, data))}
-        if course.vanilla_steps:  # an untied head diverged at such rates
-            share = course.vanilla_steps / course.steps
+        if planned.vanilla_steps:  # an untied head diverged at such rates
+            share = planned.vanilla_steps / planned.steps
             settings |= {"objective.schedule.vanilla_share": share, "objective.tied": "true"}
         fork = None
-        if course.trunk is not None:
+        if planned.trunk is not None:
             settings["resume.allow"] = "[objective.schedule,objective.tied,schedule.decay_steps]"
-            trunk = RunFolder(self.runner.folder / self.folder_name(course.trunk))
-            fork = trunk.checkpoints / f"step-{course.fork:08d}"
-        overrides = [*data, *self.part.shape, *self._objective_overrides(course.objective), *to_overrides(settings)]
-        return self.runner.train(self.part.config, self.folder_name(course.name), *overrides, fork=fork)
+            trunk = RunFolder(self.runner.folder / self.folder_name(planned.trunk))
+            fork = trunk.checkpoints / f"step-{planned.fork:08d}"
+        overrides = [*data, *self.part.shape, *self._objective_overrides(planned.objective), *to_overrides(settings)]
+        return self.runner.train(self.part.config, self.folder_name(planned.name), *overrides, fork=fork)
 
     def _tasks(self, unit: int, data: Sequence[str]) -> Row | None:
         """Tasks during training: a cloze of the held-out text, for decoders, and BLiMP with --tasks-data."""

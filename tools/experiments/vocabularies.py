@@ -43,19 +43,21 @@ class Text:
 
 
 def compare_large_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Held-out bits per byte of each size (or those of `only`: numbers), headless; records of --text name their
-    language (`lang`).
+    """Headless held-out bits per byte of each vocabulary size (or those of `only`: numbers); records of --text name
+    their language (`lang`).
 
     For each size a multilingual tokenizer is trained on the training text, and a small decoder on its ids. All runs
     have the same number of steps, which take equally long; with a larger vocabulary they read more text, so each is
-    also scored at the step with the text that the smallest vocabulary reads in all. For the smaller sizes vanilla runs
+    also scored at the step with as much text as the smallest vocabulary's run reads. For the smaller sizes vanilla runs
     train for as many steps as fit in the time of the headless run.
     """
     (sizes,) = select_names(only, SIZES)
     source = _split_languages(runner)
     texts = {size: _prepare_text(runner, source, size) for size in sizes}
-    first_num_tokens = _prepare_text(runner, source, SIZES[0]).train.num_tokens
-    scored_rows = [row for size in sizes for row in _score_at_equal(runner, size, texts[size], first_num_tokens)]
+    smallest_vocabulary_tokens = _prepare_text(runner, source, SIZES[0]).train.num_tokens
+    scored_rows = [
+        row for size in sizes for row in _score_at_equal(runner, size, texts[size], smallest_vocabulary_tokens)
+    ]
     chart = Chart.of(scored_rows, "Bits per byte", "at equal", "vocabulary", "bits per byte", log_x=True)
     runner.record("large_vocabularies", scored_rows, chart)
     both = [size for size in VANILLA_SIZES if size in texts]
@@ -97,9 +99,10 @@ def _prepare_text(runner: ExperimentRunner, source: Path, size: int) -> Text:
     return Text(settings, IndexedDataset(folder / "train"), held_out)
 
 
-def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, first_num_tokens: int) -> Iterator[Row]:
-    """Yields a row at equal text and one at equal time; `first_num_tokens`: of the text in the first vocabulary."""
-    step = min(STEPS, round(STEPS * text.train.num_tokens / first_num_tokens))
+def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, smallest_vocabulary_tokens: int) -> Iterator[Row]:
+    """Yields a row at equal text and one at equal time; `smallest_vocabulary_tokens`: of the text in the first
+    vocabulary."""
+    step = min(STEPS, round(STEPS * text.train.num_tokens / smallest_vocabulary_tokens))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
     checkpoints = training_overrides(STEPS, checkpoint_every=step, keep_checkpoints=2)

@@ -63,9 +63,9 @@ class StepRunner:
     ) -> FinishedStep:
         """Runs `work`, which returns its result, or reuses the result of an earlier run.
 
-        Prints `describe_result(result)` after. Nothing is recorded if `work` raises. A result is
-        reused if `settings` (JSON values) and size and time of every file of `inputs` are the same, and those of
-        `outputs` have not changed since. Waits while another process runs the same step.
+        Prints `describe_result(result)` after. Nothing is recorded if `work` raises. A result is reused if `settings`
+        (JSON values) and sizes and modification times of all files in `inputs` are the same, and those of `outputs`
+        have not changed since. Waits while another process runs the same step.
         """
         record = self.folder / f"{name}.json"
         key = self._key(settings, inputs)
@@ -102,7 +102,7 @@ class StepRunner:
         return None
 
     def _files_hash(self, paths: Sequence[Path]) -> str:
-        """A hash of path, size and time of every file in `paths` and their folders; a missing one has size -1."""
+        """A hash of path, size and modification time of all files in `paths` and below; a missing one has size -1."""
         stats = list[tuple[str, int, int]]()
         for path in paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

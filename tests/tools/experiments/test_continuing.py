@@ -17,7 +17,7 @@ from support.vocabularies import vocabulary
 @pytest.mark.long
 @pytest.mark.slow
 def test_both_shapes_continue_each_way(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"SMALLER": 320, "LARGEST": 400, "BASE_STEPS": 2, "MINUTES": 1e-9, "HELD_OUT": 20}
+    sizes = {"IDS_BEFORE": 320, "IDS_AFTER": 400, "BASE_STEPS": 2, "MINUTES": 1e-9, "HELD_OUT": 20}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.continuing.{name}", value)
     monkeypatch.setattr("experiments.runner.PROBE_STEPS", 3)
@@ -36,7 +36,7 @@ def test_both_shapes_continue_each_way(runner: ExperimentRunner, monkeypatch: py
 def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"LARGER": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVERY": 1, "FEW_HELD_OUT": 20}.items():
+    for name, value in {"DECODER_IDS": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVERY": 1, "FEW_HELD_OUT": 20}.items():
         monkeypatch.setattr(f"experiments.continuing.{name}", value)
     other = vocabulary(tmp_path, "sentencepiece", 420).tokenizer.path
     settings = [part for part in TINY if "training.steps" not in part]

@@ -149,60 +149,62 @@ UNIT = PART.unit
 
 def test_every_run_of_a_budget_takes_its_time() -> None:
     """Vanilla steps take four times as long."""
-    courses = RunPlanner(PART, 0, UNIT // 4)
-    runs = {course.name: course for course in courses.all()}
+    planner = RunPlanner(PART, 0, UNIT // 4)
+    runs = {planned.name: planned for planned in planner.all()}
     assert len(runs) == 4 + 2 + 4
-    for name, course in runs.items():
-        taken = courses.units_at_step(course, course.steps)
-        assert taken == pytest.approx(course.budget / 4 if "equal-tokens" in name else course.budget, rel=0.01), name
+    for name, planned in runs.items():
+        taken = planner.units_at_step(planned, planned.steps)
+        assert taken == pytest.approx(planned.budget / 4 if "equal-tokens" in name else planned.budget, rel=0.01), name
     for budget in PART.budgets[0]:
         assert runs[f"headless-equal-tokens-{budget}"].steps == runs[f"vanilla-{budget}"].steps
     switched = runs["vanilla-for-the-last-20-50"]
     assert (switched.steps, switched.vanilla_steps) == (40 * 128 + 10 * 32, 10 * 32)
-    assert courses.units_at_step(switched, 40 * 128 + 32) == 41
+    assert planner.units_at_step(switched, 40 * 128 + 32) == 41
 
 
 @pytest.mark.parametrize("falls", [0.2, 0.6])
 def test_rates_fall_in_the_last_part_of_the_time_whatever_is_learned_then(falls: float) -> None:
-    courses = RunPlanner(replace(PART, decay=falls), 0, UNIT // 4)
-    for course in courses.all():
-        stable = courses.units_at_step(course, course.steps - course.decay_steps)
-        assert stable == pytest.approx((1 - falls) * courses.units_at_step(course, course.steps), rel=0.01), course.name
+    planner = RunPlanner(replace(PART, decay=falls), 0, UNIT // 4)
+    for planned in planner.all():
+        stable = planner.units_at_step(planned, planned.steps - planned.decay_steps)
+        assert stable == pytest.approx((1 - falls) * planner.units_at_step(planned, planned.steps), rel=0.01), (
+            planned.name
+        )
 
 
 def test_no_run_is_made_twice_where_units_have_as_many_tokens() -> None:
-    runs = [course.name for course in RunPlanner(replace(PART, switches={}), 0, UNIT).all()]
+    runs = [planned.name for planned in RunPlanner(replace(PART, switches={}), 0, UNIT).all()]
     assert runs == ["headless-5", "headless-50", "vanilla-5", "vanilla-50"]
 
 
 def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
-    courses = RunPlanner(PART, 1, 20)
-    runs = {course.name: course for course in courses.all()}
-    warmups = {name: courses.warmup_steps(course) for name, course in runs.items()}
+    planner = RunPlanner(PART, 1, 20)
+    runs = {planned.name: planned for planned in planner.all()}
+    warmups = {name: planner.warmup_steps(planned) for name, planned in runs.items()}
     assert (runs["headless-equal-tokens-5"].trunk, warmups["headless-equal-tokens-5"]) == (None, 20)
     assert (warmups["headless-5"], warmups["vanilla-5"]) == (UNIT, 20)
 
 
 def test_no_run_warms_up_for_most_of_its_steps() -> None:
-    courses = RunPlanner(Part(shape=(), budgets={0: (5,)}, switches={}, unit=64), 0, 18)
-    for course in courses.all():
-        assert courses.warmup_steps(course) * 5 == course.steps
+    planner = RunPlanner(Part(shape=(), budgets={0: (5,)}, switches={}, unit=64), 0, 18)
+    for planned in planner.all():
+        assert planner.warmup_steps(planned) * 5 == planned.steps
 
 
 def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_yet() -> None:
     for seed in PART.budgets:
-        courses = RunPlanner(PART, seed, UNIT // 4)
-        trunks = {course.name: course for course in courses.trunks()}
-        for course in courses.all():
-            assert (course.trunk is None) == (course.name in trunks or course.name == "headless-equal-tokens-5")
-            if course.trunk is not None:
-                trunk = trunks[course.trunk]
-                assert course.objective == trunk.objective
-                assert 0 < course.fork <= min(trunk.steps - trunk.decay_steps, course.steps - course.decay_steps)
-                assert course.fork <= course.steps - course.vanilla_steps
-                assert course.fork % courses.units[trunk.objective] == 0
-                assert course.fork % courses.keep_every(trunk) == 0
-    forks = {course.name: course.fork for course in RunPlanner(PART, 0, UNIT // 4).all()}
+        planner = RunPlanner(PART, seed, UNIT // 4)
+        trunks = {planned.name: planned for planned in planner.trunks()}
+        for planned in planner.all():
+            assert (planned.trunk is None) == (planned.name in trunks or planned.name == "headless-equal-tokens-5")
+            if planned.trunk is not None:
+                trunk = trunks[planned.trunk]
+                assert planned.objective == trunk.objective
+                assert 0 < planned.fork <= min(trunk.steps - trunk.decay_steps, planned.steps - planned.decay_steps)
+                assert planned.fork <= planned.steps - planned.vanilla_steps
+                assert planned.fork % planner.units[trunk.objective] == 0
+                assert planned.fork % planner.keep_every(trunk) == 0
+    forks = {planned.name: planned.fork for planned in RunPlanner(PART, 0, UNIT // 4).all()}
     assert forks["headless-5"] == 4 * UNIT
     assert forks["vanilla-for-the-last-40-5"] == 3 * UNIT
     assert forks["vanilla-for-the-last-10-5"] == 4 * UNIT
@@ -210,4 +212,4 @@ def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_y
 
 def test_what_a_part_leaves_out_is_left_out() -> None:
     wide = Part(shape=(), budgets={0: (5,)}, switches={}, kinds=("headless",))
-    assert [course.name for course in RunPlanner(wide, 0, 32).all()] == ["headless-5"]
+    assert [planned.name for planned in RunPlanner(wide, 0, 32).all()] == ["headless-5"]
