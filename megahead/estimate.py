@@ -30,7 +30,7 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
 def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
     """The auxiliary objective's own targets per row, and the candidates of each: the batch's `candidate_rows` if
     shared."""
-    auxiliary = config.objective.auxiliary_or_neutral()
+    auxiliary = config.objective.auxiliary_or_empty()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
         return targets, candidate_rows
@@ -137,7 +137,7 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
 
 
 def _auxiliary_head(config: RunConfig) -> int:
-    auxiliary = config.objective.auxiliary_or_neutral()
+    auxiliary = config.objective.auxiliary_or_empty()
     blocks = auxiliary.head_blocks(config.model)
     in_blocks = 0 if blocks is None else body_parameters(blocks) - position_parameters(blocks)
     return in_blocks + auxiliary.head_parameters(config.model)
@@ -199,9 +199,9 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     saved_per_layer = {False: block, True: block_input, "selective": selective}[recompute]
     temporary = (block if recompute else 0) + model.hidden_size - block_input
-    saved_layers = sum(subset.layers_saved() for subset in subset_layers(config))
+    saved_layers = sum(subset.layers_spared() for subset in subset_layers(config))
     layers = sum(model.num_layers for model in _model_configs(config)) - saved_layers
-    own_layers = config.objective.auxiliary_or_neutral().num_layers * tensor  # each rank has them whole
+    own_layers = config.objective.auxiliary_or_empty().num_layers * tensor  # each rank has them whole
     return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
 
 
@@ -258,7 +258,7 @@ def training_flops(
     local = min(context, _mean_window(config.window_radius(), sequence_length, 1 if config.is_causal else 2))
     contexts = [local if config.is_local(layer) else context for layer in range(layers)]
     for subset in subsets:  # fewer queries, each of fewer keys
-        matrices -= subset.layers_saved() * (attention + mlp)
+        matrices -= subset.layers_spared() * (attention + mlp)
         for layer in subset.layers:
             contexts[layer] = subset.share * (local if config.is_local(layer) else subset.share * context)
         if subset.first_layer_attends_to_all:  # it also computes keys and values of the other tokens
@@ -278,7 +278,7 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
     length, targets, auxiliary = (
         config.data.sequence_length,
         config.targets_per_row(),
-        config.objective.auxiliary_or_neutral(),
+        config.objective.auxiliary_or_empty(),
     )
     model, generator = config.model_in_training(), config.generator_config()
     head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
@@ -297,7 +297,7 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
     """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
     auxiliary, products, sampled = (
-        config.objective.auxiliary_or_neutral(),
+        config.objective.auxiliary_or_empty(),
         3 + (masking is not None and masking.is_adaptive()),
         0,
     )
@@ -504,7 +504,7 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_linear else 4)) * chunk * rows
     if (
-        config.objective.auxiliary_or_neutral().has_bag_of_words()
+        config.objective.auxiliary_or_empty().has_bag_of_words()
     ):  # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor
     return total

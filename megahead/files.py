@@ -253,10 +253,15 @@ def publish_folder(partial: Path, output: Path) -> None:
     """Renames a folder whose files are on disk to `output`, and removes an earlier `output`."""
     fsync(partial)
     replaced = output.with_name(f".{output.name}.replaced.partial")
-    _remove(replaced)
     if output.exists():
+        _remove(replaced)
         output.rename(replaced)
-    partial.rename(output)
+    try:
+        partial.rename(output)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(output)
+        raise
     fsync(output.parent)
     _remove(replaced)
 

@@ -129,7 +129,7 @@ UpdateFunction = Callable[[Tensor, Tensor, int | None], Tensor]
 """Computes the update of a parameter of the optimizer from the parameter, its momentum and its `qkv_head_size`."""
 
 MOMENTUM = "exp_avg"
-"""Muon's only state of a weight: a running mean of gradients, like AdamW's first moment."""
+"""Muon's only moment of a weight: a running mean of gradients, as AdamW's first moment."""
 
 _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 _CHECKPOINTS = "checkpoints"
+_CHECKPOINT = re.compile(r"(?:abandoned-)?(?:step-)?\d+(?:-[0-9a-f]+)?(?:\.replaced)?")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class RunFolder:
         A checkpoint outside of a run folder counts as a run folder.
         """
         for absolute in (path.absolute(), path.resolve()):
-            if absolute.parent.name == _CHECKPOINTS:
+            if absolute.parent.name == _CHECKPOINTS and _CHECKPOINT.fullmatch(absolute.name):
                 return RunFolder(absolute.parent.parent)
             if absolute.name == _CHECKPOINTS:
                 return RunFolder(absolute.parent)

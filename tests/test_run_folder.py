@@ -52,3 +52,8 @@ def test_it_stands_where_a_path_is_asked_for(tmp_path: Path) -> None:
 def test_the_class_can_be_inspected() -> None:
     """By `help`, completion in notebooks, and mocks."""
     assert {"metrics", "checkpoints", "tokenizer"} <= dict(inspect.getmembers(RunFolder)).keys()
+
+
+def test_a_run_in_a_folder_that_is_called_checkpoints_is_a_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "checkpoints/first")
+    assert RunFolder.of(run.path) == RunFolder.of(run.checkpoints / "1000") == run

@@ -88,7 +88,7 @@ class RemoteStorage(Storage):
 
     @property
     def latest(self) -> Latest:
-        """As in `Storage`, or a complete later checkpoint whose upload was killed before it wrote `latest`."""
+        """As in `Storage`, or a complete later checkpoint, if a kill came between it and `latest`."""
         latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
         return latest if latest.name is None else self._find_continuation(latest, latest.name)
 
@@ -97,7 +97,9 @@ class RemoteStorage(Storage):
             if step_of(name) <= step_of(latest_name):
                 break
             manifest = manifest_if_valid(self, name)
-            if manifest is not None and is_ancestor(latest_name, manifest.parents or (name,)):
+            if manifest is not None and is_ancestor(
+                latest_name, manifest.parents or (name,)
+            ):  # earlier versions have none
                 return Latest(name, manifest.parents)
         return latest
 
@@ -151,7 +153,9 @@ class RemoteStorage(Storage):
                 check_lease()
                 target = self.path(folder.name, file)
                 self.store.put(folder / file, target)
-                for _ in download(self.store, target, ExpectedFile(entry.bytes, entry.sha256), len):
+                for _ in download(
+                    self.store, target, ExpectedFile(entry.bytes, entry.sha256), len
+                ):  # `len` drops the bytes
                     pass
 
         futures = [submit(upload_files) for _ in range(PARALLEL_TRANSFERS)]
@@ -164,7 +168,9 @@ class RemoteStorage(Storage):
         files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
-            if is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file:
+            if (
+                is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file
+            ):  # of earlier versions
                 files_by_name.setdefault(folder, {})[file] = size
         return files_by_name
 
@@ -186,7 +192,7 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStora
 
 
 def retry_seconds(group: Group) -> float:
-    """Retry limit of a request: the timeout of the other ranks of `group` must cover a few of them."""
+    """Seconds to retry a request: the other ranks of `group` wait meanwhile, and must not time out for a few."""
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 

@@ -43,7 +43,7 @@ def step_of(name: str | PurePath) -> int:
     return int(match[1])
 
 
-def without_digits(name: str) -> str:
+def without_suffix(name: str) -> str:
     """A checkpoint's name without its random digits; any other name unchanged."""
     match = _NAME.fullmatch(name)
     return f"step-{match[1]}" if match and match[2] else name

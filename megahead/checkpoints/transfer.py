@@ -56,7 +56,7 @@ def fetch_newer(
     """Fetches the newest valid checkpoint at `url` into `folder`, with its log and run id, if it is newer than step
     `newer_than` (see `newer_names`); otherwise returns None. Collective; CheckpointError if the store cannot be read.
 
-    `validate` may raise on rank 0 before the download.
+    `validate` may raise on rank 0 before the download. The log calls the remote store `mirror`.
     """
     start_time, disk = time.monotonic(), DiskStorage(folder.checkpoints)
 
@@ -395,7 +395,7 @@ class Uploader:
     def _prepare(self) -> None:
         """Takes the lease and uploads the config, again if the store was emptied."""
         self.check()
-        if self._lease.acquire():
+        if self._lease.acquire():  # newly taken: the store may be empty
             self._has_sent_config = False
         if not self._has_sent_config:
             self._remote.store.remove(self._folder.session_end.name)

@@ -35,7 +35,7 @@ from megahead.evaluate.glue_tasks import (
     paper_settings,
 )
 from megahead.evaluate.results import Score
-from megahead.evaluate.search_data import PAIRS_PREFIX, ContrastiveSettings, load_pairs
+from megahead.evaluate.search_data import RETRIEVAL_PREFIX, ContrastiveSettings, load_pairs
 from megahead.hf.other_programs import POOLINGS
 from megahead.report.tables import terminal, to_rich
 
@@ -63,7 +63,7 @@ def run() -> None:
     arguments = _parser().parse_args()
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
-    names = expand_task_names(arguments.task, sources, PAIRS_PREFIX)
+    names = expand_task_names(arguments.task, sources, RETRIEVAL_PREFIX)
     tasks = [load_with_settings(name, sources, arguments) for name in names]
     if arguments.save:
         require_one_run(tasks, arguments)
@@ -83,12 +83,12 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     from megahead.evaluate.finetuning import InitialModel
     from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
 
-    if group.size > 1 and (others := [data.name for data, _ in tasks if not data.name.startswith(PAIRS_PREFIX)]):
-        raise FieldError("--task", f"be {PAIRS_PREFIX}PATH on several ranks", got=others[0])
+    if group.size > 1 and (others := [data.name for data, _ in tasks if not data.name.startswith(RETRIEVAL_PREFIX)]):
+        raise FieldError("--task", f"be {RETRIEVAL_PREFIX}PATH on several ranks", got=others[0])
     console = terminal(soft_wrap=True, quiet=group.rank > 0)
     for data in (data for data, _ in tasks if data.num_skipped):
         console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
-    tunes_vectors = any(data.name.startswith(PAIRS_PREFIX) for data, _ in tasks)
+    tunes_vectors = any(data.name.startswith(RETRIEVAL_PREFIX) for data, _ in tasks)
     folders = open_models(arguments.model, group, encoders=tunes_vectors)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
@@ -147,7 +147,7 @@ def load_with_settings(
         raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
     names = ("learning_rate", "weight_decay", "batch_size", "epochs", "max_length")
     changes = {key: value for key in names if (value := getattr(arguments, key)) is not None}
-    if name.startswith(PAIRS_PREFIX):
+    if name.startswith(RETRIEVAL_PREFIX):
         contrastive = ContrastiveSettings(**changes, pooling=arguments.pooling, temperature=arguments.temperature)
         return load_pairs(name, arguments.max_train_rows), contrastive
     settings = paper_settings(name, arguments.loss, **changes)
@@ -157,8 +157,8 @@ def load_with_settings(
 def require_one_run(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace) -> None:
     """FieldError unless a single contrastive run is asked for, whose model `--save` writes."""
     runs = len(tasks) * (len(arguments.model) + arguments.floor) * arguments.seeds
-    if runs > 1 or not tasks[0][0].name.startswith(PAIRS_PREFIX):
-        rule = f"be given with one --model, one --task {PAIRS_PREFIX}PATH and --seeds 1"
+    if runs > 1 or not tasks[0][0].name.startswith(RETRIEVAL_PREFIX):
+        rule = f"be given with one --model, one --task {RETRIEVAL_PREFIX}PATH and --seeds 1"
         raise FieldError("--save", rule, got=f"given with {runs} runs of {tasks[0][0].name}")
     if arguments.save.exists():
         raise FieldError("--save", "name a new folder", got=arguments.save)

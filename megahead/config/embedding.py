@@ -40,7 +40,7 @@ def shards_embedding(config: RunConfig) -> bool:
 def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
     """Why a run's embedding cannot be sharded; None if it can."""
     (b1, b2), table = config.optimizer.betas, config.optimizer.table
-    why_dense = config.objective.auxiliary_or_neutral().dense_embedding_reason
+    why_dense = config.objective.auxiliary_or_empty().dense_embedding_reason
     if config.objective.has_vocabulary_softmax():
         rule = "be `dense` with a softmax over the vocabulary, which updates each row at each step"
         why_dense = "the softmax covers all ids", rule

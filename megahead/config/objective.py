@@ -234,7 +234,7 @@ class ObjectiveConfig(Settings):
         """Settings of the auxiliary objective, or None."""
         return getattr(self, self.auxiliary_name(), None)
 
-    def auxiliary_or_neutral(self) -> AuxiliarySettings:
+    def auxiliary_or_empty(self) -> AuxiliarySettings:
         """Settings of the auxiliary objective; without one, settings that add nothing."""
         return self.auxiliary() or AuxiliarySettings.model_construct(weight=0.0)
 
@@ -287,7 +287,7 @@ class ObjectiveConfig(Settings):
         """The setting that needs token counts of the dataset, or None."""
         if self.bias == "corrected":
             return "bias"
-        if self.auxiliary_or_neutral().samples_vocabulary():
+        if self.auxiliary_or_empty().samples_vocabulary():
             return f"{self.auxiliary_name()}.draws"
         return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 

@@ -207,7 +207,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     content = _without_unused_offload(content)
     stage = zero_stage(content)
     allowed = stage < 3 or run.engine.activation_checkpointing != "selective"
-    rule = "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept"
+    rule = "be true or false at ZeRO stage 3, where DeepSpeed overwrites saved products"
     require(allowed, "engine.activation_checkpointing", rule, got="`selective`")
     zero = _section(content, "zero_optimization")
     content = _with_defaults(content, communication_settings(zero, device, run.engine.precision, data_ranks))

@@ -74,7 +74,7 @@ class RunConfig(Settings):
 
     def no_head_reason(self) -> str | None:
         """Why a class of transformers cannot have an export's head; None if one can."""
-        if reason := self.objective.auxiliary_or_neutral().no_head_reason:
+        if reason := self.objective.auxiliary_or_empty().no_head_reason:
             return reason
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
@@ -96,7 +96,7 @@ class RunConfig(Settings):
 
     def generator_config(self) -> ModelConfig | None:
         """The shape of the generator that learns the masked tokens; None if the model itself does."""
-        return self.objective.auxiliary_or_neutral().generator_config(self.model)
+        return self.objective.auxiliary_or_empty().generator_config(self.model)
 
     def usable_ranks(self, available: int) -> int:
         """The number of ranks that train: under `parallel.elastic` the most that batch and tensor ranks allow.
@@ -221,7 +221,7 @@ def _check_corrected_bias(config: RunConfig) -> None:
     objective, masking = config.objective, config.masking
     if objective.bias != "corrected" or masking is None or config.model.is_causal:
         return
-    by_auxiliary = objective.auxiliary_or_neutral().skews_targets
+    by_auxiliary = objective.auxiliary_or_empty().skews_targets
     cause = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
     rule = f"be another with {cause}, by which ids are targets more or less often than in the text"
     is_skewed = by_auxiliary or masking.skews_targets()
@@ -235,7 +235,7 @@ def check_consistency(config: RunConfig) -> None:
     if config.masked_inputs:
         config.masked_inputs.check(config.model, config.data)
     _check_causal(config)
-    config.objective.auxiliary_or_neutral().check(config)
+    config.objective.auxiliary_or_empty().check(config)
     _check_corrected_bias(config)
     _check_masking_schedule(config)
     if config.masking is not None and config.masking.uses_id_weights():

@@ -90,8 +90,8 @@ class SubsetLayers(NamedTuple):
     first_layer_attends_to_all: bool = False
     """Whether the first of them computes keys and values of all tokens."""
 
-    def layers_saved(self) -> float:
-        """The cost saved, in layers, counting products with weights (without `first_layer_attends_to_all`)."""
+    def layers_spared(self) -> float:
+        """The cost spared, in layers, counting products with weights (without `first_layer_attends_to_all`)."""
         return len(self.layers) * (1 - self.share)
 
 

@@ -213,7 +213,7 @@ class EncoderRowBuilder:
         if document_starts is not None:
             ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before a document's first
         column_T = np.arange(length + 2)
-        ends_BT &= column_T < last_B[:, None]
+        ends_BT &= column_T < last_B[:, None] - 1
         last_token_BT = column_T == last_B[:, None]
         if self.isolate_documents:
             last_token_BT |= ends_BT
@@ -225,7 +225,7 @@ class EncoderRowBuilder:
 @dataclass(frozen=True)
 class CausalEncoderCollator(RowCollator):
     """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
-    token is the next one of the text, that of [CLS] the first. A sample has the same text as when it is masked."""
+    token is the next one of the text, that of [CLS] the first. Masked or not, a sample has the same text."""
 
     row_builder: EncoderRowBuilder
 

@@ -236,7 +236,7 @@ class TextFile(Chunk):
 
 ROWS_PER_READ = 64
 STATE_FILE = "state.json"
-SPLITS_FILE = "dataset_dict.json"
+DATASET_DICT_FILE = "dataset_dict.json"
 
 
 def chunk_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
@@ -275,8 +275,8 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def saved_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a saved Hugging Face dataset, in order. DataError for one with several splits."""
-    if (folder / SPLITS_FILE).is_file():
-        splits = orjson.loads((folder / SPLITS_FILE).read_bytes())["splits"]
+    if (folder / DATASET_DICT_FILE).is_file():
+        splits = orjson.loads((folder / DATASET_DICT_FILE).read_bytes())["splits"]
         raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
     state = orjson.loads((folder / STATE_FILE).read_bytes())
     if state.get("_indices_data_files"):

@@ -25,7 +25,7 @@ import zstandard
 
 from megahead.data.records import (
     BLOCK_BYTES,
-    SPLITS_FILE,
+    DATASET_DICT_FILE,
     Chunk,
     HubSplit,
     JsonLines,
@@ -96,8 +96,8 @@ DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
     ".zst": _zstd_blocks,
 }
 
-# Inputs are files, globs, standard input, saved datasets and datasets of the Hub. A new file type needs a subclass of
-# `Chunk`, and in `CHUNKERS` a function that splits a file into such chunks.
+# Inputs are files, globs, standard input, datasets saved by `save_to_disk` and datasets of the Hub. A new file type
+# needs a subclass of `Chunk`, and in `CHUNKERS` a function that splits a file into such chunks.
 
 MAX_TEXT_BYTES = 1 << 30
 DAT_DIGITS = 16
@@ -127,7 +127,8 @@ class Input:
     """The URL of a shard of the Hub; None for all others."""
 
     def chunks(self, selection: Selection) -> Iterator[Chunk]:
-        """Its chunks in order, of about 4 MB of text each (more where one document is longer)."""
+        """Its chunks in order, of about 4 MB of text each (more where one document is longer). `selection`: which
+        records, and which of their keys."""
         for file in self.files or (self.path,):
             yield from self.split(file, selection)
 
@@ -175,7 +176,7 @@ def _names(pattern: str) -> list[str]:
 
 
 def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
-    """The same inputs, of whose `.txt` files each line is a document."""
+    """The same inputs, with each line of a `.txt` file a document."""
     lines = partial(_chunk_lines, chunk_class=TextLines)
     return [
         replace(item, split=lines) if item.split is _chunk_text and ".txt" in item.path.suffixes else item
@@ -244,7 +245,7 @@ def _expand_pattern(pattern: str) -> list[Path]:
 
 
 def _is_plain_folder(path: Path) -> bool:
-    return path.is_dir() and not (is_saved_dataset(path) or (path / SPLITS_FILE).is_file())
+    return path.is_dir() and not (is_saved_dataset(path) or (path / DATASET_DICT_FILE).is_file())
 
 
 def _make_input(path: Path) -> Input:
@@ -336,13 +337,13 @@ def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The items of a JSON array, or JSON lines if the file is none. Lines are not read at once."""
+    """The items of a JSON array, or JSON lines if the file is none. Lines are read in blocks."""
     try:
         is_lines = _begins_with_object(path)
         items = None if is_lines else orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
         items = None
-    if items is None:  # after the error, which keeps all that was read
+    if items is None:  # not in `except`: the error keeps what was read
         yield from _chunk_lines(path, selection)
         return
     items, size = items if isinstance(items, list) else [items], path.stat().st_size

@@ -290,21 +290,23 @@ class MonitorClient:
         try:
             received = self._received.get(timeout=seconds)
         except Empty:
-            received = self._report("timed_out")
+            lost = self._report("timed_out")
+            received = "finished" if lost is None else lost
         if isinstance(received, dict):
             self._ending.set()
             raise LostRankError(received)
         return received
 
-    def _report(self, *message: str) -> dict[int, str]:
-        """Reports why this rank ends; returns the lost ranks with their reasons."""
+    def _report(self, *message: str) -> dict[int, str] | None:
+        """Reports why this rank ends; returns the lost ranks with their reasons, or None if all ranks have finished
+        meanwhile."""
         self._ending.set()
         self._connection.send(*message)
         try:
             received = self._received.get(timeout=2 * GRACE_SECONDS)
         except Empty:
             received = {0: f"died or hangs (no answer within {2 * GRACE_SECONDS:g} s)"}
-        return received if isinstance(received, dict) else {}
+        return received if isinstance(received, dict) else None
 
     def _listen(self) -> None:
         """Reads messages, in a thread, until all ranks have finished or some are lost."""

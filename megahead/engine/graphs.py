@@ -57,7 +57,8 @@ class GradientSums:
                 parameter.grad = total
 
     def end_replay(self) -> None:
-        """Sets what an uncaptured micro-step sets in Python; must be called after each replay."""
+        """Marks the gradients as present for DeepSpeed, as Python code of an uncaptured micro-step does; must be called
+        after each replay."""
         if self._in_optimizer:
             mark_gradients(self._optimizer)
 
@@ -136,7 +137,7 @@ class CapturedMicroStep:
         static, replay = graph
         assert static.buffer is not None
         assert micro.buffer is not None
-        static.buffer.copy_(micro.buffer, non_blocking=True)
+        static.buffer.copy_(micro.buffer, non_blocking=True)  # all tensors of a micro-batch are views of it
         loss = replay()
         self._sums.end_replay()
         self.num_replays += 1

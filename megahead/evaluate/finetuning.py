@@ -216,7 +216,7 @@ def fine_tune(
     settings: FineTuningSettings,
     seed: int,
 ) -> Iterator[EpochScores]:
-    """Trains in place and yields after each epoch. UserError once the loss is no longer finite."""
+    """Trains in place, yields after each epoch. UserError after one whose loss is not finite."""
     order = torch.Generator().manual_seed(seed)
     lengths = [example.length() for example in train]
 

@@ -14,7 +14,7 @@ from megahead.evaluate.contrastive_tuning import ContrastiveRun
 from megahead.evaluate.finetuning import EpochScores, FineTuningRun, InitialModel
 from megahead.evaluate.glue_tasks import TASKS, Example, FineTuningSettings, TaskData
 from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
-from megahead.evaluate.search_data import PAIRS_PREFIX, find_task
+from megahead.evaluate.search_data import RETRIEVAL_PREFIX, find_task
 from megahead.wording import format_duration
 
 
@@ -229,7 +229,7 @@ class Comparison:
 def _open_run(
     initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, report: Callable[[str], object]
 ) -> TaskRun:
-    if not data.name.startswith(PAIRS_PREFIX):
+    if not data.name.startswith(RETRIEVAL_PREFIX):
         return FineTuningRun(initial_model, data, settings)
     run = ContrastiveRun(initial_model, data, settings)
     if run.truncation_note:

@@ -141,7 +141,7 @@ def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
 
 # Tuning on pairs as one of the tasks of `megahead finetune`.
 
-PAIRS_PREFIX = "retrieval/"
+RETRIEVAL_PREFIX = "retrieval/"
 """Of tasks whose name goes on with the path of their data."""
 
 _PAIRS_TASK = Task(
@@ -156,7 +156,7 @@ _PAIRS_TASK = Task(
 
 def find_task(name: str) -> Task:
     """The task of that name, one of `TASKS` or retrieval/PATH."""
-    return _PAIRS_TASK if name.startswith(PAIRS_PREFIX) else TASKS[name]
+    return _PAIRS_TASK if name.startswith(RETRIEVAL_PREFIX) else TASKS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class ContrastiveSettings(FineTuningSettings):
 
 def load_pairs(name: str, max_train_rows: int | None = None) -> TaskData:
     """The data of the task retrieval/PATH; `max_train_rows` as in `load_task`."""
-    path = Path(name.removeprefix(PAIRS_PREFIX))
+    path = Path(name.removeprefix(RETRIEVAL_PREFIX))
     train, evaluation = read_tuning_data(path)
     if max_train_rows is not None and len(train) > max_train_rows:
         train = random.Random(0).sample(train, max_train_rows)

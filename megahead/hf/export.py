@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megahead.checkpoints.disk import find_checkpoint
-from megahead.checkpoints.store import without_digits
+from megahead.checkpoints.store import without_suffix
 from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
@@ -31,7 +31,7 @@ from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
 
 PARITY_FILE = "parity.json"
-VERSION = 2  # raised when exports of the same checkpoint change; in 2, mask tokens take the space before them
+VERSION = 2  # raised when exports of the same checkpoint change; in 2, mask tokens have `lstrip`
 SHARD_BYTES = 5 * 10**9
 
 
@@ -146,7 +146,7 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
             shape, chunks = shape[::-1], partial(_transposed, chunks)
         yield StreamedTensor(exported_name, shape, chunks)
         bias = hf_name.removesuffix("weight") + "bias"
-        if hf_name.endswith(family.weights_with_bias) and bias not in hf_names:
+        if hf_name.endswith(family.weights_with_bias) and bias not in hf_names:  # the class has one, the model none
             yield _streamed(bias, torch.zeros(shape[0]))
     for name, tensor in (head.transform or {}).items():
         exported = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
@@ -174,7 +174,7 @@ def _backbone_chunks(
         return
     for name in names:
         weight = family.to_hf_tensor(model.config.model, name, model.weight(name))
-        yield head.exported_norm_bias(weight) if name == _NORM_BIAS else weight
+        yield head.exported_norm_bias(weight) if name == _NORM_BIAS else weight  # may hold the head's bias, folded in
 
 
 def _transposed(chunks: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
@@ -271,7 +271,7 @@ def ensure_hf_folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]
     if model is None:
         return path
     head = choose_head(model)
-    output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
+    output = model.run_folder().exports / f"{without_suffix(model.checkpoint.folder.name)}-{head}"
     is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
     made_from = read_json(output / PARITY_FILE) or {}
     if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
@@ -301,8 +301,8 @@ def holds_encoder(path: Path) -> bool:
 
 
 def ensure_classifier_folder(path: Path) -> Path:
-    """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder is exported without a head, as some
-    classes with its head have no classifier; an encoder with it, as ModernBERT's classifier starts with its head."""
+    """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder has no head there: some classes
+    with one have no classifier. An encoder has one: ModernBERT's classifier starts with it."""
     return ensure_hf_folder(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
 
 

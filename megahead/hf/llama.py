@@ -94,7 +94,7 @@ def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str
     is_global = set(hf_config.get("layer_types") or ()) <= {GLOBAL}
     require_key(is_global, "layer_types", f"be {GLOBAL} for all", got="others")
     has_all_biases = hf_config.get("attention_bias", False)
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # of both the older one
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # if both, the older
     return {
         **({"head_dim": 128} if model_type == "qwen3" else {}),
         **settings,
@@ -153,7 +153,7 @@ LLAMA = Family(
     names=ParameterNames(LLAMA_NAMES),
     model_settings=partial(llama_settings, model_type="llama"),
     hf_config=llama_config,
-    modules_on_disk=("embed_tokens", "layers"),
+    modules_on_disk=("embed_tokens", "layers"),  # under `offload_folder`
     modules_on_cpu=("norm", "rotary_emb"),
     ignored_keys=(".rotary_emb.inv_freq",),  # a buffer of old versions
 )

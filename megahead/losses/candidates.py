@@ -43,8 +43,8 @@ class Candidates:
     """The weight of each output's loss; None: 1."""
 
     sampling_bias_U: Tensor | None = None
-    """Replaces `bias_U` of each output's own target in the sampling of replacement tokens, independently of the
-    target: log of the id's mean weight among the other targets; None: `bias_U`."""
+    """Replaces `bias_U` of each output's own target where ELECTRA's generator samples from the softmax: log of the id's
+    mean exp(bias) among the other targets; None: `bias_U`."""
 
     def apply_weights(self, values_N: Tensor) -> Tensor:
         """[N]: each output's value times its weight."""
@@ -250,12 +250,12 @@ def training_free_bias(
     vocab_size: int,
     counts_V: Tensor,
     token_counts_V: Tensor | None,
-    group_targets: float,
+    mean_group_targets: float,
     evaluation_target_counts_V: Tensor | None = None,
 ) -> Tensor | None:
     """[V] float32: the bias that turns `E h / T` into log p; None if that is log p already or the head is trained.
 
-    counts_V: counts of the targets trained on. token_counts_V: of the training text. group_targets: mean number of
+    counts_V: counts of the targets trained on. token_counts_V: of the training text. mean_group_targets: mean number of
     targets in a candidate group, used only with random negatives or `once`. evaluation_target_counts_V: of the
     targets that p is evaluated on, if training selects others. `own_once` is not a proper scoring rule and has no exact
     head; it gets the paper's.
@@ -266,8 +266,8 @@ def training_free_bias(
     num_negatives = config.negatives
     if num_negatives or config.bias == "once":  # else the mean weight of an id is its frequency as a target
         log_r_V = log_negative_probabilities(config, vocab_size, token_counts_V) if num_negatives else None
-        bias_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, num_negatives)
-        bias_V = (bias_V if config.bias == "once" else bias_V - log(group_targets + num_negatives)).float()
+        bias_V = log_mean_weight(config.bias, log_q_V, mean_group_targets, log_r_V, num_negatives)
+        bias_V = (bias_V if config.bias == "once" else bias_V - log(mean_group_targets + num_negatives)).float()
     if evaluation_target_counts_V is None:
         return bias_V
     return bias_V + log_unigram(evaluation_target_counts_V, vocab_size) - log_q_V
@@ -278,7 +278,7 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     with the same probability); None if training masks like this or not at all, or `token_counts_V` are all 0."""
     if config.masking is None or config.model.is_causal:
         return None
-    skews_targets = config.masking.skews_targets() or config.objective.auxiliary_or_neutral().skews_targets
+    skews_targets = config.masking.skews_targets() or config.objective.auxiliary_or_empty().skews_targets
     if not skews_targets or token_counts_V is None or not token_counts_V.any():
         return None
     special_ids = config.masking.unmaskable_ids(config.data.end_token)

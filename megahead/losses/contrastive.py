@@ -84,7 +84,7 @@ class Headless:
     """
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
-        self._config, self._samples_tokens = config, config.auxiliary_or_neutral().samples_tokens
+        self._config, self._samples_tokens = config, config.auxiliary_or_empty().samples_tokens
         self._log_q_V, self._log_r_V = None, None
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
         setting = config.token_counts_needed_by()

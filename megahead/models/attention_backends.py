@@ -209,7 +209,7 @@ VARLEN_HAS_GQA = torch.__version__ >= "2.12"
 """Whether `varlen_attn` has `enable_gqa`; it is missing in torch 2.11."""
 
 
-def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
+def attend_without_mask(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
     """Rows of one document each. torch selects the kernel, except for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
     if should_use_bf16_attention(q, k, dropout):
@@ -255,7 +255,7 @@ def attend_per_document(
     window, outputs = documents.window, list[Tensor]()
     for q, k, v in parts:
         if window is None or len(q) <= window + 1:
-            outputs.append(attend_rows(q[None], k[None], v[None], dropout, causal)[0])
+            outputs.append(attend_without_mask(q[None], k[None], v[None], dropout, causal)[0])
         else:
             heads = q.shape[1]
             outputs.append(attend_locally(q, repeat_kv(k, heads), repeat_kv(v, heads), window, dropout, causal))
@@ -342,7 +342,7 @@ class Backend:
     varlen: AttentionFunction
     """For rows of several documents, and for local attention."""
     description: str
-    dense: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] | None = attend_rows
+    dense: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] | None = attend_without_mask
     """For rows of one document each with full attention; None: `varlen`."""
     kernel: tuple[str, str] | None = None
     """Module and function; None if it needs only torch operators."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megahead.config.model import ModelConfig
 from megahead.distributed.group import Group, per_rank_rng
-from megahead.models.attention_backends import AttentionFunction, attend, attend_rows, attend_with_mask
+from megahead.models.attention_backends import AttentionFunction, attend, attend_with_mask, attend_without_mask
 from megahead.models.documents import Documents, TargetPositions
 from megahead.models.layers import MLP, Rotation, apply_rotary, build_norm, dropout
 
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
             if targets is None:
                 heads = self.attend(q, k, v, documents, dropout, self.causal)
             elif not documents.needs_mask and not self.causal:
-                heads = targets.unpad(attend_rows(targets.pad(q), k, v, dropout, causal=False))
+                heads = targets.unpad(attend_without_mask(targets.pad(q), k, v, dropout, causal=False))
             else:
                 mask_BMT = targets.mask(documents.causal_mask_BTT if self.causal else documents.mask_BTT)
                 heads = targets.unpad(attend_with_mask(targets.pad(q), k, v, mask_BMT, dropout))
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
         """As `_project`, with queries and keys rotated: together, which takes half as many kernels."""
         qkv_BTH3d = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size))
         qk_BTH2d, v_BTH1d = qkv_BTH3d.split([2, 1], dim=-2)
-        q, k = apply_rotary(qk_BTH2d, rotation.over_pairs()).unbind(-2)
+        q, k = apply_rotary(qk_BTH2d, rotation.over_query_and_key()).unbind(-2)
         return q, k, v_BTH1d.squeeze(-2)
 
     def _project(self, x_BTD: Tensor, targets: TargetPositions | None) -> tuple[Tensor, Tensor, Tensor]:

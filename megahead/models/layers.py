@@ -141,7 +141,7 @@ class Rotation(NamedTuple):
     sin: Tensor
     """Negated in the first half, as in rotate-half."""
 
-    def over_pairs(self) -> Rotation:
+    def over_query_and_key(self) -> Rotation:
         """The same tables, which broadcast against [B, T, H, 2, r]: a query and a key of each head."""
         return Rotation(self.cos.unsqueeze(-2), self.sin.unsqueeze(-2))
 

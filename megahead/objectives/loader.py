@@ -108,7 +108,7 @@ class StepBatches:
     micro_batches: list[MicroBatch]
     """In the order of their samples; one for each accumulation step."""
 
-    raw_batches: list[Batch]
+    unpadded_batches: list[Batch]
     """The micro-batches' batches before padding."""
 
     targets: int

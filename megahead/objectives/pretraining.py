@@ -44,7 +44,7 @@ from megahead.objectives.micro_batch import (
 # vocabulary.
 #
 # B rows, T inputs per row, M = B T, D features, N targets, U candidates, w: one rank's share of them, W: its shares of
-# all groups, R ranks, V vocabulary.
+# all groups, R ranks, V vocabulary, P targets of an auxiliary objective's own.
 
 
 GroupInputs = tuple[Tensor, Tensor, Candidates]
@@ -63,8 +63,8 @@ class Pretraining(nn.Module):
     vocabulary. `on_errors`, if set, receives the targets of each training batch, int64 [N], and whether another
     candidate scored at least as high, bool [N]. This adds a third to the loss's cost.
 
-    The loss of an `auxiliary` objective is added to the softmax's; `on_metrics` receives its sums of each batch. If it
-    has a generator, the generator learns the targets instead of the backbone.
+    The loss of an `auxiliary` objective is added to the softmax's; `on_metrics` receives its sums (`loss`, metrics) of
+    each batch. If it has a generator, the generator learns the targets instead of the backbone.
 
     Weights may be split over a tensor `group`, all of whose ranks get the same inputs. A headless softmax splits its
     candidates evenly over the ranks; a softmax over the vocabulary uses each rank's own rows, which also balances the
@@ -183,7 +183,7 @@ class Pretraining(nn.Module):
     def _loss_of_auxiliary_bags(
         self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
-        """The loss of the set of own targets in each row, see `auxiliary.ForwardContext.bag_loss`."""
+        """The loss of the set of own targets in each row (a text), see `auxiliary.ForwardContext.bag_loss`."""
         texts = Texts(targets.index_P, *micro.batch.input_ids_BT.shape)
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
         texts_of_groups = texts.split([len(candidates.target_N) for _, _, candidates in parts])
@@ -304,7 +304,9 @@ class Pretraining(nn.Module):
         weight_N = torch.cat(weights) if weights else None
         vocabulary = all_rows_as_candidates(target_ids_N, request.bias_V, weight_N)
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
-            sums = streamed_sums(outputs_ND, blocks, vocabulary, self._score())  # a vanilla head has a dense table
+            sums = streamed_sums(
+                outputs_ND, blocks, vocabulary, self._score()
+            )  # of a sharded embedding, which no vanilla softmax has
         else:
             sums = self._softmax(outputs_ND, self._output_rows(), vocabulary).sums()
         if self.auxiliary is None or not self.auxiliary.is_evaluated:

@@ -38,8 +38,8 @@ from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, t
 
 class Evaluation:
     """Evaluates the validation dataset; in a headless run with the training-free head. For the paper's objective the
-    head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts; or q is
-    the dataset's distribution, if training masks rare tokens more often than evaluation."""
+    head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts; if
+    training masks rare tokens more often than evaluation, q is the dataset's."""
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
@@ -53,7 +53,7 @@ class Evaluation:
             counts_V = state.target_counts(self._data_group)
             evaluation_counts_V = evaluation_target_counts(self._config, state.dataset_counts)
             objective, vocab_size = self._config.objective, self._config.model.vocab_size
-            targets = state.group_targets(self._config.targets_per_row())
+            targets = state.mean_group_targets(self._config.targets_per_row())
             counts = counts_V, state.dataset_counts, targets, evaluation_counts_V
             bias_V = training_free_bias(objective, vocab_size, *counts)
 
@@ -237,10 +237,10 @@ def _advance(run: Training, batches: StepBatches, stopwatch: Stopwatch) -> bool:
     state.seconds = stopwatch.seconds()
     if report.applied:
         state.record_applied_step(config.batch.global_size, report.targets)
-        for batch in batches.raw_batches:
+        for batch in batches.unpadded_batches:
             state.count_targets(batch)
         run.fault_policy.record_loss(report.loss, state.recent_losses)
-    if state.target_error_counts is not None:
+    if state.target_error_counts is not None:  # of an adaptive masking strategy
         state.target_error_counts.end_step(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
     run.logger.log_step(report, state, last=state.step >= run.end_step)

@@ -146,7 +146,7 @@ class TrainingState:
         """Whether the last evaluation was at the current step."""
         return self.validation is not None and self.validation.get("step") == self.step
 
-    def group_targets(self, expected: int) -> float:
+    def mean_group_targets(self, expected: int) -> float:
         """Mean number of targets in a candidate group so far; before the first step from `expected` ones per sample."""
         targets_per_sample = self.targets / self.target_samples if self.target_samples else expected
         return self.group_samples * targets_per_sample

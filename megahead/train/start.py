@@ -203,9 +203,8 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     Collective; CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if (
-        resumed is not None
-    ):  # `late/` has each row as last updated (see reading.py); `resume_from` restores pending updates
+    if resumed is not None:
+        # `late/`: rows as of their last updates (see checkpoints/reading.py); Progress.resume_from restores the rest
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)

@@ -147,6 +147,8 @@ def test_documents_are_told_apart_where_asked() -> None:
     text[0, 2] = END
     positions = collator().batch(text, [0]).positions_BT
     assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
+    text[0, -1] = END  # [SEP] belongs to the document that it closes
+    assert collator().batch(text, [0]).positions_BT.tolist() == positions.tolist()
     assert collator(isolate=False).batch(text, [0]).positions_BT is None
     assert collator().batch(texts(1, length=8), [0]).positions_BT is None
 

@@ -164,6 +164,14 @@ def test_a_process_ends_also_where_nothing_can_be_printed() -> None:
     assert process.exitcode == 2
 
 
+def test_ranks_that_finish_just_after_another_gave_up_have_all_finished() -> None:
+    ranks = Ranks(2, limit_seconds=0.5).met()
+    (first,) = ranks.each(MonitorClient.finish, 0)
+    time.sleep(0.7)
+    (second,) = ranks.each(MonitorClient.finish, 1)
+    assert first.result(10) is second.result(10) is None
+
+
 @pytest.mark.parametrize(
     "words", [b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'["hello", "guessed", 1]\n', b"[" * 50_000 + b"\n"]
 )

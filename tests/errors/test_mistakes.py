@@ -73,7 +73,7 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": {"managed_gradient_accumulation": False}}, 1, "`engine.deepspeed['managed_gradient_accumulation']` must be left out or agree with the run (True), but is False instead; remove it there."),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}}, 1, "`engine.deepspeed['zero_optimization']['compute_grad_norm']` must be left out or agree with the run (True), but is False instead; remove it there."),
     ({"engine.deepspeed": {}, "engine.precision": "fp16"}, 1, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0, but is fp16 instead; or use stage 1."),
-    ({"engine.deepspeed": {"zero_optimization": {"stage": 3}}, "engine.activation_checkpointing": "selective"}, 1, "`engine.activation_checkpointing` must be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept, but is `selective` instead."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 3}}, "engine.activation_checkpointing": "selective"}, 1, "`engine.activation_checkpointing` must be true or false at ZeRO stage 3, where DeepSpeed overwrites saved products, but is `selective` instead."),
     ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 2 data ranks, which keeps the recipe, or batch.global_size=6 or 12."),
     ({}, 8, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 8), but is 8 instead; try batch.micro_size=1 objective.group_samples=2, which keeps the recipe."),
 )  # fmt: skip

@@ -59,3 +59,33 @@ def test_a_place_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) ->
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match="must be writable"), atomic_folder(tmp_path / "file" / "out"):
         pytest.fail("the block must not run")
+
+
+def test_an_earlier_output_survives_a_new_one_that_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, rename = tmp_path / "out", Path.rename
+    output.mkdir()
+    (output / "mark").write_text("old")
+
+    def failing(path: Path, target: Path) -> Path:
+        if target == output and not path.name.endswith(".replaced.partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(UserError, match="must be writable"), atomic_folder(output, replaceable="mark") as folder:
+        (folder / "mark").write_text("new")
+    assert (output / "mark").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_earlier_output_survives_a_kill_between_both_renames_until_the_next_one(tmp_path: Path) -> None:
+    hidden = tmp_path / ".out.replaced.partial"
+    hidden.mkdir()
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "out"):
+        raise ZeroDivisionError
+    assert hidden.exists()
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "mark").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

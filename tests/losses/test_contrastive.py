@@ -258,7 +258,9 @@ def test_the_corrected_bias_needs_the_chances_that_it_corrects() -> None:
 
 
 def test_the_head_of_candidates_that_count_once_is_how_often_they_are_candidates() -> None:
-    head = training_free_bias(ObjectiveConfig(bias="once"), 3, 10**8 * torch.tensor([6, 3, 1]), None, group_targets=7)
+    head = training_free_bias(
+        ObjectiveConfig(bias="once"), 3, 10**8 * torch.tensor([6, 3, 1]), None, mean_group_targets=7
+    )
     assert head is not None
     assert head.tolist() == pytest.approx([log(1 - (1 - p) ** 7) for p in (0.6, 0.3, 0.1)], abs=1e-5)
 

@@ -7,7 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from megahead.models import attention_backends as cpu_attention
-from megahead.models.attention_backends import BACKENDS, attend_per_document, attend_rows, attend_with_document_mask
+from megahead.models.attention_backends import (
+    BACKENDS,
+    attend_per_document,
+    attend_with_document_mask,
+    attend_without_mask,
+)
 from megahead.models.documents import mask_to_bias
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
@@ -18,7 +23,7 @@ def _as_torch(q, k, v, documents, dropout=0.0, *, causal=True):
 
 
 def _ours(q, k, v, documents, dropout=0.0, *, causal=True):
-    return attend_rows(q, k, v, dropout, causal)
+    return attend_without_mask(q, k, v, dropout, causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -115,7 +120,7 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
     )
     assert ours[1] < 1.5 * mask[1]
     q = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-    attend_rows(q, q, q, 0.0, True).sum().backward()
+    attend_without_mask(q, q, q, 0.0, True).sum().backward()
     assert q.grad.dtype == torch.bfloat16
 
 
@@ -153,8 +158,8 @@ def test_where_it_serves_documents_under_a_mask(shape, dtype, dropout: float, se
 @pytest.mark.parametrize("length", [5, 300])
 def test_it_can_be_compiled(length: int) -> None:
     q = torch.randn(1, length, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-    compiled = torch.compile(lambda x: attend_rows(x, x, x, 0.0, True), backend="aot_eager", fullgraph=True)
-    found, plain = compiled(q), attend_rows(q, q, q, 0.0, True)
+    compiled = torch.compile(lambda x: attend_without_mask(x, x, x, 0.0, True), backend="aot_eager", fullgraph=True)
+    found, plain = compiled(q), attend_without_mask(q, q, q, 0.0, True)
     assert torch.equal(found, plain)
     gradients = [torch.autograd.grad(output.sum(), q)[0] for output in (found, plain)]
     assert torch.equal(*gradients)

@@ -52,7 +52,7 @@ def first_micro_batch(config: RunConfig, *, static_shapes: bool) -> MicroBatch:
         half=True,
         static_shapes=static_shapes,
         collator=training_row_collator(config, datasets.train),
-        auxiliary=auxiliary_class(config.objective.auxiliary_or_neutral()),
+        auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
     )
     return loader.step(0).micro_batches[0]
 

@@ -66,7 +66,7 @@ def plain_torch(config: RunConfig) -> Course:
         ConcatenatedSamples(text, config.sample_length(), config.seed),
         training_row_collator(config, [text]),
     )
-    auxiliary = auxiliary_class(config.objective.auxiliary_or_neutral())
+    auxiliary = auxiliary_class(config.objective.auxiliary_or_empty())
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     reading = samples, objective, config.data, config.batch, Group()

@@ -139,6 +139,6 @@ def test_an_evaluation_counts_for_the_step_it_was_made_at() -> None:
 def test_a_group_has_what_is_expected_of_its_rows_until_a_step_was_applied() -> None:
     state = TrainingState(64, group_samples=4)
     state.samples = 8
-    assert state.group_targets(expected=24) == 96
+    assert state.mean_group_targets(expected=24) == 96
     state.record_applied_step(8, 188)
-    assert state.group_targets(expected=24) == 94
+    assert state.mean_group_targets(expected=24) == 94

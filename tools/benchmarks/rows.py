@@ -47,7 +47,7 @@ def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, A
     """The micro-batch of `rows` with unpadded candidates, as the only one of its step."""
     batch = BatchReader(_InMemoryRows(rows), _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    count = auxiliary_class(config.objective.auxiliary_or_neutral()).num_loss_terms(batch)
+    count = auxiliary_class(config.objective.auxiliary_or_empty()).num_loss_terms(batch)
     return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if count is None else 1 / max(count, 1))
 
 
@@ -66,7 +66,7 @@ def step_batches(
         device=device,
         half=config.engine.precision != "fp32",
         collator=_collator(config),
-        auxiliary=auxiliary_class(config.objective.auxiliary_or_neutral()),
+        auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
     )
     return loader.step(0)
 
