@@ -76,7 +76,8 @@ def test_the_decoder_learns_what_cls_tells(
     losses = [record["decoder_loss"] for record in records]
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
     if "retromae" in objective:
-        assert records[-1]["decoder_bag"] < 0.8 * records[0]["decoder_bag"]
+        bags = [record["decoder_bag"] for record in records]
+        assert sum(bags[-5:]) < 0.85 * sum(bags[:5])
     for record in records:
         parts = record["encoder_loss"], record["decoder_loss"], 0.5 * record.get("decoder_bag", 0.0)
         assert record["loss"] == pytest.approx(sum(parts))
