@@ -307,9 +307,8 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
     targets, candidates = _own_targets(config, candidate_rows, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
-    products_per_token += auxiliary.has_bag_of_words() * (
-        candidates + vanilla / 3
-    )  # backward, only the largest score's
+    if auxiliary.has_bag_of_words():  # backward: of the largest scores alone
+        products_per_token += candidates + vanilla / 3
     return 2 * config.model.hidden_size * products_per_token
 
 
@@ -503,8 +502,7 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
         chunk = sizes.outputs_per_chunk(targets // groups, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
         total += matrices * config.model.hidden_size + (score_size + (0 if is_linear else 4)) * chunk * rows
-    if (
-        config.objective.auxiliary_or_empty().has_bag_of_words()
-    ):  # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
+    if config.objective.auxiliary_or_empty().has_bag_of_words():
+        # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor
     return total

@@ -97,9 +97,8 @@ class RemoteStorage(Storage):
             if step_of(name) <= step_of(latest_name):
                 break
             manifest = manifest_if_valid(self, name)
-            if manifest is not None and is_ancestor(
-                latest_name, manifest.parents or (name,)
-            ):  # earlier versions have none
+            # checkpoints of earlier versions have no parents
+            if manifest is not None and is_ancestor(latest_name, manifest.parents or (name,)):
                 return Latest(name, manifest.parents)
         return latest
 
@@ -153,9 +152,8 @@ class RemoteStorage(Storage):
                 check_lease()
                 target = self.path(folder.name, file)
                 self.store.put(folder / file, target)
-                for _ in download(
-                    self.store, target, ExpectedFile(entry.bytes, entry.sha256), len
-                ):  # `len` drops the bytes
+                # `len` drops the bytes, which are only verified
+                for _ in download(self.store, target, ExpectedFile(entry.bytes, entry.sha256), len):
                     pass
 
         futures = [submit(upload_files) for _ in range(PARALLEL_TRANSFERS)]
@@ -168,9 +166,8 @@ class RemoteStorage(Storage):
         files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
-            if (
-                is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file
-            ):  # of earlier versions
+            # earlier versions left `.replaced` ones
+            if is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file:
                 files_by_name.setdefault(folder, {})[file] = size
         return files_by_name
 

@@ -358,9 +358,7 @@ class ParallelConfig(Settings):
         divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
         rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"
         require(divisible, "parallel.tensor", rule, got=self.tensor)
-        refused = (
-            self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)
-        )  # families.SHARDING splits no tokens
+        refused = self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)  # SHARDING has no tokens
         require(not refused, "parallel.sequence", f"be false for model.family {model.family}", got="true")
         divisible = not self.sequence or sequence_length % self.tensor == 0
         rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"

@@ -412,9 +412,7 @@ class CounterRng:
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
             clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        clock_BW = np.minimum(
-            clock_BW, np.finfo(np.float64).max
-        )  # finite, to rank before positions that are not allowed
+        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # finite: positions that are not allowed have inf
         rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW

@@ -304,9 +304,8 @@ class Pretraining(nn.Module):
         weight_N = torch.cat(weights) if weights else None
         vocabulary = all_rows_as_candidates(target_ids_N, request.bias_V, weight_N)
         if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
-            sums = streamed_sums(
-                outputs_ND, blocks, vocabulary, self._score()
-            )  # of a sharded embedding, which no vanilla softmax has
+            # a sharded embedding, which no vanilla softmax has
+            sums = streamed_sums(outputs_ND, blocks, vocabulary, self._score())
         else:
             sums = self._softmax(outputs_ND, self._output_rows(), vocabulary).sums()
         if self.auxiliary is None or not self.auxiliary.is_evaluated:

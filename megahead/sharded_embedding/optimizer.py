@@ -185,9 +185,8 @@ class LazyUpdates:
         self._powers = self._ratio ** np.arange(1, self._window + 1)
         num_missed, j = np.arange(self._window + 1), np.arange(1.0, self._window + 1)
         self._nodes = gauss_nodes(self._ratio, NODES, num_missed)  # [num_missed, NODES]
-        self._basis = (
-            lagrange_basis(self._nodes, j) * (j <= num_missed[:, None])[:, None]
-        )  # [num_missed, NODES, window]
+        # [num_missed, NODES, window]
+        self._basis = lagrange_basis(self._nodes, j) * (j <= num_missed[:, None])[:, None]
         self._corrected = StepSeries(0.0)  # learning rates with Adam's bias correction
         self._full_window_sums = StepSeries(np.zeros(NODES))  # sums over the whole window after a step
 
