@@ -28,8 +28,7 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
 
 
 def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
-    """The auxiliary objective's own targets per row, and the candidates of each: the batch's `candidate_rows` if
-    shared."""
+    """An auxiliary objective's own targets per row, and candidates of each: the batch's `candidate_rows` if shared."""
     auxiliary = config.objective.auxiliary_or_empty()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
@@ -38,8 +37,7 @@ def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tup
 
 
 def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: int) -> int:
-    """Candidates of one group in one micro-batch; under `max_candidates` that many and the micro-batch's targets at
-    most."""
+    """Candidates of one group in one micro-batch; at most `max_candidates` plus the micro-batch's unique targets."""
     objective, vocab_size = config.objective, config.model.vocab_size
     if objective.name == "vanilla":
         return config.model.padded_vocab_size()
@@ -275,11 +273,8 @@ def training_flops(
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
     auxiliary objective are not counted if their number depends on the text. `data_ranks`: data-parallel ranks."""
-    length, targets, auxiliary = (
-        config.data.sequence_length,
-        config.targets_per_row(),
-        config.objective.auxiliary_or_empty(),
-    )
+    length, targets = config.data.sequence_length, config.targets_per_row()
+    auxiliary = config.objective.auxiliary_or_empty()
     model, generator = config.model_in_training(), config.generator_config()
     head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
     if (blocks := auxiliary.head_blocks(model)) is not None:
@@ -296,11 +291,8 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
 def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> float:
     """See `FlopsPerToken.head`, without an auxiliary objective's own head."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    auxiliary, products, sampled = (
-        config.objective.auxiliary_or_empty(),
-        3 + (masking is not None and masking.is_adaptive()),
-        0,
-    )
+    auxiliary = config.objective.auxiliary_or_empty()
+    products, sampled = 3 + (masking is not None and masking.is_adaptive()), 0
     if auxiliary.samples_tokens:
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0

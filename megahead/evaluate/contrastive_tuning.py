@@ -46,12 +46,8 @@ class ContrastiveModel(nn.Module):
         self.temperature = LearnedTemperature(settings.temperature)
         nn.init.constant_(self.temperature.log_value, math.log(settings.temperature))
         self.to(encoder.model.device)
-        self._encoder, self._token_ids_by_text, self._pooling, self._group = (
-            encoder,
-            token_ids_by_text,
-            settings.pooling,
-            group,
-        )
+        self._encoder, self._token_ids_by_text = encoder, token_ids_by_text
+        self._pooling, self._group = settings.pooling, group
 
     def loss(self, batch: Sequence[Example]) -> Tensor:
         """This rank's part of the batch's loss, a scalar; collective, with the same batch on every rank.
