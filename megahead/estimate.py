@@ -248,11 +248,12 @@ def training_flops(
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
+    queries = 2 * hidden * config.head_size() * config.num_heads  # the matrices of queries and outputs
     if context is None:
         context = (sequence_length + 1) / 2 if config.is_causal else sequence_length
     share = 1.0 if targets is None else targets / sequence_length
     skipped = 0.0 if config.is_causal else 1 - share
-    matrices = layers * (attention + mlp) - skipped * (attention / 2 + mlp)
+    matrices = layers * (attention + mlp) - skipped * (queries + mlp)
     local = min(context, _mean_window(config.window_radius(), sequence_length, 1 if config.is_causal else 2))
     contexts = [local if config.is_local(layer) else context for layer in range(layers)]
     for subset in subsets:  # fewer queries, each of fewer keys
@@ -261,7 +262,7 @@ def training_flops(
             contexts[layer] = subset.share * (local if config.is_local(layer) else subset.share * context)
         if subset.first_layer_attends_to_all:  # it also computes keys and values of the other tokens
             first = subset.layers.start
-            matrices += (1 - subset.share) * attention / 2
+            matrices += (1 - subset.share) * (attention - queries)
             contexts[first] = subset.share * (local if config.is_local(first) else context)
     return FlopsPerToken(
         body=3 * 2 * matrices,

@@ -205,23 +205,34 @@ def _open_locked(partial: Path) -> BinaryIO | None:
     while True:
         file = partial.open("ab")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_locked = _lock(file.fileno(), partial)
+        except InUseError:
             file.close()
-            raise InUseError(
-                f"`{partial}` must not be in use, but another process is writing it; wait for it to end."
-            ) from None
-        except OSError:
-            file.close()
+            raise
+        if is_locked:
+            file.truncate(0)
+            return file
+        file.close()
+        if is_locked is None:
             with suppress(FileNotFoundError):
                 if partial.stat().st_size == 0:  # made by this attempt
                     partial.unlink()
             return None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), partial.stat()):
-                file.truncate(0)
-                return file
-        file.close()  # another process published or removed it between opening and locking
+
+
+def _lock(descriptor: int, partial: Path) -> bool | None:
+    """Locks an open file or folder. False if another process published or removed it meanwhile, so that it is no longer
+    at `partial`; None on a file system without locks. InUseError if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"`{partial}` must not be in use, but another process is writing it; wait for it to end."
+        raise InUseError(message) from None
+    except OSError:
+        return None
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), partial.stat())
+    return False
 
 
 @contextmanager
@@ -229,7 +240,7 @@ def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
     """An empty folder next to `output`, which is renamed to it when the block succeeds, and removed when it raises.
 
     `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command,
-    which is replaced); FieldError otherwise. WriteError for an OSError.
+    which is replaced); FieldError otherwise. InUseError if another process is writing it; WriteError for an OSError.
     """
     output = output.absolute()
     is_replaceable = replaceable is not None and (output / replaceable).is_file()
@@ -237,16 +248,32 @@ def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
         hint = "remove it or name another folder"
         raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
     partial = output.with_name(f".{output.name}.partial")
-    with as_write_error(output):
+    with as_write_error(output), _locked_folder(partial):
         try:
-            _remove(partial)
-            partial.mkdir(parents=True)
             yield partial
             for path in partial.rglob("*"):
                 fsync(path)
             publish_folder(partial, output)
-        finally:
+        except BaseException:
             _remove(partial)
+            raise
+
+
+@contextmanager
+def _locked_folder(partial: Path) -> Iterator[None]:
+    """Creates or empties a folder, locked for the block. InUseError if another process has locked it; on a file system
+    without locks the last process takes it over."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        folder = os.open(partial, os.O_RDONLY)
+        try:
+            if _lock(folder, partial) is not False:
+                for path in partial.iterdir():
+                    _remove(path)
+                yield
+                return
+        finally:
+            os.close(folder)
 
 
 def publish_folder(partial: Path, output: Path) -> None:
@@ -266,6 +293,8 @@ def publish_folder(partial: Path, output: Path) -> None:
     _remove(replaced)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

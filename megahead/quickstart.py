@@ -378,10 +378,11 @@ def make_tokenizer(
 
 
 def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """Writes the tokenizer and datasets that are missing."""
+    """Writes the tokenizer, again if it is there (a start that was killed may have had another text), and the datasets
+    that are not there with it."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
-    if not chosen.exists():
+    if tokenizer is None:
         make_tokenizer(paths, selection, vocab_size, chosen)
     if not all(_is_tokenized(folder / f"text{part}", chosen) for part in ("", "-validation")):
         few = found.has_fewer_documents(FEW_DOCUMENTS)

@@ -168,6 +168,8 @@ def collectives() -> Finding:
     """Checks torch.distributed's backends."""
     import torch
 
+    if not torch.distributed.is_available():
+        return Finding("collectives", "problem", "none", "install a torch with torch.distributed")
     backends = {"nccl": torch.distributed.is_nccl_available, "gloo": torch.distributed.is_gloo_available}
     available = [name for name, is_available in backends.items() if is_available()]
     needed = "nccl" if torch.cuda.is_available() else "gloo"
@@ -181,6 +183,8 @@ def port(number: int) -> Finding:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", number or -1))  # the system would choose a port for 0
+        except PermissionError as error:
+            return Finding("port", "problem", f"{number}: {error.strerror}", "pass a --master_port from 1024 on")
         except OSError as error:
             return Finding("port", "problem", f"{number}: {error.strerror}", "pass --master_port, or end its process")
         except OverflowError:

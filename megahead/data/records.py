@@ -304,15 +304,13 @@ def chunk_batches(
 
 def _group_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
     """Consecutive batches of one schema, in lists of about one block of text each."""
-    group = list[Any]()
+    group, size = list[Any](), 0
     for batch in batches:
-        if group and batch.schema != group[0].schema:
+        if group and (size >= BLOCK_BYTES or batch.schema != group[0].schema):
             yield group
-            group = []
+            group, size = [], 0
         group.append(batch)
-        if sum(part.get_total_buffer_size() for part in group) >= BLOCK_BYTES:
-            yield group
-            group = []
+        size += batch.nbytes
     if group:
         yield group
 

@@ -433,15 +433,18 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
     Costs disk space for one member at a time, in a temporary folder. DataError if no member can be read.
     """
     read_members = next(read for suffix, read in ARCHIVES.items() if path.name.endswith(suffix))
-    is_empty = True
+    is_empty, position = True, 0
     try:
-        for name, content in read_members(path):
-            suffix = next((suffix for suffix in CHUNKERS if name.endswith(suffix)), None)
-            if suffix is None or PurePosixPath(name).name.startswith("."):
-                continue
-            is_empty = False
-            for chunk in _chunk_member(content, suffix, selection):
-                yield replace(chunk, path=f"{path}/{name}")
+        with path.open("rb") as archive:
+            for name, content in read_members(archive):
+                suffix = next((suffix for suffix in CHUNKERS if name.endswith(suffix)), None)
+                if suffix is None or PurePosixPath(name).name.startswith("."):
+                    continue
+                is_empty = False
+                for chunk in _chunk_member(content, suffix, selection):
+                    disk_bytes = max(0, archive.tell() - position)  # those of a member with its first chunk
+                    position += disk_bytes
+                    yield replace(chunk, path=f"{path}/{name}", disk_bytes=disk_bytes)
     except DataError as error:
         raise DataError(f"`{path}` must hold text that can be read, but does not: {error}") from error
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
@@ -458,22 +461,22 @@ def _chunk_member(content: IO[bytes], suffix: str, selection: Selection) -> Iter
         yield from CHUNKERS[suffix](file, selection)
 
 
-def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(path, "r|*") as archive:
+def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    with tarfile.open(fileobj=file, mode="r|*") as archive:
         for member in archive:
             if member.isfile() and (content := archive.extractfile(member)) is not None:
                 yield member.name, content
 
 
-def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(path) as archive:
+def _zip_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if not member.is_dir():
                 with archive.open(member) as content:
                     yield member.filename, content
 
 
-ARCHIVES: dict[str, Callable[[Path], Iterator[tuple[str, IO[bytes]]]]] = {
+ARCHIVES: dict[str, Callable[[IO[bytes]], Iterator[tuple[str, IO[bytes]]]]] = {
     ".tar": _tar_members,
     ".tar.gz": _tar_members,
     ".tgz": _tar_members,

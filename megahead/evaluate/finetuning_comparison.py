@@ -117,7 +117,7 @@ def summarize(results: Sequence[FineTuningResult]) -> list[TaskSummary]:
     """Returns every metric of every evaluation set of one model's tasks, then the means over tasks."""
     rows = []
     for task in dict.fromkeys(result.task for result in results):
-        runs = [result for result in results if result.task == task]
+        runs = sorted((result for result in results if result.task == task), key=lambda result: result.seed)
         scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
         for name, metric in ((name, metric) for name, metrics in scores[0].items() for metric in metrics):
             values = [score[name][metric] for score in scores]

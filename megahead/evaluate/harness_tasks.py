@@ -47,7 +47,7 @@ def jsonl_reader(*fields: str, optional: Sequence[str] = (), convert: Converter 
         lines = enumerate(read_text(file).split("\n"), 1)
         rows = {number: _parse_object(line) for number, line in lines if line.strip()}
         for number, row in rows.items():
-            missing = [field for field in fields if field not in row]
+            missing = [field for field in fields if row.get(field) is None]
             if missing:
                 raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
         selected = ({field: row[field] for field in (*fields, *optional) if field in row} for row in rows.values())
@@ -114,9 +114,10 @@ def convert_race(row: Row) -> Row:
     return {"article": row["article"], "problems": repr(named)}
 
 
-def read_pubmedqa(file: Path) -> list[Row]:
-    """Reads a dict by article; test_ground_truth.json, beside it, lists the articles of the test set."""
-    articles, tested = _read_object(file), _read_object(file.with_name("test_ground_truth.json"))
+def read_pubmedqa(folder: Path) -> list[Row]:
+    """Reads a dict by article; a second file lists the articles of the test set."""
+    file = folder / "ori_pqal.json"
+    articles, tested = _read_object(file), _read_object(folder / "test_ground_truth.json")
     fields = ("QUESTION", "CONTEXTS", "final_decision")
     try:
         return [{field: articles[key][field] for field in fields} for key in tested]
@@ -347,7 +348,7 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     ),
     "race": LMEvalTask("race/race.yaml", "eval/race/test-high.jsonl", _read_race),
     "sciq": LMEvalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _read_sciq),
-    "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", read_pubmedqa),
+    "pubmedqa": LMEvalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa", read_pubmedqa),
     "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
     "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", _read_piqa),
     "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _read_openbookqa),

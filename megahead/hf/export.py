@@ -147,7 +147,7 @@ def iter_export_tensors(target: ExportTarget) -> Iterator[StreamedTensor]:
         yield StreamedTensor(exported_name, shape, chunks)
         bias = hf_name.removesuffix("weight") + "bias"
         if hf_name.endswith(family.weights_with_bias) and bias not in hf_names:  # the class has one, the model none
-            yield _streamed(bias, torch.zeros(shape[0]))
+            yield _streamed(exported_name.removesuffix("weight") + "bias", torch.zeros(shape[0]))
     for name, tensor in (head.transform or {}).items():
         exported = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
         yield _streamed(family.names.to_hf(name), exported)

@@ -20,7 +20,7 @@ from megahead.data.vocabulary_map import ROLES, ByteVocabulary, VocabularyMap, m
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.files import atomic_folder
 from megahead.hf.importing import from_hf, require_tokenizer, save_initial_checkpoint
-from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
+from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, POSITIONS, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
 
@@ -176,6 +176,9 @@ def _new_config(config: RunConfig, old: ByteVocabulary, new: ByteVocabulary) -> 
         other_special_ids = {*new.special_ids.values()} - {begin, end, mask, new.id_of_role("unknown")}
         ids = {"cls_token": begin, "sep_token": end, "mask_token": mask, "special_tokens": sorted(other_special_ids)}
         settings["masking"] |= ids
+    padding = config.model.padding_token()
+    if padding is not None:  # positions begin after it
+        settings["model"]["position_offset"] = _require_new_id("padding", padding, old, new) + 1
     if config.masked_inputs is not None:
         settings["model"]["vocab_size"] += len(_appended_mask_ids(config, old, new))
         new_mask_id = _find_new_id("mask", config.masked_inputs.mask_token, old, new)
@@ -219,6 +222,9 @@ def _new_tensors(
         weight = model.weight(name)
         if name in _VOCABULARY_PARAMETERS:
             weight = _pad_rows(_translate_rows(weight[:old_vocab_size], vocabulary_map, method, counts_V), shape[0])
+        elif name == POSITIONS and model.config.model.position_offset:  # rows before the offset have no position
+            unused = weight.new_zeros(config.model.position_offset, *weight.shape[1:])
+            weight = torch.cat([unused, weight[model.config.model.position_offset :]])
         yield f"weight/{name}", weight
     if counts_V is not None and vocabulary_map.is_permutation():
         index = torch.tensor([id_ or 0 for id_ in vocabulary_map.old_id_V])

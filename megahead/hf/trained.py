@@ -25,6 +25,7 @@ EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 MASK_HEAD = "mask_head."
 OUTPUT_BIAS = "output_bias.bias"
+POSITIONS = "backbone.positions.weight"
 TARGET_COUNTS = "state/target_counts"
 _DATASET_COUNTS = "state/dataset_counts"
 

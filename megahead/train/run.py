@@ -37,6 +37,7 @@ from megahead.objectives.auxiliary import auxiliary_class, training_row_collator
 from megahead.objectives.loader import StepLoader
 from megahead.objectives.pretraining import Pretraining, build_parallel_model
 from megahead.optim import build_optimizer
+from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
 from megahead.sharded_embedding.table import new_planning_group, shard_embedding_
 from megahead.train.boards import require_trackers
@@ -108,7 +109,7 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
     return [("elastic", "; ".join(parts))]
 
 
-def wait_for_end(config: RunConfig, launch: Launch) -> Run:
+def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
     """For a spare rank: waits until the training ranks end, and returns the run's result without its perplexity.
     LostRankError if they fail."""
     num_training, batch = launch.world_size, config.batch
@@ -121,7 +122,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
             f"{num_training} of {pluralize(num_ranks, 'rank')}"
         )
     with hand_over_replicas(config, launch):
-        stand_by(launch, config.engine.timeout_seconds, shared_settings(config))
+        stand_by(launch, config.engine.timeout_seconds, shared_settings(config, resume))
     ending = json.loads(config.folder().session_end.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
 
@@ -130,9 +131,10 @@ _NODE_LOCAL = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
 """Settings that may differ between nodes: paths, and sections with paths."""
 
 
-def shared_settings(config: RunConfig) -> dict[str, str]:
-    """The settings that must be the same on all ranks."""
-    return {name: str(value) for name, value in config.flat().items() if not is_within(name, _NODE_LOCAL)}
+def shared_settings(config: RunConfig, resume: str) -> dict[str, str]:
+    """The settings that must be the same on all ranks. A folder to resume from may have another path on each node."""
+    settings = {name: str(value) for name, value in config.flat().items() if not is_within(name, _NODE_LOCAL)}
+    return settings | {"--resume": resume if resume in ("auto", "never") or is_remote(resume) else "a folder"}
 
 
 def resolve_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
@@ -279,9 +281,11 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         require_trackers(config)
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
-            return wait_for_end(config, launch)
+            return wait_for_end(config, launch, resume)
         device = choose_device(config.engine.device, launch.local_rank)
-        with distributed_session(launch, device, config.engine.timeout_seconds, shared_settings(config)) as ranks:
+        with distributed_session(
+            launch, device, config.engine.timeout_seconds, shared_settings(config, resume)
+        ) as ranks:
             resolved, was_auto = resolve_precision(config, device, ranks), config.engine.precision == "auto"
             plan = RunPlan.of(resolved, ranks.size, device.type, precision_was_auto=was_auto)
             with explain_out_of_memory(plan):

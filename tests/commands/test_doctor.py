@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_a_port_that_is_taken() -> None:
     assert finding.state == "problem"
     assert "--master_port" in finding.advice
     assert [doctor.port(number).detail for number in (0, 70_000)] == ["0 is no port", "70000 is no port"]
+
+
+def test_ports_of_root_and_a_torch_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "bind", refuse)
+        assert doctor.port(80).advice == "pass a --master_port from 1024 on"
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_nccl_available")
+    assert doctor.collectives().state == "problem"
 
 
 def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

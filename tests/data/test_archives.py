@@ -47,6 +47,8 @@ def test_an_archive_is_its_members_in_order(name: str, members: list[Path], tmp_
     texts = [text for member in members if member.name != "README" for text in texts_of(member)]
     assert texts_of(archive) == texts
     assert len(texts) == 9
+    chunks = read_chunks(find_inputs(archive), Selection())
+    assert 0 < sum(chunk.disk_bytes for chunk in chunks) <= archive.stat().st_size
     archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 3])
     with pytest.raises(DataError, match=f"{name}` must "):
         texts_of(archive)

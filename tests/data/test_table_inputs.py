@@ -43,6 +43,15 @@ def test_reads_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: 
     assert [text for chunk in odd for text in chunk.parse().require_texts()] == TEXTS[1::2]
 
 
+def test_a_chunk_counts_only_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a batch refers to the memory of all of it."""
+    table = pa.Table.from_pylist(RECORDS)
+    with pa.ipc.new_stream(str(tmp_path / "one_batch.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 2 * table.nbytes)
+    assert len(list(read_chunks(find_inputs([tmp_path / "one_batch.arrow"]), Selection()))) == 1
+
+
 def test_reads_what_the_library_saves(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_list(RECORDS).select(range(10, 60))

@@ -183,6 +183,16 @@ def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
     assert (matthews.epochs, matthews.mean()) == ([2, 2], pytest.approx(0.3))
     assert str(matthews) == "30.0 ± 14.1 (2 2)"
     assert rows["glue", "mean of 2", ""].values == pytest.approx([0.4, 0.5])  # without RTE, as in the paper
+    reordered = summarize(
+        [
+            *cola,
+            *reversed(mrpc[1:]),
+            mrpc[0],
+            result("glue/sst2", 1, {"sst2": {"accuracy": 0.0}}),
+            result("glue/sst2", 0, {"sst2": {"accuracy": 0.9}}),
+        ]
+    )
+    assert reordered[-1].values == pytest.approx([1.7 / 3, 1 / 3])  # of seeds 0 and 1, in whatever order they ran
     assert all(row.task != "glue" for row in summarize([*cola, mrpc[0]]))  # a seed of MRPC is still to run
 
 

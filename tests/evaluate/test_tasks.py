@@ -36,7 +36,7 @@ RIGHT = {"arc_easy": "thus", "boolq": "yes", "race": "g", "sciq": "darwin", "piq
 
 
 def put(data: Path, task: str, text: str) -> Path:
-    file = data / str(TASKS[task].file)
+    file = data / str(TASKS[task].file) / ("ori_pqal.json" if task == "pubmedqa" else "")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
@@ -106,6 +106,7 @@ def test_sentences_of_a_csv_keep_their_commas_and_line_breaks(tmp_path: Path) ->
         ("qasper_bool", '{"1": {"title": "t"}}', "must hold examples as published, but example 1"),
         ("crows_pairs_english", "a,b\n1,2\n", "lacks one"),
         ("sciq", '{"question": "q"}', "JSON objects with a `support`, but line 1 is not"),
+        ("boolq", '{"question": "q", "passage": null, "label": true}', "with a `passage`, but line 1 is not"),
     ],
 )
 def test_a_file_of_another_form_is_reported(tmp_path: Path, task: str, content: str, sentence: str) -> None:

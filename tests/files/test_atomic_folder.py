@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import FieldError, UserError
-from megahead.files import atomic_folder
+from megahead.files import InUseError, atomic_folder
 
 
 def test_nothing_is_left_of_a_block_that_raises(tmp_path: Path) -> None:
@@ -45,6 +45,17 @@ def test_remains_of_a_killed_run_are_overwritten(tmp_path: Path) -> None:
     partial.mkdir()
     (partial / "half").write_text("remains")
     with atomic_folder(tmp_path / "out") as folder:
+        assert list(folder.iterdir()) == []
+
+
+def test_a_second_process_waits_for_the_first_to_end(tmp_path: Path) -> None:
+    """Else it would remove the files that the first writes."""
+    with atomic_folder(tmp_path / "out", replaceable="mark") as folder:
+        (folder / "mark").write_text("first")
+        with pytest.raises(InUseError, match="another process is writing it"), atomic_folder(tmp_path / "out"):
+            pytest.fail("the block must not run")
+    assert (tmp_path / "out/mark").read_text() == "first"
+    with atomic_folder(tmp_path / "out", replaceable="mark") as folder:
         assert list(folder.iterdir()) == []
 
 

@@ -134,6 +134,21 @@ def test_an_encoder_has_its_special_tokens_and_bias_where_the_new_ids_are(tmp_pa
     assert export(tmp_path / "out", tmp_path / "hf", "trained").parity.tokens > 0
 
 
+def test_positions_of_a_roberta_begin_after_the_new_padding_id(tmp_path: Path) -> None:
+    save_tokenizer(add_encoder_tokens(TRAINERS["bpe"](TEXT, 400)), tmp_path / "new.json")  # <|padding|> is 1
+    old = vocabulary(tmp_path, "wordpiece")  # [PAD] is 0
+    settings = encoder(len(old.spellings), "tied").model_dump(mode="json", exclude_unset=True)
+    settings["model"] |= {"family": "xlm_roberta", "position_offset": 1, "token_types": 1}
+    run = saved(tmp_path / "run", old, config_from_dict(settings))
+    revocabulary(run, tmp_path / "new.json", tmp_path / "out")
+    config = config_from_dict(open_checkpoint(tmp_path / "out").config)
+    assert (config.model.position_offset, config.model.padding_token()) == (2, 1)
+    before, after = (tensors(folder)["weight/backbone.positions.weight"] for folder in (run, tmp_path / "out"))
+    assert torch.equal(after[2:], before[1:])
+    assert export(tmp_path / "out", tmp_path / "hf", "trained").parity.tokens > 0
+    assert yaml.safe_load((tmp_path / "hf/config.json").read_text())["pad_token_id"] == 1
+
+
 def test_a_published_model_moves_too_and_can_be_exported(tmp_path: Path) -> None:
     old, new = vocabulary(tmp_path, "bpe"), vocabulary(tmp_path, "sentencepiece", 420)
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}

@@ -175,6 +175,11 @@ def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
         assert kept is not None
         assert kept.read_bytes() == (tmp_path / f"{size}.json").read_bytes()
     assert len(told) == 2  # the third call reuses the second's
+    (folder / "tokenizer.json").write_text("of another text, whose start was killed")
+    for _ in range(2):
+        _write_datasets(text, None, 320, folder, told.append)
+    assert load_tokenizer(str(folder / "tokenizer.json")).vocab_size == 320
+    assert len(told) == 3  # the same text gives the same tokenizer
 
 
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:

@@ -13,7 +13,7 @@ from megahead.config.plan import RunPlan
 from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
 from megahead.train.log import describe_mesh, previous_mesh
-from megahead.train.run import describe_elastic, elastic_launch
+from megahead.train.run import describe_elastic, elastic_launch, shared_settings
 from megahead.train.saving import Lease, new_session_id
 from support.killable import codes, said, start_ranks
 from support.named import without_digits
@@ -172,6 +172,10 @@ def test_two_runs_that_meet_are_refused_by_name(tmp_path: Path) -> None:
     )
     assert sentence in said(tmp_path, 1)
     assert "rank 1 ended with UserError" in said(tmp_path, 0) + said(tmp_path, 1)
+    auto, never, here, there = (shared_settings(mine, resume) for resume in ("auto", "never", "/a/step-4", "/b/step-4"))
+    assert here == there
+    assert {name for name in auto if auto[name] != never[name]} == {"--resume"}
+    assert auto["--resume"] != here["--resume"] != shared_settings(mine, "s3://bucket/step-4")["--resume"]
 
 
 def test_of_two_sessions_in_one_folder_the_later_one_writes(tmp_path: Path) -> None:

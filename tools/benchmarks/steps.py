@@ -181,8 +181,10 @@ class Variant:
         """Weights, moments and peak of a step beside them; None on a CPU, where a child process measures it."""
         if self.device.type == "cpu":
             return None
-        bytes_each = 12 + 2 * self.weights.half
-        return (bytes_each * sum(parameter.numel() for parameter in self.model.parameters()) + self.extra_bytes) / 1e6
+        weight_bytes = (4 + 2 * self.weights.half) * sum(parameter.numel() for parameter in self.model.parameters())
+        states = self.weights.optimizer.state.values()
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return (weight_bytes + sum(moment.nbytes for moment in moments) + self.extra_bytes) / 1e6
 
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """The variant's row of the table; shares are of the median step."""
