@@ -158,8 +158,10 @@ class StragglerDetector:
     def update(self, forward_seconds: Sequence[float]) -> SlowRank | None:
         """Adds a step's `forward_seconds` of each rank. At the end of a window returns the slow rank, if there is one
         and it was not slow in the previous window."""
+        if len(self._hosts) == 1:
+            return None
         self._window.append(forward_seconds)
-        if len(self._hosts) == 1 or len(self._window) < WINDOW_STEPS:
+        if len(self._window) < WINDOW_STEPS:
             return None
         medians = [median(times) for times in zip(*self._window, strict=True)]
         self._window.clear()

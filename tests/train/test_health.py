@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,13 @@ def test_single_slow_steps_one_rank_and_differences_of_a_moment_are_nothing() ->
     stragglers = StragglerDetector("ab", 2.0)
     assert [stragglers.update([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW_STEPS)] == [None] * WINDOW_STEPS
     assert windows(stragglers, [0.0005, 0.0016]) == [None]
-    assert windows(StragglerDetector("a", 2.0), [1.0]) == [None]
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_memory_of_steps_ends_with_their_window(hosts: str) -> None:
+    stragglers = StragglerDetector(hosts, 2.0)
+    sizes = [windows(stragglers, [1.0] * len(hosts)) and len(pickle.dumps(stragglers)) for _ in range(3)]
+    assert len(set(sizes)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
