@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
-import pickle
 from pathlib import Path
 from typing import Any
 
