@@ -32,7 +32,7 @@ def dispatch() -> int | None:
         print(f"megahead {__version__}")
         return 0
     name = resolve_command(command)
-    sys.argv = [f"megahead {with_dashes(name)}", *options]  # argparse names the command by the first of them
+    sys.argv = [f"megahead {with_dashes(name)}", *options]  # argparse takes the command's name from the first one
     code: int | None = import_module(f"megahead.commands.{name}").main()
     return code
 

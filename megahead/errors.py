@@ -1,6 +1,6 @@
 """Errors a user can repair, each one sentence: "`field` must RULE, but is VALUE instead; FIX." (or "needs", "cannot").
 
-Anything raised from here ends a command with exit code 2 and its sentence, without a traceback.
+A command that raises one prints its sentence, without a traceback, and exits with code 2.
 """
 
 from __future__ import annotations

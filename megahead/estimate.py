@@ -27,7 +27,7 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
     return _candidates_of_group(config, config.targets_per_row(), data_ranks)
 
 
-def _own_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
+def _auxiliary_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
     """An auxiliary objective's own targets per row, and candidates of each: the batch's `candidate_rows` if shared."""
     auxiliary = config.objective.auxiliary_or_empty()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
@@ -178,9 +178,9 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
 
     Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
     each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
-    of products and attention. A Llama's block saves four inputs and (3 A + 2 K + 4 F) / t, A + K more with QK norms,
-    and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves two
-    inputs more. Sequence parallelism also divides inputs by t, but gathers those of one layer at a time.
+    outputs of matmuls and attention. A Llama's block saves four inputs and (3 A + 2 K + 4 F) / t, A + K more with QK
+    norms, and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves
+    two inputs more. Sequence parallelism also divides inputs by t, but gathers those of one layer at a time.
     """
     model, tensor = config.model_in_training(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -197,10 +197,10 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     saved_per_layer = {False: block, True: block_input, "selective": selective}[recompute]
     temporary = (block if recompute else 0) + model.hidden_size - block_input
-    saved_layers = sum(subset.layers_spared() for subset in subset_layers(config))
-    layers = sum(model.num_layers for model in _model_configs(config)) - saved_layers
-    own_layers = config.objective.auxiliary_or_empty().num_layers * tensor  # each rank has them whole
-    return element_size * tokens * (layers * saved_per_layer + own_layers * block + temporary)
+    skipped_layers = sum(subset.skipped_layers() for subset in subset_layers(config))
+    layers = sum(model.num_layers for model in _model_configs(config)) - skipped_layers
+    auxiliary_layers = config.objective.auxiliary_or_empty().num_layers * tensor  # each rank has them whole
+    return element_size * tokens * (layers * saved_per_layer + auxiliary_layers * block + temporary)
 
 
 # Floating-point operations of training, from the config.
@@ -257,7 +257,7 @@ def training_flops(
     local = min(context, _mean_window(config.window_radius(), sequence_length, 1 if config.is_causal else 2))
     contexts = [local if config.is_local(layer) else context for layer in range(layers)]
     for subset in subsets:  # fewer queries, each of fewer keys
-        matrices -= subset.layers_spared() * (attention + mlp)
+        matrices -= subset.skipped_layers() * (attention + mlp)
         for layer in subset.layers:
             contexts[layer] = subset.share * (local if config.is_local(layer) else subset.share * context)
         if subset.first_layer_attends_to_all:  # it also computes keys and values of the other tokens
@@ -298,7 +298,7 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
         sampled = config.model.vocab_size if auxiliary.samples_vocabulary() else candidate_rows
     vanilla = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
-    targets, candidates = _own_targets(config, candidate_rows, data_ranks)
+    targets, candidates = _auxiliary_targets(config, candidate_rows, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
     if auxiliary.has_bag_of_words():  # backward: of the largest scores alone
         products_per_token += candidates + vanilla / 3
@@ -409,7 +409,7 @@ def _muon_parameters(config: RunConfig) -> float:
 def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak.
 
-    Of buffers that never coexist the larger counts; buckets count in full.
+    Of buffers that never coexist only the larger is counted; buckets are counted in full.
     """
     parameters, zero = rank_parameters(plan.config), plan.zero
     share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
@@ -478,8 +478,8 @@ def rank_parameters(config: RunConfig) -> int:
 def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is in fp32. Scores that are products are the kernel's on a GPU; those of a CPU
-    in bf16 count as such.
+    In half precision the rows' gradient is in fp32. The kernel computes all scores but harmonic ones on a GPU; those of
+    a CPU in bf16 are counted alike.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0
@@ -487,7 +487,7 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
     groups = micro_size // min(plan.group_samples(), micro_size)
     shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
-    own = _own_targets(config, shared[1], plan.data_ranks)
+    own = _auxiliary_targets(config, shared[1], plan.data_ranks)
     for targets_per_row, candidates in (shared, own):
         targets, rows = micro_size * targets_per_row, candidates / tensor  # rows of each group
         if not targets:

@@ -1,7 +1,8 @@
-"""From a folder of text to a model that writes, in one call: a tokenizer, ids, a run, its report and an export.
+"""Makes a generative model from a folder of text in one call: trains a tokenizer, tokenizes, trains, reports and
+exports.
 
-What is trained is planned from the text that is there and from how fast this machine trains; the plan is the run's
-YAML. Each part's result is a file, so that a second call resumes the first.
+The model's size and the number of steps are planned from the amount of text and the speed of this machine; the plan is
+written as the run's YAML. Each stage writes its result to a file, so that a second call resumes the first.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ SHAPES: tuple[Shape, ...] = ((2, 128), (3, 192), (4, 256), (6, 384), (6, 512))
 TIMING_SHARE = 0.2
 """Share of the time for timing shapes. If no step ends within it, the run's own steps are timed."""
 
-ASSUMED_FLOPS = 5e10
+ASSUMED_FLOPS_PER_SECOND = 5e10
 """FLOPs per second of a machine that could not be measured: half of one core's."""
 
 TOLERANCE = 0.05
-"""Share of the time: a run that would exceed it by more gets fewer steps."""
+"""Share of the available time by which a run may exceed it; a slower run gets fewer steps."""
 
 MIN_TOKENS_PER_PARAMETER = 2
-"""A larger shape must see this many tokens per parameter of its blocks."""
+"""A larger shape is chosen only if it sees at least this many tokens per parameter of its blocks."""
 
 MAX_EPOCHS = 16
 """Most epochs."""
 
 BYTES_PER_TOKEN, TOKENS_PER_VOCAB_ID = 4, 100
-"""How many ids a tokenizer gets: each shall occur often enough to be learned."""
+"""A tokenizer gets one id per this many tokens (of this many bytes), so that each id occurs often enough to be
+learned."""
 
 FEW_DOCUMENTS = 200
 """With fewer, the end of each is held out."""
@@ -72,7 +74,7 @@ MIN_TEXT_BYTES = 10_000
 """With less text, the held-out part would not fill a row."""
 
 EXPORT_SECONDS = 25
-"""For the export, the report and the sample, unless starting a run takes over half of it."""
+"""Time reserved for the export, the report and the sample; more if starting a run takes over half of it."""
 
 MIN_TRAINING_SECONDS = 15
 """Least training time."""
@@ -82,7 +84,7 @@ EVALUATION_ROWS, EVALUATION_SLOWNESS = 256, 2.0
 for 2 layers of 128 and 16,384 ids: a step of 168 ms, an evaluation of 7 s)."""
 
 MAX_EVALUATIONS, EVALUATION_SHARE = 8, 0.2
-"""During a run; fewer where they would take a larger share of its time."""
+"""The largest number of evaluations in a run, and the largest share of its time that they may take."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,14 @@ class Plan:
     shape: Shape
     vocab_size: int
     tokens: float
-    """In the text, about."""
+    """Approximate number of tokens in the text."""
 
     step_seconds: float
     startup_seconds: float = 0.0
-    """Of a run, until its first step."""
+    """Time from the start of a run to its first step."""
 
     is_measured: bool = True
-    """Else `step_seconds` is assumed."""
+    """Whether `step_seconds` was measured; if not, it is assumed."""
 
     @cached_property
     def config(self) -> RunConfig:
@@ -125,16 +127,16 @@ class Plan:
         return EVALUATION_SLOWNESS * self.step_seconds * flops / self.step_flops()
 
     def other_seconds(self, available_seconds: float) -> float:
-        """Everything after the plan but training steps."""
+        """Time of everything after planning except the training steps."""
         evaluation_seconds = self.evaluations(available_seconds) * self._evaluation_seconds()
         return self.startup_seconds + evaluation_seconds + self.export_seconds()
 
     def export_seconds(self) -> float:
-        """Everything after training."""
+        """Time of everything after training."""
         return max(EXPORT_SECONDS, 2 * self.startup_seconds)
 
     def total_seconds(self, available_seconds: float) -> float:
-        """Everything after the plan; more than `available_seconds` if those are too few."""
+        """Time of everything after planning; more than `available_seconds` if those are too few."""
         return self.other_seconds(available_seconds) + self.steps(available_seconds) * self.step_seconds
 
     def fits(self, available_seconds: float) -> bool:
@@ -154,7 +156,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """The paths that `start` wrote, and what the model does."""
+    """The paths that `start` wrote, and the model's perplexity and sample."""
 
     config: Path
     run: Path
@@ -163,7 +165,7 @@ class QuickstartResult:
 
     page: Path
     perplexity: float
-    """Of held-out text."""
+    """Perplexity on held-out text."""
 
     sample: str
 
@@ -177,13 +179,13 @@ def start(
     dry_run: bool = False,
     report: Report = print,
 ) -> QuickstartResult | None:
-    """Trains a headless decoder on the text in `path` (a file, or a folder with all that is in it) for about `minutes`
-    in all, and exports it.
+    """Trains a headless decoder on the text in `path` (a file, or a folder with all that is in it) and exports it, in
+    about `minutes` altogether.
 
-    `tokenizer`: a file to take instead of training one. `folder`: where all goes (default: `NAME-headless` in the
-    working directory); what is finished there is kept, and its `run.yaml` may be changed. `report` receives what is
-    planned and done, a line each. None after a `dry_run`, which ends with the plan. UserError where nothing in `path`
-    is text.
+    `tokenizer`: a file to take instead of training one. `folder`: the folder of all outputs (default: `NAME-headless`
+    in the working directory). A second call keeps finished outputs, and the `run.yaml` there may be edited. `report`
+    receives a line for each plan and result. Returns None after a `dry_run`, which ends with the plan. UserError if
+    `path` contains no text.
     """
     if not 1 <= minutes < math.inf:
         raise FieldError("--minutes", "be at least 1", got=minutes)
@@ -219,7 +221,7 @@ def start(
 
 
 def _pretrain(config: Path, must_stop: Callable[[], bool] | None = None) -> str:
-    """How the run ended; `stopped` after Ctrl-C, too."""
+    """Trains; returns how the run ended, `stopped` also after Ctrl-C."""
     with suppress(KeyboardInterrupt):
         pretrain(config, must_stop=must_stop)
         return str(json.loads(load_config(config).folder().session_end.read_text(encoding="utf-8"))["ending"])
@@ -256,7 +258,7 @@ def _check_same_text(config: Path, header: str) -> None:
 
 
 def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> TextSurvey:
-    """What of `path` is text; FieldError if that is too little, or if the tokenizer has no end token."""
+    """Surveys the text in `path`; FieldError if it is too little, or if the tokenizer has no end token."""
     found = survey(path, folder.absolute())
     if tokenizer is not None:
         _require_end_token(tokenizer)
@@ -269,7 +271,7 @@ def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Repor
 
 
 def _require_writable(folder: Path) -> None:
-    """Makes the folder; FieldError before anything that takes long where nothing can be written to it."""
+    """Creates the folder; FieldError if it is not writable, before anything that takes long."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -280,7 +282,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _require_end_token(tokenizer: Path) -> None:
-    """FieldError for one without an end token, before anything that takes long."""
+    """FieldError for a tokenizer without an end token, before anything that takes long."""
     try:
         end_token_id(load_tokenizer(str(tokenizer)), None)
     except FieldError:
@@ -296,8 +298,8 @@ def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def make_plan(found: TextSurvey, tokenizer: Path | None, seconds: float, report: Report) -> Plan:
-    """The largest shape that `seconds` and the text are enough for, by the speed of this machine: shapes are timed from
-    the smallest on, each by a run of a few steps on drawn ids, all within TIMING_SHARE of `seconds`."""
+    """The plan with the largest shape for which `seconds` and the text suffice on this machine. Shapes are timed from
+    the smallest up, each by a run of a few steps on random ids, all within TIMING_SHARE of `seconds`."""
     tokens, start_time = found.text_bytes() / BYTES_PER_TOKEN, monotonic()
     vocab_size = _vocab_size(tokens) if tokenizer is None else load_tokenizer(str(tokenizer)).vocab_size
     report(f"{'tokenizer':<12}{tokenizer or f'a byte-level BPE of at most {vocab_size:,} ids, trained on it'}")
@@ -320,7 +322,7 @@ def make_plan(found: TextSurvey, tokenizer: Path | None, seconds: float, report:
     if plan is None:
         report(f"{'speed':<12}not measured: no step within {format_duration(TIMING_SHARE * seconds)}")
         plan = Plan(SHAPES[0], vocab_size, tokens, 1.0, TIMING_SHARE * seconds, is_measured=False)
-        plan = replace(plan, step_seconds=plan.step_flops() / ASSUMED_FLOPS)
+        plan = replace(plan, step_seconds=plan.step_flops() / ASSUMED_FLOPS_PER_SECOND)
     for shape in SHAPES[1:]:
         larger = replace(plan, shape=shape)
         larger = replace(larger, step_seconds=plan.step_seconds * larger.step_flops() / plan.step_flops())
@@ -356,7 +358,8 @@ def _settings(shape: Shape, vocab_size: int) -> dict[str, Any]:
 
 
 def _measure_shape(shape: Shape, vocab_size: int, max_seconds: float) -> float:
-    """Measured on random ids with Zipf frequencies, 1 / (i + 2)."""
+    """The step time of a run of `shape` on random ids with Zipf frequencies, 1 / (i + 2). TimeoutError if no step ends
+    within `max_seconds`."""
     with TemporaryDirectory() as name:
         dataset, weights = Path(name) / "text", 1 / np.arange(2, vocab_size + 1)
         ids = 1 + np.random.default_rng(0).choice(vocab_size - 1, (400, 256), p=weights / weights.sum())
@@ -371,15 +374,16 @@ def _measure_shape(shape: Shape, vocab_size: int, max_seconds: float) -> float:
 def make_tokenizer(
     paths: Sequence[Path], selection: Selection, vocab_size: int, output: Path, *, max_bytes: int = 20_000_000
 ) -> None:
-    """A byte-level BPE trained on so many bytes of the text in `paths`; broken records are left out."""
+    """Trains a byte-level BPE on at most `max_bytes` of the text in `paths`, and saves it; broken records are left
+    out."""
     with ProgressBar("Reading") as bar:
         texts = sample_texts(paths, selection=selection, max_bytes=max_bytes, skip_broken=True, progress=bar)
         save_tokenizer(train_bpe(texts, vocab_size), output)
 
 
 def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """Writes the tokenizer, again if it is there (a start that was killed may have had another text), and the datasets
-    that are not there with it."""
+    """Writes the tokenizer, also over an existing one (a killed start may have read another text), and the datasets
+    that do not exist with this tokenizer."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if tokenizer is None:
@@ -411,7 +415,8 @@ def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
 
 
 def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
-    """Omits settings that the datasets provide. Paths are absolute: the file is read from any folder."""
+    """Writes the run's YAML without settings that the datasets provide. Paths in it are absolute, so that it can be
+    read from any folder."""
     folder, steps, settings = path.parent.absolute(), plan.steps(seconds), _settings(plan.shape, plan.vocab_size)
     del settings["model"]["vocab_size"]
     settings["name"] = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.resolve().name).strip("-") or "run"

@@ -26,9 +26,9 @@ from megahead.wording import format_gib, print_line
 
 
 _SCHEME = re.compile(r"([A-Za-z0-9]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
-_NAMES = "(?:key|token|secret|password|passwd|credential|signature|sig)"
-_SECRET = re.compile(rf"://[^@]*:[^@]*@|\?|{_NAMES}=", re.IGNORECASE)
-"""A password (it may contain slashes), a query (as in presigned URLs), a named secret."""
+_SECRET_NAMES = "(?:key|token|secret|password|passwd|credential|signature|sig)"
+_SECRET_IN_URL = re.compile(rf"://[^@]*:[^@]*@|\?|{_SECRET_NAMES}=", re.IGNORECASE)
+"""Matches a password (it may contain slashes), a query (as in presigned URLs) or a named secret."""
 
 
 def is_remote(name: str) -> bool:
@@ -37,7 +37,7 @@ def is_remote(name: str) -> bool:
 
 
 def strip_slashes(url: str) -> str:
-    """Without trailing slashes, except for a root (`file:///`)."""
+    """The URL without trailing slashes, except for a root (`file:///`)."""
     return re.sub(r"(?<![:/])/+$", "", url)
 
 
@@ -67,7 +67,7 @@ def _normalized(url: str) -> str:
 
 def refuse_secrets(field: str, name: str) -> None:
     """FieldError for a URL with a password, a key or a query; the error does not contain it."""
-    if is_remote(name) and _SECRET.search(name):
+    if is_remote(name) and _SECRET_IN_URL.search(name):
         hint = "give credentials by the environment, as the store's own tools read them"
         raise FieldError(field, "be an address without password, key or query", got="one that has some", hint=hint)
 
@@ -76,11 +76,11 @@ def redact_secrets(text: str) -> str:
     """A text in which everything that `refuse_secrets` rejects is redacted."""
     text = re.sub(r"://[^\s@'\"]*:[^\s@'\"]*@", "://***@", text)
     text = re.sub(r"(://[^\s'\"?]*)\?[^\s'\"]*", r"\1?***", text)
-    return re.sub(rf"(://[^\s'\"]*?{_NAMES}=)[^\s'\"&;]*", r"\1***", text, flags=re.IGNORECASE)
+    return re.sub(rf"(://[^\s'\"]*?{_SECRET_NAMES}=)[^\s'\"&;]*", r"\1***", text, flags=re.IGNORECASE)
 
 
-_NAME_OF_SECRET = re.compile(r"key|secret|token|passw|credential|signature|sas", re.IGNORECASE)
-_SHORTEST_SECRET = 6
+_SECRET_VARIABLE = re.compile(r"key|secret|token|passw|credential|signature|sas", re.IGNORECASE)
+_MIN_SECRET_LENGTH = 6
 
 
 class RemoteError(UserError):
@@ -109,7 +109,7 @@ def _secrets() -> Iterator[str]:
         pair for section in fsspec.config.conf.values() if isinstance(section, dict) for pair in section.items()
     ]
     for name, value in variables:
-        if isinstance(value, str) and len(value) >= _SHORTEST_SECRET and _NAME_OF_SECRET.search(name):
+        if isinstance(value, str) and len(value) >= _MIN_SECRET_LENGTH and _SECRET_VARIABLE.search(name):
             yield value
 
 
@@ -235,7 +235,7 @@ class Store:
         """Writes a small file, and reads it back; RemoteError if it differs."""
         self._make_folder(name)
         self._await_last_write(name)
-        self._writes[name] = submit(partial(self._put_whole, self._path(name), content))
+        self._writes[name] = submit(partial(self._put_in_one_request, self._path(name), content))
         self._call_writing(self._writes[name].result)
         if self.read_if_exists(name) != content:
             raise RemoteError(
@@ -243,12 +243,12 @@ class Store:
             )
 
     def _await_last_write(self, name: str) -> None:
-        """Waits for an earlier write that was given up, and could arrive after what follows; RemoteError if it does not
-        end."""
+        """Waits for an earlier write that timed out, since it could still overwrite a later one; RemoteError if it does
+        not end."""
         if name in self._writes:
             self._call(self._writes[name].exception)
 
-    def _put_whole(self, path: str, content: bytes) -> None:
+    def _put_in_one_request(self, path: str, content: bytes) -> None:
         """Local files are replaced atomically: a full disk leaves the previous content. `files.atomic_path` would raise
         WriteError instead of the store's errors."""
         from fsspec.implementations.local import LocalFileSystem

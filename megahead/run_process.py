@@ -59,7 +59,7 @@ def pretrain(
         while process.poll() is None:
             try:
                 output += process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
-            except KeyboardInterrupt:  # the run has it too, and saves
+            except KeyboardInterrupt:  # the run receives the signal too, and saves
                 interrupted = True
             except subprocess.TimeoutExpired:
                 if must_stop is not None and must_stop():
@@ -103,19 +103,19 @@ class DeadlineMonitor:
     """The cost of a restart."""
 
     tolerance: float
-    """Seconds: the smallest saving that is worth a restart."""
+    """The fewest seconds that a restart must save to be worth it."""
 
     new_steps: int | None = None
     """The number of steps that fit, set when `must_stop` returns true."""
 
     step_seconds: float = 0.0
-    """Measured then, evaluations and saves included."""
+    """Seconds per step, evaluations and saves included; set together with `new_steps`."""
 
     def __post_init__(self) -> None:
         self._step, self._first = last_logged_step(self.run), (0.0, 0)
 
     def must_stop(self) -> bool:
-        """Whether fewer steps, after another start, would end earlier by more than the tolerance."""
+        """Whether a restart with fewer steps would end earlier by more than the tolerance."""
         now, step, (first_time, first_step) = monotonic(), last_logged_step(self.run), self._first
         if step == self._step:
             return False

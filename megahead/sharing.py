@@ -14,7 +14,7 @@ from megahead.report.read import read_metrics
 from megahead.wording import format_names, pluralize
 
 _MAX_SAMPLED_BYTES = 8 * 2**30
-"""Most weights to sample from: generation, unlike exporting, needs all in memory."""
+"""Largest size of weights to sample from: generation, unlike exporting, needs all of them in memory."""
 
 
 def add_sample_and_curves(folder: Path, run: Path) -> str | None:
@@ -109,7 +109,8 @@ def check_push(
 
 
 def _read_only_reason(account: Mapping[str, Any], repository: str, *, exists: bool) -> str | None:
-    """Why the login of whoami's answer cannot write to a repository; None if it can, or the answer does not tell."""
+    """The reason why `account`, the Hub's answer to `whoami`, cannot write to a repository; None if it can, or the
+    answer does not tell."""
     owner, token = repository.partition("/")[0], account.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         return "its token is for reading alone"

@@ -1,7 +1,7 @@
-"""Times steps of the engine against a plain torch loop, and launches.
+"""Times steps of the engine against a plain torch loop, and kernel launches.
 
 OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, and a plain torch loop
-tools/bench_engine.py --launches --device cuda          what a launch costs the host: an operator, a graph, the loss
+tools/bench_engine.py --launches --device cuda          the host's time to launch an operator, a CUDA graph, the loss
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread. Variants
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    parser.add_argument("--launches", action="store_true", help="time launches alone")
+    parser.add_argument("--launches", action="store_true", help="time kernel launches alone")
     arguments = parser.parse_args()
     if arguments.launches:
         import torch

@@ -36,7 +36,7 @@ def main() -> None:
     shape["vocab_size"] = arguments.vocabulary
     config = build_config(shape, arguments.rows, arguments.sequence_length, "engine.device=cpu")
     parameters = run_parameters(config)
-    print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
+    print(f"{parameters.embedding:,} parameters in the embedding, {parameters.body:,} in the blocks")
     from benchmarks.link import compare_variants, exchange_variants, parse_ways, step_variants
 
     limits = arguments.ranks, arguments.megabits, arguments.steps

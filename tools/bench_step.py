@@ -9,8 +9,8 @@ tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --
 A step is forward and backward of a global batch (with --preset one micro-batch) on one rank, clipping and the
 optimizer's update, without an engine. Tokens come from the config's dataset (or --data PREFIX), else they are
 Zipf-distributed, with about as many different ids as real text. An encoder masks 15 % of its tokens, unless --set says
-otherwise; its vanilla head is BERT's, tied. An objective that needs token counts takes those of these tokens. Settings
-that a vanilla objective does not have are dropped for it.
+otherwise; its vanilla head is BERT's, tied. An objective that needs token counts takes the counts of these tokens.
+Settings that a vanilla objective does not have are dropped for it.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matmul rate; MFU: share
 of its published peak; peak MB: weights, gradients, moments and activations (on a CPU those of one step in a child
@@ -85,7 +85,8 @@ def _parse_vocabularies(text: str | None) -> list[int]:
 
 
 def _variants(arguments: argparse.Namespace, config: RunConfig) -> list[VariantSpec]:
-    """Every objective in the default mode, then compiled, then with a whole last block, then with Muon."""
+    """Every objective in the default mode, then compiled, then with the last block computed for all tokens, then with
+    Muon."""
     compiled = arguments.compile and config.engine.compile is not True
     modes: dict[Mode, bool] = {"default": True, "compiled": compiled}
     modes |= {"whole last block": arguments.whole, "muon": arguments.muon}

@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
     parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
-    parser.add_argument("--with-vanilla", action="store_true", help="also train the vanilla twin for the same time")
+    parser.add_argument("--with-vanilla", action="store_true", help="also train it with a softmax for the same time")
     folder_help = f"where all goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=folder_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")

@@ -119,7 +119,7 @@ class Part:
 
     @property
     def uses_spare_time(self) -> bool:
-        """Whether it takes, beside `seconds`, spare time, shared equally with later such parts."""
+        """Whether it takes spare time beyond `seconds`, an equal share of what is left for such parts."""
         return any(SECONDS in word for word in self.command)
 
     def missing_requirement(self) -> str:
@@ -171,14 +171,14 @@ class Text:
 
 
 NEEDS_TEXT = "a text must be given for it by --dataset, but is not."
-PREFIX, WHOLE = "train-", "whole-"  # of names of parts
+PREFIX, WHOLE_STEP_PREFIX = "train-", "whole-"  # of names of parts
 TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 FULL, DRY = PLAN["full"], PLAN["dry"]
 
 
 def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
-    """All parts of a scale; `folder`: for runs."""
+    """All parts of `scale` (FULL, or DRY for the CPU); `folder`: for runs."""
     parts: list[Part] = []
     for kind, name, options, seconds, *more_options in scale["parts"]:
         words, device = " ".join([options, *more_options]).split(), scale["device"].split()
@@ -394,13 +394,13 @@ def training_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]
 def whole_rows(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each part of whole steps: the median step of the run's second half, and vanilla's time over it."""
     seconds_by_name: dict[str, float] = {}
-    for name in (name for name in measured if name.startswith(WHOLE)):
+    for name in (name for name in measured if name.startswith(WHOLE_STEP_PREFIX)):
         ends = [record["seconds"] for record in read_metrics(folder / "runs" / name).training]
         seconds_by_name[name] = float(np.median(np.diff(ends)[-(len(ends) // 2) :]))
     rows: list[dict[str, Any]] = []
     for name, seconds in seconds_by_name.items():
         vanilla = seconds_by_name.get(name.replace("headless", "vanilla")) if "headless" in name else None
-        row = {"steps": name.removeprefix(WHOLE), "ms": to_milliseconds(seconds)}
+        row = {"steps": name.removeprefix(WHOLE_STEP_PREFIX), "ms": to_milliseconds(seconds)}
         rows.append(row | {"vanilla takes": None if vanilla is None else f"{vanilla / seconds:.2f} times as long"})
     return rows
 

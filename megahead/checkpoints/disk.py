@@ -29,7 +29,7 @@ from megahead.checkpoints.format import (
     Manifest,
     Snapshot,
     check_lengths,
-    exhaust_on_all_ranks,
+    run_generator_on_all_ranks,
     run_on_first_rank,
 )
 from megahead.checkpoints.store import (
@@ -79,8 +79,8 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; renames it first, so that its name never means a partial folder. The next save
-        removes what NFS keeps while another process reads a file."""
+        """Removes a checkpoint; renames it first, so that no partial folder has its name. NFS keeps a file while
+        another process reads it: the next save removes such files."""
         partial_folder = self.partial_folder(name)
         (self.root / name).rename(partial_folder)
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -118,8 +118,9 @@ class DiskStorage(Storage):
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The step folder `path`, the newest complete one in the run or checkpoints folder `path`, or the newest of a step
-    (CHECKPOINTS/step-N without random digits, or CHECKPOINTS/N); None if there is none.
+    """Finds a checkpoint; returns None if there is none. `path`: a step folder; a run or checkpoints folder, for its
+    newest complete one; CHECKPOINTS/step-N without random digits or CHECKPOINTS/N, for the newest complete one of step
+    N.
 
     Complete means that every file has its full length; contents are verified when they are read.
     """
@@ -209,7 +210,7 @@ def write_collectively(
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)
-        results = exhaust_on_all_ranks(group, write_when_visible(), describe_error)
+        results = run_generator_on_all_ranks(group, write_when_visible(), describe_error)
         run_on_first_rank(group, finish, describe_error)
     except (UserError, KeyboardInterrupt):
         if group.rank == 0:
@@ -240,7 +241,7 @@ def copy_newest_valid(
     problems = list[str]()
     while True:
         try:
-            name, num_bytes = exhaust_on_all_ranks(group, source.select_next())[0]
+            name, num_bytes = run_generator_on_all_ranks(group, source.select_next())[0]
             if num_bytes:
                 write_collectively(disk, name, num_bytes, source.write, source.write_manifest, group, rules)
             return name, problems
@@ -251,7 +252,7 @@ def copy_newest_valid(
 def describe_write_error(error: Exception, partial_folder: Path, num_bytes: int) -> str:
     """The message of an error in writing a checkpoint of `num_bytes` bytes."""
     root = partial_folder.parent
-    if not _is_full(error):  # the message of a WriteError lacks the bytes
+    if not _is_full(error):  # for a full disk the message below gives the missing bytes, which a WriteError's does not
         message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
         return str(error) if isinstance(error, UserError) else message
     available = shutil.disk_usage(root).free + sum(map(_file_size, partial_folder.glob("*")))

@@ -305,12 +305,14 @@ def run_on_first_rank(group: Group, action: Callable[[], T], describe_error: Des
     return run_on_all_ranks(group, lambda: [action()] if group.rank == 0 else [], describe_error)[0][0]
 
 
-def exhaust_on_all_ranks(group: Group, work: Iterator[None], describe_error: DescribeError = message_of) -> list[Any]:
-    """Exhausts `work` on every rank as in `run_on_all_ranks`; returns the return values of generators in rank order.
-    Collective.
+def run_generator_on_all_ranks(
+    group: Group, work: Iterator[None], describe_error: DescribeError = message_of
+) -> list[Any]:
+    """Runs the generator `work` to its end on every rank, with errors as in `run_on_all_ranks`; returns the
+    generators' return values in rank order. Collective.
 
-    All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that ranks with less work do not
-    time out; `work` must yield often.
+    `work` must yield often: all ranks synchronize every few seconds, well within `group.timeout_seconds`, so that ranks
+    with less work do not time out.
     """
     interval = min(SYNC_SECONDS, group.timeout_seconds / 10)
     results: list[Any] = []

@@ -27,11 +27,11 @@ from megahead.checkpoints.format import (
     Manifest,
     Snapshot,
     check_files,
-    exhaust_on_all_ranks,
+    run_generator_on_all_ranks,
     run_on_all_ranks,
 )
 from megahead.checkpoints.reading import RecoveryResult, open_verified
-from megahead.checkpoints.store import RetentionRules, highest_first, step_of
+from megahead.checkpoints.store import RetentionRules, highest_step_first, step_of
 from megahead.distributed.group import Group, exchange_bytes
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
@@ -94,7 +94,7 @@ class NodeMemory:
 
     @staticmethod
     def on_shared_disk(run: RunFolder) -> NodeMemory:
-        """The same layout in the run's folder, for replicas from nodes of spare ranks."""
+        """The folder of the replicas that spare ranks have copied into the run's folder, with the same layout."""
         return NodeMemory(run / "handed-over")
 
     def node(self) -> str:
@@ -115,7 +115,7 @@ class NodeMemory:
         return [
             rank_folder / name
             for rank_folder in rank_folders
-            for name in highest_first(DiskStorage(rank_folder).names())
+            for name in highest_step_first(DiskStorage(rank_folder).names())
         ]
 
     def create(self) -> None:
@@ -173,13 +173,13 @@ class ReplicaSource(Source):
         node_ranks = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
         folders = memory.replicas(session_id) + (shared_disk.replicas(session_id) if node_ranks[0] == 0 else [])
         files = [file for folder in folders if step_of(folder) > newer_than for file in self._list_files(folder)]
-        exhaust_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
+        run_generator_on_all_ranks(group, self._verify(files[node_ranks.index(group.rank) :: len(node_ranks)]))
         problems_by_rank = group.all_gather_objects(self.problems)
         self.problems = list(dict.fromkeys(problem for problems in problems_by_rank for problem in problems))
         valid_files = {replica: set(files) for replica, files in self._valid_files.items()}
         valid_files_by_rank = group.all_gather_objects(valid_files)
         self._writers: dict[str, dict[str, int]] = {}
-        for replica in highest_first({replica for rank_files in valid_files_by_rank for replica in rank_files}):
+        for replica in highest_step_first({replica for rank_files in valid_files_by_rank for replica in rank_files}):
             holders = [rank for rank, rank_files in enumerate(valid_files_by_rank) if replica in rank_files]
             pairs = [(name, rank) for rank in reversed(holders) for name in valid_files_by_rank[rank][replica]]
             self._writers[replica] = dict(pairs)
@@ -217,7 +217,7 @@ class ReplicaSource(Source):
                 f"the replica of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
                 "is on none of the remaining nodes."
             )
-        yield  # not earlier: if an error stops this rank here, all must have advanced to the same replica
+        yield  # after `next`: if another rank's error stops this rank here, all ranks have advanced to one replica
         return self._selected, manifest.total_bytes
 
     def write(self, partial_folder: Path) -> Iterator[None]:
@@ -377,7 +377,7 @@ class ReplicaWriter:
         check()
         self._memory.create()
         shutil.rmtree(folder, ignore_errors=True)
-        copies = 1 if self._disk.names() else 2  # the first one also checks the second one's room
+        copies = 1 if self._disk.names() else 2  # the first replica also needs room for the second
         node_ranks = self.peers.ranks_on(self.peers.nodes[self._group.rank])
         stored_ranks = [*node_ranks, *(other_rank for rank in node_ranks for other_rank in self.peers.senders_to(rank))]
         self._memory.require_free_memory(copies * sum(snapshot.bytes_by_rank[rank] for rank in stored_ranks))

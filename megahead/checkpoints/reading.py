@@ -18,7 +18,7 @@ from megahead.checkpoints.format import (
     Manifest,
     check_files,
     check_lengths,
-    exhaust_on_all_ranks,
+    run_generator_on_all_ranks,
     run_on_all_ranks,
     run_on_first_rank,
     share_of,
@@ -51,8 +51,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint in a run or checkpoints folder that was not rolled back, every byte verified, and
-    a sentence for each newer, damaged one. Collective."""
+    """The newest undamaged checkpoint in a run or checkpoints folder, every byte verified, and a sentence for each
+    newer, damaged one. Skips checkpoints that the run rolled back past. Collective."""
     return first_valid(path, lambda: step_folders(path), group)
 
 
@@ -68,7 +68,8 @@ def first_valid(root: Path, folders: Callable[[], list[Path]], group: Group) -> 
 
 
 def find_on_first_rank(path: Path, group: Group) -> Path | None:
-    """The checkpoint that rank 0 finds at `path`, a path of this node's own (see `find_checkpoint`). Collective."""
+    """The checkpoint that `find_checkpoint` finds on rank 0, as a path on this rank. `path` may differ by node.
+    Collective."""
 
     def find() -> Path | None:
         folder = find_checkpoint(path)
@@ -123,7 +124,7 @@ class Checkpoint:
         return value
 
     def names(self) -> list[str]:
-        """Names of readable tensors: the saved ones, then those that are computed from stale rows."""
+        """Names of readable tensors: the saved ones, then those that are computed from rows with pending updates."""
         return [*self.tensors, *_derivable_names(self.tensors)]
 
     def read(self, name: str) -> Tensor:
@@ -178,7 +179,7 @@ class Checkpoint:
         ranks."""
         assigned = share_of(self.files, group)
         unread = {name: entry for name, entry in assigned.items() if name not in self._verified}
-        exhaust_on_all_ranks(group, check_files(self.folder, unread))
+        run_generator_on_all_ranks(group, check_files(self.folder, unread))
         self._verified.update(self.files)
 
     def _verify_once(self, file: str) -> None:
@@ -193,7 +194,7 @@ class Checkpoint:
 # A run with `engine.embedding: rows` saves `late/KIND/NAME`: weights and moments as of the last update of each row,
 # `touched` (the step of that update) and `rates` (the learning rate of every step). Reading `KIND/NAME` applies the
 # pending updates, which gives the result of AdamW over all rows. Reading `late/KIND/NAME` from a checkpoint with a
-# dense embedding gives rows updated by its last step.
+# dense embedding gives rows without pending updates.
 
 
 _PENDING_PREFIX = "late/"

@@ -18,7 +18,7 @@ from megahead.checkpoints.store import (
     Ancestry,
     Latest,
     Storage,
-    highest_first,
+    highest_step_first,
     history,
     is_ancestor,
     is_checkpoint_name,
@@ -88,12 +88,13 @@ class RemoteStorage(Storage):
 
     @property
     def latest(self) -> Latest:
-        """As in `Storage`, or a complete later checkpoint, if a kill came between it and `latest`."""
+        """As in `Storage`; or a later complete checkpoint that continues it, if the process was killed before it wrote
+        `latest`."""
         latest = Latest.read((self.store.read_if_exists(self.path("latest")) or b"").decode(errors="replace"))
         return latest if latest.name is None else self._find_continuation(latest, latest.name)
 
     def _find_continuation(self, latest: Latest, latest_name: str) -> Latest:
-        for name in highest_first(self.names()):
+        for name in highest_step_first(self.names()):
             if step_of(name) <= step_of(latest_name):
                 break
             manifest = manifest_if_valid(self, name)
@@ -157,12 +158,12 @@ class RemoteStorage(Storage):
                     pass
 
         futures = [submit(upload_files) for _ in range(PARALLEL_TRANSFERS)]
-        wait(futures)  # all have ended before one raises
+        wait(futures)  # all end, even if one fails
         for future in futures:
             future.result()
 
     def _list_files(self) -> dict[str, dict[str, int]]:
-        """File sizes by file and checkpoint folder, incomplete ones included."""
+        """{checkpoint folder: {file: bytes}}, incomplete checkpoints included."""
         files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
@@ -173,8 +174,8 @@ class RemoteStorage(Storage):
 
 
 def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
-    """The storage and the checkpoints at a URL, in the order to try them: all of a run or checkpoints folder, those of
-    one step (.../checkpoints/step-N without random digits), or one."""
+    """The storage and the checkpoints at a URL, in the order to try them. The URL is that of a run or checkpoints
+    folder, of one step (.../checkpoints/step-N without random digits), or of one checkpoint."""
     store = Store(url, timeout)
     sizes = store.sizes("")
     folder, name = split_url(store.url)
@@ -189,14 +190,15 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStora
 
 
 def retry_seconds(group: Group) -> float:
-    """Seconds to retry a request: the other ranks of `group` wait meanwhile, and must not time out for a few."""
+    """Seconds to retry a request: the other ranks of `group` wait meanwhile, and must not time out after several
+    requests."""
     return min(TIMEOUT_SECONDS, group.timeout_seconds / 8)
 
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
     """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in
-    the order to try them: newer ones, or, if the remote run rolled back past this one, all that are not its ancestors;
-    without those that it rolled back itself (`orphaned`)."""
+    the order to try them. These are newer ones; if the remote run rolled back past a checkpoint of this run's history,
+    all that are not in that history. Those that this run itself rolled back past (`orphaned`) are left out."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)

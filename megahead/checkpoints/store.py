@@ -49,7 +49,7 @@ def without_suffix(name: str) -> str:
     return f"step-{match[1]}" if match and match[2] else name
 
 
-def highest_first(names: Iterable[str]) -> list[str]:
+def highest_step_first(names: Iterable[str]) -> list[str]:
     """Sorted by step, the highest first; `.replaced` follows the other folder of its step."""
     return sorted(names, key=lambda name: (step_of(name), not name.endswith(".replaced"), name), reverse=True)
 
@@ -116,9 +116,9 @@ def is_ancestor(name: str, parents: Sequence[str]) -> bool:
 
 def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str]:
     """The ancestors among some checkpoints, the newest first."""
-    nearest = {name: distance for distance, name in enumerate(parents)}
-    ancestors = [name for name in highest_first(existing) if is_ancestor(name, parents)]
-    return sorted(ancestors, key=lambda name: nearest.get(name, len(nearest)))
+    distance_by_name = {name: distance for distance, name in enumerate(parents)}
+    ancestors = [name for name in highest_step_first(existing) if is_ancestor(name, parents)]
+    return sorted(ancestors, key=lambda name: distance_by_name.get(name, len(distance_by_name)))
 
 
 def ancestors_of(name: str, manifest: Manifest) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def history(storage: Storage) -> list[str]:
     If the newest is damaged or missing, `latest` names its ancestors. Without `latest` the newest is the one with the
     highest step that is not orphaned. Damaged ones that would be the newest come first.
     """
-    existing = highest_first(storage.names())
+    existing = highest_step_first(storage.names())
     damaged = list[str]()
     for name in _possible_newest(storage, existing):
         manifest = manifest_if_valid(storage, name)
@@ -160,7 +160,7 @@ def _possible_newest(storage: Storage, existing: Sequence[str]) -> Iterator[str]
 def orphans(storage: Storage) -> list[str]:
     """Checkpoints outside the history, the highest step first."""
     ancestors = history(storage)
-    return [name for name in highest_first(storage.names()) if name not in ancestors]
+    return [name for name in highest_step_first(storage.names()) if name not in ancestors]
 
 
 @dataclass
@@ -255,8 +255,8 @@ def retain(storage: Storage, rules: RetentionRules) -> None:
     unique = [*newest_by_step.values()]
     best = _best(storage, unique, rules.best)
     surplus = [name for name in unique[rules.newest :] if name not in best and not rules.keeps(name)]
-    resaved = [name for name in names if name not in unique]  # a later save at this step has an evaluation
-    for name in [*surplus, *(name for name in resaved if name not in rules.in_use())]:
+    older_saves = [name for name in names if name not in unique]  # older saves of a step; its newest has the evaluation
+    for name in [*surplus, *(name for name in older_saves if name not in rules.in_use())]:
         storage.remove(name)
 
 

@@ -116,8 +116,8 @@ class _Fetch(Source):
     """The remote checkpoints that `find` returns, best first; rank 0 fetches them.
 
     `find` is called again after each damaged one: a running session may have replaced it by a newer one. `files` are
-    read before the download, so that errors come early, and written before the checkpoint is renamed: a complete one
-    is not fetched again.
+    read before the download, so that errors come early. They are written before the checkpoint gets its final name,
+    since a complete checkpoint is not fetched again.
     """
 
     find: Callable[[], tuple[RemoteStorage, list[str]]]
@@ -343,7 +343,7 @@ class Uploader:
             return self._is_busy
 
     def _send(self, upload: Upload) -> bool:
-        """Uploads a checkpoint; returns whether that succeeded, or the checkpoint is gone from the disk."""
+        """Uploads a checkpoint; returns True if that succeeded, or if the checkpoint was removed from the disk."""
         start_time, folder, step = time.monotonic(), upload.folder, step_of(upload.folder)
 
         def action() -> None:
@@ -359,7 +359,7 @@ class Uploader:
         return self._attempt(action, {"step": step}, f"step {step:,} is not in the remote store, only in {folder}")
 
     def _send_files(self, upload: Upload | None) -> None:
-        """Uploads the run's small files, after it has removed checkpoints that `upload` supersedes."""
+        """Removes checkpoints that `upload` supersedes, then uploads the run's small files."""
         with self._condition:
             self._files_changed = False  # later changes are uploaded again
 

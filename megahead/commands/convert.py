@@ -31,19 +31,19 @@ METHODS = ("mean", "rarity", "random")
 def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
-    if arguments.direction == "from-hf":
+    if arguments.subcommand == "from-hf":
         from megahead.hf.importing import from_hf
 
         ids = arguments.special_ids
         special_ids = ids and dict(zip(("mask_token", "cls_token", "sep_token"), ids, strict=True))
         output = from_hf(arguments.model, arguments.output, special_ids=special_ids)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint, and model.yaml for the config")
-    elif arguments.direction == "revocabulary":
+    elif arguments.subcommand == "revocabulary":
         from megahead.hf.revocabulary import revocabulary
 
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(revocabulary_summary(report))
-    elif arguments.direction == "items":
+    elif arguments.subcommand == "items":
         console.print(export_items(arguments))
     else:
         for message in to_hf(arguments):
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def to_hf(arguments: argparse.Namespace) -> Iterator[str]:
-    """Exports, adds sample and curves, and uploads; yields messages for the user."""
+    """Exports the model, adds a sample and curves to the folder, and uploads it; yields messages for the user."""
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
     from megahead.sharing import add_sample_and_curves, check_push, push
@@ -127,9 +127,9 @@ def revocabulary_summary(report: RevocabularyReport) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    directions = parser.add_subparsers(dest="direction", required=True)
+    subcommands = parser.add_subparsers(dest="subcommand", required=True)
 
-    add = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder").add_argument
+    add = subcommands.add_parser("to-hf", help="checkpoint to Hugging Face folder").add_argument
     step = "step folder, or a run: its newest"
     add("--checkpoint", type=checkpoint_path, required=True, metavar="DIR", help=step)
     add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
@@ -138,21 +138,21 @@ def _parser() -> argparse.ArgumentParser:
     vectors = "encoders: the folder also opens in sentence-transformers, which pools by [CLS] or the mean"
     add("--pooling", choices=POOLINGS, help=vectors)
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    add("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable")
+    add("--keep-padding", action="store_true", help="keep the embedding's padding rows, whose ids are never probable")
     add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face Hub, by `hf auth login`")
     add("--private", action="store_true", help="make a repository that only its owner sees")
     add("--license", metavar="NAME", help="license of the weights for the model card, such as apache-2.0")
     add("--language", action="append", default=[], metavar="CODE", help="the model's language, such as en; repeatable")
     add("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
 
-    add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument
+    add = subcommands.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument
     kinds = "folder of a model in safetensors, of a family that docs/models.md lists"
     add("--model", type=existing_path, required=True, metavar="DIR", help=kinds)
     add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     special = "ids of an encoder's special tokens, if its files do not name them"
     add("--special-ids", type=int, nargs=3, metavar=("MASK", "CLS", "SEP"), help=special)
 
-    add = directions.add_parser(
+    add = subcommands.add_parser(
         "items", help="vectors of items and sequences for nearest-neighbour search"
     ).add_argument
     add("--model", type=checkpoint_path, required=True, metavar="DIR", help="run, checkpoint or export")
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--items", type=existing_path, metavar="FILE", help="items.json (default: beside the run's training data)")
     add("--sequences", type=Path, metavar="PREFIX", help="dataset whose documents get context vectors")
 
-    add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument
+    add = subcommands.add_parser("revocabulary", help="give a model another tokenizer").add_argument
     model = "run, checkpoint, or folder as for from-hf"
     add("--model", type=checkpoint_path, required=True, metavar="DIR", help=model)
     add("--tokenizer", type=existing_path, required=True, metavar="FILE", help="the new tokenizer.json")

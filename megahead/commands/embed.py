@@ -1,4 +1,4 @@
-"""Writes an encoder's vectors of texts as .npy, a row for each text, of length 1: their products are cosines.
+"""Writes an encoder's embeddings of texts as .npy: a row for each text, normalized, so that products are cosines.
 
 megahead embed --model exports/retromae --input documents.jsonl --output documents.npy
 megahead embed --model runs/retromae --pooling cls --input queries.txt --output queries.npy

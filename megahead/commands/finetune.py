@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megahead.report.figures import TrainingProgress
 
 RANDOM_WEIGHTS = "random weights"
-"""The name of `--floor` among the models."""
+"""The model name under which results of `--floor` are listed."""
 
 WAIT_SECONDS = 600.0
 """How long ranks wait for each other, for example while rank 0 exports a run."""
@@ -88,8 +88,8 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     console = terminal(soft_wrap=True, quiet=group.rank > 0)
     for data in (data for data, _ in tasks if data.num_skipped):
         console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
-    tunes_vectors = any(data.name.startswith(RETRIEVAL_PREFIX) for data, _ in tasks)
-    folders = open_models(arguments.model, group, encoders=tunes_vectors)
+    has_retrieval = any(data.name.startswith(RETRIEVAL_PREFIX) for data, _ in tasks)
+    folders = open_models(arguments.model, group, encoders=has_retrieval)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
         from megahead.report.figures import checkpoint_progress
@@ -124,17 +124,17 @@ def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, Tra
     from megahead.report.figures import TaskPoint, draw_task_curves, save_figure
 
     by_model = {str(model): place for model, place in progress.items()}
-    points, floors = [], {}
+    points, random_scores = [], {}
     for model in dict.fromkeys(result.model for result in results):
         for score in summarize([result for result in results if result.model == model]):
             panel = (score.full_name(), score.metric)
             if model == RANDOM_WEIGHTS:
-                floors[panel] = score.mean()
+                random_scores[panel] = score.mean()
             else:
                 run, tokens, hours = by_model[model]
                 stderr = Score.mean(score.metric, score.values).stderr
                 points.append(TaskPoint(run, tokens, *panel, score.mean(), stderr, hours))
-    return save_figure(draw_task_curves(points, floors=floors), output)
+    return save_figure(draw_task_curves(points, random_scores=random_scores), output)
 
 
 def load_with_settings(
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--curve", type=Path, metavar="PNG", help="draw the scores of checkpoints against tokens and hours")
     add("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
     add("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
-    add("--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)")
+    add("--loss", choices=get_args(LossName), help="`balanced` weighs classes equally (default; XNLI: regular)")
     add("--epochs", type=int, metavar="N", help="default: 10, retrieval 3; the best one is reported")
     add("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128, retrieval 64")
     add("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5, retrieval 1e-4")

@@ -32,7 +32,8 @@ def main() -> None:
 
 
 def _not_empty(text: str) -> str:
-    """argparse's `type` for a prefix: an empty one, as of an unset variable, would be the working directory."""
+    """Returns `text`, for argparse; DataError for an empty prefix (an unset shell variable), which would mean the
+    working directory."""
     if not text:
         raise DataError("--input must name datasets, but one is empty.")
     return text
@@ -43,7 +44,7 @@ def find_datasets(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     names = [index.stem for index in sorted(path.glob("*.idx"))]
-    held_out = {f"{name}-test" for name in names}  # of tables of events
+    held_out = {f"{name}-test" for name in names}  # made by `preprocess --table`
     prefixes = [path / name for name in names if not (name.endswith("-validation") or name in held_out)]
     if not prefixes:
         raise DataError(f"`{path}` must hold datasets (.idx and .bin), but holds none.")

@@ -64,7 +64,8 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
         end_inside=arguments.end_inside,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    is_on_hub = any(map(is_hub_url, arguments.input))  # asked once, for commits that the manifest lacks
+    # the Hub is asked later, once, and only for commits that the manifest of --per-file lacks
+    is_on_hub = any(map(is_hub_url, arguments.input))
     size = None if is_on_hub else total_bytes(find_inputs(arguments.input))
     workers = arguments.workers or suitable_workers(size, cores)
     started = time.monotonic()
@@ -180,7 +181,7 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
     if report.left_out:
         lines.append(f"  {pluralize(report.left_out, 'document')} not wanted (--keep, --drop)")
     if report.end_inside:
-        lines.append(f"  end tokens that texts spell, where documents seem to end: {report.end_inside:,}")
+        lines.append(f"  end tokens inside texts, which split their documents: {report.end_inside:,}")
     lines += location_lines("empty", report.skipped, report.empty_places)
     lines += location_lines("broken, skipped", report.broken, report.problems)
     return "\n".join(lines)

@@ -23,7 +23,8 @@ from megahead.config.run import RunConfig
 from megahead.errors import run_command
 
 _LEAVE_CODE = 75
-"""EX_TEMPFAIL: the node leaves an unfinished elastic run. For torchrun exit code 0 of all ranks ends the run."""
+"""EX_TEMPFAIL: this node leaves an elastic run, which continues. torchrun would end the run if all ranks exited
+with 0."""
 
 _INTERRUPT_CODE = 130
 """The shell convention for Ctrl-C. Not used under a launcher, which gets the signal as well."""

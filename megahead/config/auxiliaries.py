@@ -32,7 +32,7 @@ class MultiTokenConfig(AuxiliarySettings):
 
     implementation: ClassVar = "megahead.objectives.multi_token:MultiToken"
     metric_prefix: ClassVar = "ahead"
-    rest_label: ClassVar = "next"
+    main_loss_label: ClassVar = "next"
     needs_all_outputs: ClassVar = True
     shares_candidates: ClassVar = True
     curves: ClassVar = (
@@ -165,9 +165,9 @@ class ReplacedTokensConfig(AuxiliarySettings):
 
     implementation: ClassVar = "megahead.objectives.replaced_tokens:ReplacedTokens"
     metric_prefix: ClassVar = "detection"
-    rest_label: ClassVar = "generator"
+    main_loss_label: ClassVar = "generator"
     samples_tokens: ClassVar = True
-    predictor_label: ClassVar = "generator's "
+    predictor_prefix: ClassVar = "generator's "
     no_head_reason: ClassVar = "detects replaced tokens and predicts no tokens"
     dense_embedding_reason: ClassVar = (
         "replaced tokens are drawn",
@@ -261,7 +261,7 @@ class TextDecoderConfig(AuxiliarySettings):
     """Weight of the decoder's loss, a mean over all tokens but special ones; that of masked tokens has 1."""
 
     metric_prefix: ClassVar = "decoder"
-    rest_label: ClassVar = "encoder"
+    main_loss_label: ClassVar = "encoder"
     num_layers: ClassVar = 1
     curves: ClassVar[tuple[Curve, ...]] = (
         Curve("encoder_loss", "Encoder's loss", "of masked tokens, where a decoder reads [CLS]"),

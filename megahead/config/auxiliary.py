@@ -1,5 +1,5 @@
-"""The interface of the settings of auxiliary objectives, whose loss is added to the softmax's, with their cost and
-metrics, as far as these need no torch."""
+"""The interface of the settings of auxiliary objectives, whose loss is added to the softmax's, and the parts of their
+cost and metrics that need no torch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class AuxiliarySettings(Settings):
     dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
     """Why the embedding cannot be sharded by rows: the banner's text, and the rule of the error."""
 
-    rest_label: ClassVar[str] = ""
+    main_loss_label: ClassVar[str] = ""
     """The run's loss without its own weighted loss is logged as LABEL_loss, unless empty."""
 
-    predictor_label: ClassVar[str] = ""
-    """Possessive of what predicts held-out targets, unless the model: "generator's "."""
+    predictor_prefix: ClassVar[str] = ""
+    """Prefix of held-out metrics in messages where another network than the model predicts: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 
@@ -70,7 +70,7 @@ class AuxiliarySettings(Settings):
         """Raises ConfigError if other settings rule it out."""
 
     def generator_config(self, model: ModelConfig) -> ModelConfig | None:
-        """The shape of a second encoder that learns the targets in the model's place; None by default."""
+        """The shape of a second encoder, which is trained on the targets instead of the model; None by default."""
         return None
 
     def samples_vocabulary(self) -> bool:
@@ -83,7 +83,7 @@ class AuxiliarySettings(Settings):
         return 0
 
     def head_blocks(self, model: ModelConfig) -> ModelConfig | None:
-        """The shape of a decoder whose blocks and final norm it has, for `megahead estimate`; None by default."""
+        """The shape of its own blocks, which have a final norm, for `megahead estimate`; None by default."""
         return None
 
     def has_bag_of_words(self) -> bool:
@@ -110,13 +110,15 @@ class AuxiliarySettings(Settings):
     def derived_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further metrics by full name, computed from the means of all metrics over several steps."""
         own = f"{self.metric_prefix}_loss"
-        return {f"{self.rest_label}_loss": means["loss"] - self.weight * means[own]} if self.rest_label else {}
+        return (
+            {f"{self.main_loss_label}_loss": means["loss"] - self.weight * means[own]} if self.main_loss_label else {}
+        )
 
     def progress_text(self, means: Mapping[str, float]) -> str:
         """Its part of a progress line, from the means of all metrics by full name: next 4.1000  ahead 4.8000"""
         prefix = f"{self.metric_prefix}_"
         named = {name.removeprefix(prefix): mean for name, mean in means.items() if name.startswith(prefix)}
-        rest = f"{self.rest_label} {means[f'{self.rest_label}_loss']:.4f}  " if self.rest_label else ""
+        rest = f"{self.main_loss_label} {means[f'{self.main_loss_label}_loss']:.4f}  " if self.main_loss_label else ""
         return rest + self.evaluation_text(named)
 
     def evaluation_text(self, means: Mapping[str, float]) -> str:

@@ -41,8 +41,8 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_unsafe_strings(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses zero bytes, which would truncate a path, secrets, which would be saved with the settings, and what a
-        shell would expand: a folder named `~` or `$SCRATCH` would be made."""
+        """Refuses strings with zero bytes, which would truncate a path; secrets, which would be saved with the
+        settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 if "\0" in text:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megahead.config.training import OptimizerConfig
 
 _MIN_SHARDED_IDS = 1 << 16
-"""Vocabulary size from which `auto` shards. On one CPU, without communication, both kinds take the same time there."""
+"""Vocabulary size from which `auto` shards. At this size a dense and a sharded one take the same time on one CPU,
+without communication."""
 
 
 class ShardingConflict(NamedTuple):
@@ -29,8 +30,8 @@ class ShardingConflict(NamedTuple):
 
 
 def shards_embedding(config: RunConfig) -> bool:
-    """Whether a run's embedding is sharded: by `engine.embedding`, or under `auto` if it has many rows or its own
-    update rule, and can be sharded."""
+    """Whether a run's embedding is sharded, as `engine.embedding` says. `auto` shards one that can be sharded and has
+    many rows or another update rule than adamw."""
     if config.engine.embedding != "auto":
         return config.engine.embedding == "rows"
     wanted = config.model.vocab_size >= _MIN_SHARDED_IDS or config.optimizer.table.rule != "adamw"

@@ -83,7 +83,8 @@ def config_from_dict(
 
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
     """The config of the phase that saved a checkpoint (of `objective.schedule`), from its JSON. Cross-section checks
-    are skipped: the run passed its version's. Unused settings, which earlier versions saved, get their defaults."""
+    are skipped: the run passed those of its version. Unused settings, which earlier versions saved, get their
+    defaults."""
     return reset_unused(_validate(_with_new_names(tree, quiet=True), source, saved=True))
 
 
@@ -179,7 +180,7 @@ _TYPE_RULES = {"int": "be a whole number", "float": "be a number", "bool": "be t
 _UNION_TYPES = ("str", "int", "float", "bool")
 _TYPE_RULES |= dict.fromkeys(("model", "dict"), "be a section of settings")
 _TYPE_RULES |= dict.fromkeys(("tuple", "list"), "be a list")
-"""Rules by the first word of pydantic's error types."""
+"""{first word of a pydantic error type: what the message demands}"""
 
 
 def _error_messages(errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> list[str]:

@@ -372,7 +372,7 @@ class ModelConfig(Settings):
         return self.family not in ("llama", "gemma3", "modernbert")
 
     def transformers_can_bias_head(self) -> bool:
-        """Whether a class of transformers has these layers, and can have a bias in the head."""
+        """Whether transformers has a class with these layers whose head can have a bias."""
         return self.is_encoder() or not self.qk_norm
 
     def has_rms_norm(self) -> bool:
@@ -405,7 +405,7 @@ class ModelConfig(Settings):
         return layer % self.global_every != first_global
 
     def window_radius(self) -> int:
-        """Tokens besides itself that a token of a local layer sees on each side; before it if causal."""
+        """How many other tokens a token of a local layer attends to on each side or, if causal, before it."""
         return self.local_window - 1 if self.family == "gemma3" else self.local_window // 2
 
     def local_layers(self) -> int:

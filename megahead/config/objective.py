@@ -67,8 +67,8 @@ class ChunkSize:
     """Limit on the bytes of a chunk's scores, and of their gradients if these have a buffer of their own."""
 
     min_outputs: int
-    """Outputs that a chunk may always have, however many candidates: each chunk costs a pass over all rows'
-    gradient."""
+    """A chunk may have this many outputs even if their scores exceed `score_bytes`: each chunk costs a pass over the
+    gradient of all rows."""
 
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
@@ -185,10 +185,10 @@ class ObjectiveConfig(Settings):
     """encoder: also learns phrases that several rows share (NPM, arXiv 2212.01349)."""
 
     retromae: RetroMAEConfig | None = None
-    """encoder: also reads texts back from [CLS], for retrieval (RetroMAE)."""
+    """encoder: also reconstructs texts from the hidden state of [CLS], for retrieval (RetroMAE)."""
 
     tsdae: TSDAEConfig | None = None
-    """encoder: also reads texts back from [CLS], which reads a part of their tokens (TSDAE)."""
+    """encoder: also reconstructs texts from the hidden state of [CLS], after tokens were deleted (TSDAE)."""
 
     multi_token: MultiTokenConfig | None = None
     """decoder: also learns tokens further ahead (multi-token prediction)."""

@@ -105,7 +105,7 @@ def communication_settings(zero: Mapping[str, Any], device: str, precision: str,
     """
     stage = zero.get("stage", 0)
     section: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET if device == "cuda" else _CPU_BUCKET}
-    if stage in (1, 2):  # at stage 3 DeepSpeed's own defaults overlap
+    if stage in (1, 2):  # at stage 3 DeepSpeed overlaps communication by default
         # `reduce_scatter: true` scatters nothing: it flattens, all-reduces, and copies back. On CUDA reduction overlaps
         # with the backward pass, from separate buffers: without those buffers each bucket waits for the device
         section |= {"overlap_comm": True} if device == "cuda" else {}

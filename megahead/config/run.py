@@ -121,7 +121,7 @@ class RunConfig(Settings):
         return schedule.causal_steps(self.training.steps) if schedule else 0
 
     def targets_per_row(self) -> int:
-        """Targets of a full row, on average over the run; without the causal phase of an encoder."""
+        """Targets of a full row, on average over the run; an encoder's causal phase does not count."""
         if self.masking is None:
             return self.data.sequence_length
         if self.model.is_causal:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megahead.config.run import RunConfig
 
 SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
-"""Fields of `masking` with such layers."""
+"""Fields of `masking` that give a model such layers."""
 
 
 class DroppingConfig(Settings):
@@ -90,8 +90,9 @@ class SubsetLayers(NamedTuple):
     first_layer_attends_to_all: bool = False
     """Whether the first of them computes keys and values of all tokens."""
 
-    def layers_spared(self) -> float:
-        """The cost spared, in layers, counting products with weights (without `first_layer_attends_to_all`)."""
+    def skipped_layers(self) -> float:
+        """The cost that is saved, as a number of full layers. Counts products with weights, and ignores
+        `first_layer_attends_to_all`."""
         return len(self.layers) * (1 - self.share)
 
 

@@ -213,8 +213,8 @@ class TrainingConfig(Settings):
     """Writes checkpoints from a copy in memory while training continues; the next save waits."""
 
     replicate_every: int | None = Field(default=None, gt=0)
-    """Optimizer steps between in-memory replicas of the complete state (/dev/shm, up to four shares per rank), for lost
-    nodes (docs/nodes.md)."""
+    """Optimizer steps between in-memory replicas of the complete state, from which a run recovers when a node is lost
+    (docs/nodes.md). /dev/shm takes up to four times a rank's share of the state for each rank."""
 
     remote_checkpoints: str | None = None
     """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[remote]'`) to which
@@ -358,7 +358,8 @@ class ParallelConfig(Settings):
         divisible = key_heads % self.tensor == 0 or self.tensor % key_heads == 0
         rule = f"divide the model's num_key_heads ({key_heads}), or be a multiple of it"
         require(divisible, "parallel.tensor", rule, got=self.tensor)
-        refused = self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)  # SHARDING has no tokens
+        # their blocks cannot split tokens
+        refused = self.sequence and self.tensor > 1 and model.family in ("bert", *ROBERTAS)
         require(not refused, "parallel.sequence", f"be false for model.family {model.family}", got="true")
         divisible = not self.sequence or sequence_length % self.tensor == 0
         rule = f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence"

@@ -96,8 +96,8 @@ class RowCollator:
     def batch(
         self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
     ) -> Batch:
-        """The batch of a `RowSource`'s rows, int64 [B, t], negative where a row is empty, and its `document_starts`,
-        bool [B, t]: document starts that follow no end token."""
+        """The batch of a `RowSource`'s rows. token_ids: int64 [B, t], negative where a row is empty. document_starts:
+        bool [B, t], document starts that follow no end token."""
         raise NotImplementedError
 
     def num_predicted_tokens(self, info: DatasetInfo) -> int | None:
@@ -225,7 +225,7 @@ class EncoderRowBuilder:
 @dataclass(frozen=True)
 class CausalEncoderCollator(RowCollator):
     """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
-    token is the next one of the text, that of [CLS] the first. Masked or not, a sample has the same text."""
+    token is the next one of the text, that of [CLS] the first. A sample has the same text as where it is masked."""
 
     row_builder: EncoderRowBuilder
 

@@ -36,7 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-LARGEST_UINT16_VOCABULARY = 65_500
+UINT16_VOCABULARY_LIMIT = 65_500
 BLOCK_TOKENS = 1 << 22
 MISSING_DATASET = "`{}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
 Array = np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 for vocabularies below 65,500 ids, else int32."""
-    return np.dtype("<u2") if vocab_size < LARGEST_UINT16_VOCABULARY else np.dtype("<i4")
+    return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY_LIMIT else np.dtype("<i4")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megahead.data.indexed import (
-    LARGEST_UINT16_VOCABULARY,
+    UINT16_VOCABULARY_LIMIT,
     Array,
     IndexedDataset,
     dataset_paths,
@@ -81,7 +81,8 @@ class Inspection:
             )
         identity = self.dataset.tokenizer_identity()
         if tokenizer is not None and identity is not None and identity.vocabulary != tokenizer.identity().vocabulary:
-            findings.append(f"the dataset was tokenized by {identity}, not by {tokenizer.identity()}: texts differ.")
+            given = tokenizer.identity()
+            findings.append(f"the dataset was tokenized by {identity}, not by {given}: ids may mean other tokens.")
         empty = int((self.dataset.sizes == 0).sum())
         if empty:
             findings.append(f"{pluralize(empty, 'sequence')} without a token.")
@@ -255,7 +256,7 @@ def _vocab_size(dataset: IndexedDataset) -> int:
     """The vocabulary size in `PREFIX.json`, else the smallest that covers the ids and gives the same token type."""
     if dataset.info is not None:
         return dataset.info.vocab_size
-    min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
+    min_size = 1 if dataset.dtype == np.uint16 else UINT16_VOCABULARY_LIMIT
     return max(min_size, len(count_tokens(dataset)))
 
 

@@ -50,14 +50,17 @@ class EventReport:
     users: int = 0
     items: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rows that are no event of a document, by reason."""
+    """Rows that were left out, by reason."""
 
     documents: Counter[str] = field(default_factory=Counter)
     """Documents by dataset: `train`, `validation`, `test`."""
 
 
 class ItemVocabulary:
-    """Items with their ids: id 0 ends a document, ids 1, 2, ... are the items from the most to the least frequent."""
+    """Items with their ids: id 0 ends a document, ids 1, 2, ... are the items from the most to the least frequent.
+
+    `keys`: the items as strings, in this order; `counts`: their events.
+    """
 
     def __init__(self, keys: pa.Array, counts: Array) -> None:
         self.keys, self.counts = keys, counts
@@ -121,7 +124,7 @@ def preprocess_events(
     The last item of each held-out document is to be predicted from those before it. Split `last`: the test document is
     the user's whole sequence, the validation document lacks its last item and the training document its last two; users
     with fewer than three events are for training only. Split `time`: the first 80 % of all events are for training;
-    a user's first event after 80 % (90 %) ends the validation (test) document.
+    a user's first event from 80 to 90 % (after 90 %) ends the validation (test) document.
 
     min_count: drops items with fewer events (not used with `vocabulary`). vocabulary: keeps the ids of an earlier one;
     items without an id are dropped. Rows without user, item or time, repeated rows, and training documents of a single
@@ -132,19 +135,21 @@ def preprocess_events(
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(output).parent) as folder:
         partitions = _Partitions(Path(folder), sum(sizes))
-        report, boundaries = EventReport(), _TimeSample()
+        report, time_sample = EventReport(), _TimeSample()
         progress.start(sum(sizes))
         kinds: set[str] = set()
         for path, size in zip(paths, sizes, strict=True):
             for events in read_events(path, columns, report.dropped, kinds):
                 partitions.write(events)
-                boundaries.add(events["time"].to_numpy())
+                time_sample.add(events["time"].to_numpy())
             progress.advance(size, size)
         partitions.close()
         vocabulary = vocabulary or ItemVocabulary.from_counts(_count_items(partitions), min_count)
         report.items = len(vocabulary) - 1
-        cuts = boundaries.quantiles(HELD_OUT_FROM) if split == "time" else None
-        _write_datasets(str(output), partitions, vocabulary, cuts, report, format_names(path.name for path in paths))
+        cut_times = time_sample.quantiles(HELD_OUT_FROM) if split == "time" else None
+        _write_datasets(
+            str(output), partitions, vocabulary, cut_times, report, format_names(path.name for path in paths)
+        )
     return report
 
 
@@ -300,7 +305,7 @@ def _finite(values_N: Array) -> pa.Array:
     return pa.array(values_N, mask=~np.isfinite(values_N))
 
 
-# Sorting: events are spread over files by user, each of which is sorted in memory.
+# Sorting: all events of a user are in one file, and one file at a time is sorted in memory.
 
 
 @dataclass(frozen=True)
@@ -374,7 +379,7 @@ def _count_items(partitions: Iterable[_Sequences]) -> pa.Table:
 
 
 class _TimeSample:
-    """Times at regular intervals of the table, at most 16 million, for quantiles."""
+    """Every k-th time of the table, at most 16 million, for quantiles."""
 
     def __init__(self) -> None:
         self._parts: list[Array] = []
@@ -389,7 +394,7 @@ class _TimeSample:
             self._count = len(self._parts[0])
 
     def quantiles(self, shares: Sequence[float]) -> tuple[float, float]:
-        """The times below which these shares of all events are."""
+        """The quantiles of the times at `shares`; 0 without events."""
         times = np.concatenate([*self._parts, np.zeros(0)])
         lower, upper = np.quantile(times, shares) if len(times) else (0.0, 0.0)
         return float(lower), float(upper)
@@ -402,7 +407,7 @@ def _write_datasets(
     output: str,
     partitions: Iterable[_Sequences],
     vocabulary: ItemVocabulary,
-    cuts: tuple[float, float] | None,
+    cut_times: tuple[float, float] | None,
     report: EventReport,
     source: str,
 ) -> None:
@@ -414,14 +419,14 @@ def _write_datasets(
         for sequences in partitions:
             report.dropped["repeated"] += sequences.num_repeated
             ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)
-            for name, (first, end) in _split(starts, times_N, cuts, report).items():
+            for name, (first, end) in _split(starts, times_N, cut_times, report).items():
                 tokens, lengths = _closed_documents(ids_N, first, end)
                 writers[name].add_documents(tokens, lengths)
                 report.documents[name] += len(lengths)
         if missing := [name for name in prefixes if not report.documents[name]]:
             lost = "".join(f", {count:,} {reason}" for reason, count in report.dropped.items() if count)
             got = f"{report.events:,} events of {report.users:,} users{lost}, which leave none"
-            hint = "`last` needs users with four events, `time` users with two before and one after both cuts"
+            hint = "`last` needs users with four events, `time` with two before 80 % of all, one up to 90 %, one later"
             raise FieldError("--split", f"leave a sequence for {missing[0]}", got=got, hint=hint)
 
 
@@ -439,17 +444,18 @@ def _without_unknown(
 
 
 def _split(
-    starts: Array, times_N: Array, cuts: tuple[float, float] | None, report: EventReport
+    starts: Array, times_N: Array, cut_times: tuple[float, float] | None, report: EventReport
 ) -> dict[str, tuple[Array, Array]]:
-    """(first event, end) of each document of each dataset."""
+    """(first event, end) of each document of each dataset. `cut_times`: the times at HELD_OUT_FROM; None: split
+    `last`."""
     first, end = starts[:-1], starts[1:]
     size = end - first
-    if cuts is None:
+    if cut_times is None:
         is_long = size > 2
         ends = {"train": np.where(is_long, end - 2, end), "validation": end - 1, "test": end}
         is_held_out = {"validation": is_long, "test": is_long}
     else:
-        validation_start, test_start = (np.diff(np.append(0, np.cumsum(times_N < cut))[starts]) for cut in cuts)
+        validation_start, test_start = (np.diff(np.append(0, np.cumsum(times_N < cut))[starts]) for cut in cut_times)
         ends = {"train": first + validation_start}
         ends |= {"validation": first + validation_start + 1, "test": first + test_start + 1}
         is_held_out = {

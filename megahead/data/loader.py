@@ -40,8 +40,8 @@ from megahead.wording import pluralize
 # Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is. Proportions
 # are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset has n
 # samples in it, its j-th sample may not come before position floor(j P / n) and must come before ceil((j + 1) P / n).
-# Each position takes, among the samples that may come, the one with the earliest deadline (Tijdeman's chairman
-# assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
+# Each position takes, among the samples that may come, the one with the earliest deadline (Tijdeman 1980, "The chairman
+# assignment problem"). So among any first k samples each dataset has its share k n / P, to within one sample.
 
 PERIOD = 65_536
 
@@ -102,7 +102,7 @@ def round_shares(shares: Array, period: int) -> Array:
     missing = period - int(quotas.sum())
     if missing > 0:
         quotas[np.argsort(quotas - shares * period, kind="stable")[:missing]] += 1
-    while missing < 0:  # tiny datasets got more than their share: taken from those that were rounded up most
+    while missing < 0:  # tiny datasets got more than their share; those that were rounded up most give it
         quotas[np.argmax(np.where(quotas > 1, quotas - shares * period, -np.inf))] -= 1
         missing += 1
     return quotas
@@ -127,8 +127,8 @@ def build_schedule(quotas: Array) -> tuple[Array, Array]:
 
 
 def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int) -> Samples | Blend:
-    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens
-    (`RunConfig.sample_length`: masked rows have less)."""
+    """The samples of `data.train`; `datasets`: its datasets, in order. Rows have `length` + 1 tokens; `length` is
+    `RunConfig.sample_length`."""
     parts: list[Samples] = []
     for number, dataset in enumerate(datasets):
         part_seed = seed if isinstance(data.train, str) else derive_seed(seed, number, DATASET_SEED)
@@ -186,7 +186,7 @@ def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, s
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads batches by the numbers of their samples, on which alone they depend."""
+    """Reads batches. A batch depends on the numbers of its samples alone."""
 
     samples: RowSource
     collator: RowCollator

@@ -78,7 +78,7 @@ class MaskingCollator(RowCollator):
         """bool [B, T]: the targets; `budget`: (share of tokens to select, number of tokens to select), both [B].
 
         With `count: bernoulli` each unit is drawn independently, with `_probabilities`. With `count: fixed` units are
-        sorted randomly, each being first with a probability proportional to its weight (exponential clocks), and
+        sorted randomly, each being first with a probability proportional to its weight (as by Gumbel top-k), and
         selected as long as they fit into the row's number of targets: no unit is split.
         """
         rows, length = tokens_BT.shape
@@ -97,8 +97,8 @@ class MaskingCollator(RowCollator):
             is_selected_U = draw_U < _probabilities(row_U, weight_U, size_U, rate_B)
         else:
             with np.errstate(divide="ignore"):
-                clock_U = -np.log(draw_U) / weight_U
-            is_selected_U = _select_units(row_U, size_U, np.lexsort((clock_U, row_U)), count_B)
+                sort_key_U = -np.log(draw_U) / weight_U
+            is_selected_U = _select_units(row_U, size_U, np.lexsort((sort_key_U, row_U)), count_B)
         is_target_BT: Array = is_selected_U[unit_M].reshape(rows, length) & allowed_BT
         return is_target_BT
 
@@ -167,7 +167,7 @@ class DiffusionCollator(RowCollator):
     row_builder: EncoderRowBuilder
     seed: int
     strategy: Strategy = field(default_factory=Uniform)
-    """By its weights some tokens are masked before others, which does not change the number of masked tokens."""
+    """Its weights decide which tokens are masked, not how many."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Arguments as in `EncoderRowBuilder.build`. The input of each target is the mask token; special tokens are no

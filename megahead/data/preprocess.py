@@ -36,8 +36,7 @@ OnError = Literal["fail", "skip"]
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """Encodes chunks with the tokenizer in `path`, by an engine (a library) that was found to give the reference's
-    ids."""
+    """Encodes chunks with the tokenizer in `path`, by the library that `load_tokenizer` chose."""
 
     recipe: Recipe
     path: Path
@@ -100,7 +99,7 @@ class EncodedChunk:
     """Bytes of the input on disk."""
 
     held_out: Array | None = None
-    """bool: documents that are held out; None if that depends on their numbers."""
+    """bool: documents that are held out; None if that depends on their numbers in the whole input."""
 
 
 EncodeChunks = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
@@ -116,7 +115,7 @@ def encoding_pool(workers: int) -> Iterator[EncodeChunks]:
     if workers <= 1:
         yield lambda chunks, encoder: map(encoder.encode, chunks)
         return
-    # Neither fork (the engines' threads would not survive it) nor spawn (each worker would import everything).
+    # Neither fork (the tokenizers' threads would not survive it) nor spawn (each worker would import everything).
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker)
@@ -147,7 +146,7 @@ def suitable_workers(total_bytes: int | None, cores: int) -> int:
 
 
 def _initialize_worker() -> None:
-    os.environ["RAYON_NUM_THREADS"] = "1"  # read once by both engines when they start their threads
+    os.environ["RAYON_NUM_THREADS"] = "1"  # read once by both libraries when they start their threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -241,7 +240,7 @@ class PreprocessReport:
     """End tokens inside texts, each of which splits a document."""
 
     engine: str = ""
-    """The tokenizer backend: the library that tokenized."""
+    """The library that tokenized."""
 
     empty_places: list[str] = field(default_factory=list)
     """`FILE:LINE` of the first documents without text."""
@@ -290,8 +289,8 @@ def preprocess(
     Documents keep their order and are closed by `end_token`; those without text are left out. An end token inside a
     text splits its document: that is reported, or with `end_inside="fail"` an error. `source` names the text in
     `OUTPUT.json` and model cards; its default is the names of the inputs, without paths. The result depends on neither
-    `workers` nor the machine. Memory: a few chunks of 4 MB per worker. Errors are usually a
-    DataError that names file and line; a dataset without documents is one, too. After an error this run leaves no
+    `workers` nor the machine. Memory: a few chunks of 4 MB per worker. Most errors are a
+    DataError that names file and line; so is a dataset without documents. After an error this run leaves no
     files, and existing datasets of these names are untouched.
     """
     recipe = Recipe(
@@ -379,7 +378,7 @@ def parse_holdout(holdout: Fraction | int) -> Fraction:
 
 
 def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:
-    """(tokenizer, all chunks): the tokenizer has the fast engine if that is exact on the first documents."""
+    """(tokenizer, all chunks): the tokenizer uses `fastokens` if its ids are right for the first documents."""
     first = list(islice(chunks, 1))
     probe = [text[:PROBE_CHARACTERS] for chunk in first for text in chunk.parse().texts[:PROBE_DOCUMENTS]]
     return load_tokenizer(path, probe), chain(first, chunks)

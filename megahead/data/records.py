@@ -209,7 +209,7 @@ class TableRows(Chunk):
 
 
 class TextLines(Chunk):
-    """Whole lines of a `.txt` file, one document each; those of blank lines are empty."""
+    """Whole lines of a `.txt` file, one document each; a blank line is a document without text."""
 
     def _records(self) -> Iterable[tuple[int, bytes]]:
         return enumerate(self.data.split(b"\n"), self.first_record)
@@ -295,7 +295,7 @@ def chunk_batches(
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, group[0].schema) as writer:
             for batch in group:
-                writer.write_batch(batch)  # of a slice, writes its rows and not the whole batch
+                writer.write_batch(batch)  # for a slice, this writes only its rows
         end = first + sum(map(len, group))
         disk_bytes = bytes_before(end) - position
         yield TableRows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, disk_bytes)
@@ -366,7 +366,7 @@ class HubSplit:
         try:
             return replace(self, revision=HfApi().dataset_info(self.name, revision=self.revision).sha)
         except Exception as error:
-            raise self._unreadable(error) from error
+            raise self._hub_error(error) from error
 
     def shard_names(self) -> list[str]:
         """The name of a dataset made of each of its shards, in order. DataError as in `open`."""
@@ -380,8 +380,8 @@ class HubSplit:
         return f"{self.url}#{index + 1}-of-{count}"
 
     def chunk_shard(self, index: int, count: int, _: Path, selection: Selection) -> Iterator[Chunk]:
-        """The rows of a shard, a few at a time; of the columns, those that `selection` needs. DataError if it lacks
-        one of them, or the stream ends early."""
+        """The rows of a shard, a few at a time, with the columns that `selection` needs (`_`: the path of other
+        inputs). DataError if it lacks such a column, or the stream ends early."""
         url = self.shard_url(index, count)
         try:
             dataset = self.open().shard(count, index)
@@ -393,7 +393,7 @@ class HubSplit:
         except DataError:
             raise
         except Exception as error:
-            raise self._unreadable(error) from error
+            raise self._hub_error(error) from error
 
     def open(self) -> IterableDataset:
         """The stream of its examples; DataError if the Hub does not give it, or has no such config or split."""
@@ -402,14 +402,14 @@ class HubSplit:
 
         try:
             builder = load_dataset_builder(self.name, self.config, revision=self.revision)
-            if builder.name == "parquet":  # whose default keeps all that it has read of a file in memory
+            if builder.name == "parquet":  # by default it keeps all that it has read of a file in memory
                 options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=8 << 20)
                 builder.config.fragment_scan_options, builder.config.batch_size = options, ROWS_PER_READ
             return builder.as_streaming_dataset(split=self.split)
         except Exception as error:  # of the libraries below, each with errors of its own
-            raise self._unreadable(error) from error
+            raise self._hub_error(error) from error
 
-    def _unreadable(self, error: Exception) -> DataError:
+    def _hub_error(self, error: Exception) -> DataError:
         lines = str(error).strip().splitlines()
         reason = (lines[0] if lines else type(error).__name__).rstrip(".:")
         fix = next((fix for words, fix in _FIXES if re.search(words, str(error), re.IGNORECASE)), _OTHER_FIX)

@@ -22,14 +22,14 @@ from megahead.wording import pluralize
 
 # A shuffle of [0, n) that is computed, not stored: any item of the order in constant time and memory. A Feistel
 # network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that are n or
-# more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the constants
+# more pass through it again until they are below n. It uses integer arithmetic and the constants
 # below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the order of
 # every run: another shuffle needs a new class beside this one.
 
 ROUNDS = 8
-MIN_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
+MIN_BITS = 6  # fewer bits can give too few permutations; for n below 64 there are more passes instead
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+MIX_1 = 0xBF58476D1CE4E5B9  # SplitMix64's factors
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = (1 << 64) - 1
 
@@ -38,7 +38,7 @@ ORDER_SEED, OFFSET_SEED, DATASET_SEED = 0, 1, 2
 
 
 def derive_seed(*numbers: int) -> int:
-    """64 well-mixed bits of `numbers` (SplitMix64's finaliser, chained): independent seeds for named purposes."""
+    """A 64-bit hash of `numbers` (`scramble`, chained): independent seeds for named purposes."""
     state = 0
     for number in numbers:
         state = int(scramble(np.array([(state + number + GOLDEN) & MASK_64], np.uint64))[0])
@@ -80,7 +80,7 @@ class FeistelOrder:
 
 
 def scramble(numbers: Array) -> Array:
-    """SplitMix64's finaliser on each of `numbers`, in place."""
+    """Hashes each of `numbers` (uint64), in place: the last step of the SplitMix64 generator."""
     numbers ^= numbers >> np.uint64(30)
     numbers *= np.uint64(MIX_1)
     numbers ^= numbers >> np.uint64(27)
@@ -94,7 +94,7 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
     return lru_cache(maxsize=4)(lambda epoch: FeistelOrder(items, derive_seed(seed, epoch, ORDER_SEED)))
 
 
-# The span of a dataset's tokens that is sample k. It does not depend on ranks, batches or progress, so a run resumes at
+# Sample k is a span of a dataset's tokens. It does not depend on ranks, batches or progress, so a run resumes at
 # any sample and on any mesh with the same order. With R rows per epoch, sample k has position k % R in epoch k // R.
 
 
@@ -207,7 +207,8 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
 
 class EvenlySpacedSamples(RowSource):
     """`count` rows of `samples` (or all, if there are fewer), evenly spaced over the text and numbered from 0. Masking
-    draws by these numbers: shares that are evenly spaced over consecutive numbers are so over these rows."""
+    depends on these numbers: shares that are evenly spaced over consecutive numbers are evenly spaced over these
+    rows."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
@@ -401,19 +402,21 @@ class CounterRng:
     def low_discrepancy(self, purpose: int) -> Array:
         """float64 [B], each in (0, 1), evenly spaced over any range of consecutive samples.
 
-        A Weyl sequence: steps of the golden ratio from a random start, modulo 1.
+        They are multiples of the golden ratio from a random start, modulo 1.
         """
         first = np.uint64(derive_seed(self._seed, purpose))
         return _as_fraction(self._samples_B * np.uint64(GOLDEN) + first)
 
     def choice(self, purpose: int, allowed_BW: Array, count_B: Array, weight_BW: Array | None = None) -> Array:
         """bool [B, W]: `count_B` of each row's allowed positions (bool), drawn without replacement, in proportion to
-        positive weights (exponential clocks); by default with equal weights."""
+        positive weights (as by Gumbel top-k); by default with equal weights."""
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
-            clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # finite: positions that are not allowed have inf
-        rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
+            sort_key_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
+        sort_key_BW = np.minimum(
+            sort_key_BW, np.finfo(np.float64).max
+        )  # finite: positions that are not allowed have inf
+        rank_BW = np.where(allowed_BW, sort_key_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW
 

@@ -203,7 +203,7 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """(files and saved datasets below `folder`, files below it of unknown types), each sorted by name. Ignores hidden
-    ones (`.name`). Follows links, and has each folder and file once."""
+    ones (`.name`). Follows links, and lists each folder and file once."""
     readable, unknown, visited = list[Path](), list[Path](), set[Path]()
     for name, subfolders, files in os.walk(folder, followlinks=True):
         current, resolved = Path(name), Path(name).resolve()
@@ -228,7 +228,7 @@ def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _expand_pattern(pattern: str) -> list[Path]:
-    if not pattern:  # as of an unset variable; its path would be the working directory
+    if not pattern:  # an unset variable; Path("") is the working directory
         raise DataError("an input must be the name of a file or folder, but one is empty.")
     folder = Path(pattern)
     if _is_plain_folder(folder):
@@ -337,13 +337,13 @@ def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_json(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The items of a JSON array, or JSON lines if the file is none. Lines are read in blocks."""
+    """The items of a JSON array, or else JSON lines. Lines are read in blocks."""
     try:
         is_lines = _begins_with_object(path)
         items = None if is_lines else orjson.loads(_read_whole(path, "read at once").removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError:
         items = None
-    if items is None:  # not in `except`: the error keeps what was read
+    if items is None:  # not in `except`, where the error would keep the file in memory
         yield from _chunk_lines(path, selection)
         return
     items, size = items if isinstance(items, list) else [items], path.stat().st_size
@@ -442,7 +442,7 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
                     continue
                 is_empty = False
                 for chunk in _chunk_member(content, suffix, selection):
-                    disk_bytes = max(0, archive.tell() - position)  # those of a member with its first chunk
+                    disk_bytes = max(0, archive.tell() - position)  # all of a member's at its first chunk
                     position += disk_bytes
                     yield replace(chunk, path=f"{path}/{name}", disk_bytes=disk_bytes)
     except DataError as error:

@@ -33,7 +33,7 @@ class Pmi(EqualWeights):
     """Units are collocations (after Levine et al. 2021, arXiv 2010.01825); other tokens are units of their own.
 
     Collocations are ordered pairs (a, b) that are neighbours far more often than by chance. A unit is extended as long
-    as its last token and the next are one, up to `max_tokens` tokens.
+    as its last token and the next are such a pair, up to `max_tokens` tokens.
     """
 
     codes: Array
@@ -203,8 +203,8 @@ class Weights(WeightedIds):
         return Weights(np.pad(weight_V, (0, vocab_size - len(weight_V)), constant_values=1.0))
 
 
-# BERT's whole word masking, defined alike for all tokenizers. A word is a run of letters of one script and of digits,
-# with their combining marks. Leading spaces and the tokenizer's prefix symbols do not matter. Every other token
+# BERT's whole word masking, defined alike for all tokenizers. A word is a sequence of digits and of letters of one
+# script, with their combining marks. Leading spaces and the tokenizer's prefix symbols do not matter. Every other token
 # (punctuation, symbols, spaces) is a unit of its own, and so is every token of a script that is written without spaces.
 # Byte-level tokens of one character, with the combining marks that follow it, are always masked together.
 # M tokens of all rows, K bytes of these tokens, C characters, V vocabulary.

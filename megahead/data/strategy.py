@@ -172,7 +172,7 @@ class TargetErrorCounts:
         return group.all_reduce_(self._local.to("cpu", copy=True))
 
     def state(self, group: Group) -> Tensor:
-        """int64 [3, V, 2]: the counts for this period, for the next one, and of this one so far. Collective."""
+        """int64 [3, V, 2]: the counts by which this period masks, and the next one, then `total`. Collective."""
         return torch.stack([*self._counts_of_period.values(), self.total(group)])
 
     def restore(self, state_3V2: Tensor, samples: int, group: Group) -> None:

@@ -63,7 +63,7 @@ def _find_cut(text: str, start: int, encode: Encode) -> int:
 
 
 # A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
-# `fastokens`; a SentencePiece `.model`, recognized by name or content, by `sentencepiece`. These libraries are engines.
+# `fastokens`; a SentencePiece `.model`, recognized by name or content, by `sentencepiece`.
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 FileVersion = tuple[int, int, int]
@@ -84,7 +84,7 @@ class Tokenizer:
         self.special_ids = self._reference.special_ids
         """Those that a `.model` has for `begin`, `end`, `padding` and `unknown`; empty for a tokenizer.json."""
         self.added_tokens = self._reference.added_tokens
-        """The spellings of a tokenizer.json's added tokens, which engines may encode differently."""
+        """The spellings of a tokenizer.json's added tokens, which libraries may encode differently."""
         self.dropout = self._reference.dropout
         """The BPE dropout in the file, which is ignored here."""
 
@@ -99,14 +99,14 @@ class Tokenizer:
         sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
         try:
             content = orjson.loads(self._reference.content())
-        except DataError:  # of a `.model` that no tokenizer.json equals
+        except DataError:  # a `.model` without an equal tokenizer.json
             return TokenizerIdentity(self.path.name, sha256, sha256)
         encoding_parts = {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         vocabulary_sha256 = hashlib.sha256(orjson.dumps(encoding_parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
         return TokenizerIdentity(self.path.name, sha256, vocabulary_sha256)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Uses as many cores as the engine may."""
+        """The ids of each text. Uses as many cores as the library may."""
         if self._fast is not None:
             ids, lengths = self.encode_flat(texts)
             return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(lengths) else []
@@ -152,10 +152,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`, and
+    """The tokenizer in `path`, with `fastokens` if that gives the ids of `tokenizers` on every text of `probe`, and
     around every added token.
 
-    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. Caches
+    Without a probe, or if `fastokens` cannot read the file (WordPiece, for one), with `tokenizers`. Caches
     tokenizers; downloads the file of a URL first. DataError if the file is missing, or neither a `tokenizer.json` nor a
     `.model`.
     """

@@ -46,13 +46,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_multilingual(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE for many scripts and large vocabularies: words are split by WORD_PATTERN, and no token is made of
-    what occurs only once. Encoders' special tokens are 2 to 4."""
+    """Byte-level BPE for many scripts and large vocabularies: words are split by WORD_PATTERN, and a pair that
+    occurs only once is not merged. Encoders' special tokens are 2 to 4."""
     words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     special = (*TEXT_TOKENS, *ENCODER_TOKENS)
     tokenizer = _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, byte_level]), special, 2)
-    return join_mask_to_space(tokenizer)
+    return set_mask_lstrip(tokenizer)
 
 
 def _byte_level(
@@ -139,10 +139,10 @@ def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
     An encoder must never mask with the padding token: it would learn that padding stands for words.
     """
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
-    return join_mask_to_space(tokenizer)
+    return set_mask_lstrip(tokenizer)
 
 
-def join_mask_to_space(tokenizer: Tokenizer, mask: str = ENCODER_TOKENS[-1]) -> Tokenizer:
+def set_mask_lstrip(tokenizer: Tokenizer, mask: str = ENCODER_TOKENS[-1]) -> Tokenizer:
     """Lets the mask token take the space before it, as RoBERTa's does, if that space would be a token of its own: a
     mask then stands for a word with its space. In place."""
     apart, together = (tokenizer.encode(text, add_special_tokens=False).ids for text in (f"a {mask}", f"a{mask}"))
@@ -166,8 +166,8 @@ def sample_texts(
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
 
-    `max_bytes` is divided among the files by their size on disk, or evenly where that of one is not known (standard
-    input); each gives at least one document, and is read no further than needed. DataError if none has one.
+    `max_bytes` is divided among the files by their size on disk, or evenly if one size is unknown (standard
+    input); each gives at least one document, and is read no further than needed. DataError without any document.
     """
     items, is_empty = find_inputs(inputs), True
     total = total_bytes(items)

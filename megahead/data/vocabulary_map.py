@@ -66,7 +66,7 @@ class ByteVocabulary:
 
     @cached_property
     def id_by_bytes(self) -> dict[bytes, int]:
-        """The ids of text, without byte fallbacks where there is another spelling."""
+        """As `id_by_bytes_and_spelling`, by bytes alone: a byte fallback only where no other token has its byte."""
         ids: dict[bytes, int] = {}
         for (text, spelled), id_ in self.id_by_bytes_and_spelling.items():
             if text not in ids or not spelled.startswith("<0x"):
@@ -159,26 +159,26 @@ class VocabularyMap:
     old_size: int
     """Number of ids of the old vocabulary."""
 
-    old_id_V: list[int | None]
+    old_ids: list[int | None]
     """The old id with the same bytes, or of the same special token; None if there is none."""
 
-    old_pieces_V: list[list[int]]
+    old_pieces: list[list[int]]
     """For a token without an old id, the old ids whose bytes make it up; empty if none do."""
 
     def counts(self) -> tuple[int, int, int]:
         """Number of tokens with an old id, made up of old ids, and neither."""
-        same = sum(id_ is not None for id_ in self.old_id_V)
-        pieced = sum(bool(pieces) for pieces in self.old_pieces_V)
-        return same, pieced, len(self.old_id_V) - same - pieced
+        same = sum(id_ is not None for id_ in self.old_ids)
+        pieced = sum(bool(pieces) for pieces in self.old_pieces)
+        return same, pieced, len(self.old_ids) - same - pieced
 
-    def with_appended_ids(self, old_ids: Sequence[int]) -> VocabularyMap:
-        """Appends a new id for each of `old_ids`. Both lie above the ids of their tokenizers."""
-        old_pieces_V = self.old_pieces_V + [list[int]() for _ in old_ids]
-        return VocabularyMap(self.old_size + len(old_ids), [*self.old_id_V, *old_ids], old_pieces_V)
+    def with_appended_ids(self, appended_ids: Sequence[int]) -> VocabularyMap:
+        """Appends a new id for each of `appended_ids`. Both lie above the ids of their tokenizers."""
+        old_pieces = self.old_pieces + [list[int]() for _ in appended_ids]
+        return VocabularyMap(self.old_size + len(appended_ids), [*self.old_ids, *appended_ids], old_pieces)
 
     def is_permutation(self) -> bool:
         """Whether new and old ids correspond one to one."""
-        return set(self.old_id_V) == {*range(self.old_size)} and len(self.old_id_V) == self.old_size
+        return set(self.old_ids) == {*range(self.old_size)} and len(self.old_ids) == self.old_size
 
 
 def map_vocabulary(old: ByteVocabulary, new: ByteVocabulary, roles: Mapping[str, int]) -> VocabularyMap:

@@ -1,4 +1,5 @@
-"""torchrun for launch/elastic.sh, patched: an agent that fails with an error of its own leaves the rendezvous open.
+"""torchrun for launch/elastic.sh, patched: an agent that itself fails (not one of its ranks) leaves the rendezvous
+open.
 
 torchrun (2.13) closes the rendezvous on such an error, permanently, and agents that join later exit at once. An agent
 fails this way when a node stops responding while the others start up and wait for it. The rendezvous is still closed

@@ -135,7 +135,7 @@ def copy_rows_(part: Tensor, blocks: Iterable[Tensor], start: int) -> None:
 
 @dataclass(frozen=True)
 class RoundRobinShard:
-    """One rank's shard of such a tensor."""
+    """One rank's rows of a tensor that is sharded round-robin."""
 
     part: Tensor
 

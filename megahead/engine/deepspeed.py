@@ -143,8 +143,8 @@ def _import_deepspeed_muon() -> None:
 
 
 def fuse_gradient_accumulation(optimizer: Any) -> None:
-    """Has DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward pass,
-    and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
+    """Makes DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward
+    pass, and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
     if hasattr(optimizer, "update_hp_grads"):
         optimizer.update_hp_grads = partial(_add_gradients, optimizer)
 

@@ -124,7 +124,7 @@ class LossScale:
     def __init__(self, optimizer: Any) -> None:
         self._scaler = getattr(optimizer, "loss_scaler", None)
         if self.is_dynamic:
-            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the fault policy decides
+            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # `FaultPolicy` decides
 
     @property
     def value(self) -> float:
@@ -133,7 +133,7 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether overflows are expected, and lower it."""
+        """Whether overflows are expected, and lower the scale."""
         return bool(getattr(self._scaler, "dynamic", False))
 
     def state(self) -> dict[str, float]:
@@ -226,7 +226,8 @@ class Engine:
         return {}
 
     def capture_micro_steps(self) -> CapturedMicroStep:
-        """Runs micro-steps as CUDA graphs from now on, which need batches of static shapes; returns the runner."""
+        """Runs micro-steps as CUDA graphs from now on, which need batches of static shapes; returns the
+        `CapturedMicroStep`."""
         sums = GradientSums(self._deepspeed.optimizer, self.module.parameters())
         self._captured = CapturedMicroStep(self._run_micro_batch, sums, lambda: build_capture(self._deepspeed.device))
         self._reduces_gradients, self._deepspeed.enable_backward_allreduce = True, False
@@ -260,7 +261,7 @@ class Engine:
         Collective, and synchronizes with the device to read the gradient norm."""
         self._end_accumulation()
         set_learning_rate(self._deepspeed.optimizer.param_groups, learning_rate)
-        return self._step_replicated() if self._stage == 0 else self._step_sharded()
+        return self._step_replicated() if self._stage == 0 else self._step_partitioned()
 
     def skip_step(self) -> StepResult:
         """Discards the accumulated gradients, instead of `step`; weights and state (also fp16's loss scale) are kept.
@@ -286,7 +287,7 @@ class Engine:
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 
-    def _step_sharded(self) -> StepResult:
+    def _step_partitioned(self) -> StepResult:
         self._deepspeed.step()
         applied = self._deepspeed.was_step_applied()
         if not applied:
@@ -385,9 +386,9 @@ class ShardedEmbeddingEngine(Engine):
         return super().skip_step()
 
     def tensors(self) -> Iterator[tuple[str, Tensor | RoundRobinShard]]:
-        """Yields the other tensors as in `Engine`, then the embedding's as `late/KEY/NAME`. Keys: `weight` and the
-        moments as last updated, `touched` (the step of each row's last update), `rates` (the learning rate of every
-        step)."""
+        """Yields the other tensors as in `Engine`, then the embedding's as `late/KEY/NAME`, as some rows' updates are
+        pending. Keys: `weight` and the moments as last updated, `touched` (the step of each row's last update), `rates`
+        (the learning rate of every step)."""
         yield from super().tensors()
         for key, shard in self._embedding.state().items():
             yield f"late/{key}/{self._name}.weight", shard

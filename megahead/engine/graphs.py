@@ -30,7 +30,7 @@ that most runs have one to four shapes."""
 
 
 def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
-    """The banner's line about graphs, if the run's config asks for them on its device."""
+    """(name, text) of the line about graphs at a run's start, if its config asks for them on its device."""
     if not wants_graphs(plan):
         return []
     if reason := graphs_unsupported_reason(plan):

@@ -52,8 +52,8 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
     """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
 
     `get` and `set` access one parameter's WEIGHT or one of its MOMENTS (`state_key`), and are collective. Must be
-    called before the first step: at stages 1 and 2 DeepSpeed links all parameter groups' state once, after the
-    first has stepped, when the others have none. Does not raise peak memory.
+    called before the first step: at stages 1 and 2 DeepSpeed links the state of all parameter groups to their
+    parameters once, when the first group has stepped and the others have no state yet. Does not raise peak memory.
     """
     optimizer = engine.optimizer
     if stage == 0:
@@ -63,7 +63,7 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
     if stage == 3:
         groups = (optimizer.param_groups[index] for index in optimizer.sub_group_to_group_id.values())
         _init_moments(optimizer.optimizer, zip(groups, optimizer.fp32_partitioned_groups_flat, strict=True))
-        return ShardedStates(frozen)
+        return FullyPartitionedStates(frozen)
     _init_moments(optimizer.optimizer, _grouped_parameters(optimizer))
     if getattr(optimizer, "round_robin_gradients", False):
         _link_round_robin(optimizer)
@@ -168,7 +168,7 @@ class PartitionedStates:
             utils.safe_set_full_optimizer_state(parameter, value, state_key)
 
 
-class ShardedStates(PartitionedStates):
+class FullyPartitionedStates(PartitionedStates):
     """Stage 3: the model weight is partitioned too; reading gathers it, setting broadcasts it from the first rank."""
 
     def _get_model_weight(self, parameter: nn.Parameter) -> Tensor:
@@ -241,7 +241,7 @@ _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weight_checksums(weights: Iterable[Tensor]) -> Tensor:
-    """int64 [P] on the CPU: the sum of each tensor's elements, their bits read as integers, which a flipped
-    bit changes. Reads the weights once."""
+    """int64 [P] on the CPU: the sum of each tensor's elements with their bits read as integers; a flipped
+    bit changes it. Reads the weights once."""
     sums = [weight.detach().view(_INT_DTYPES[weight.element_size()]).sum(dtype=torch.int64) for weight in weights]
     return torch.stack(sums).cpu()

@@ -103,7 +103,7 @@ class TaskSummary:
         return fmean(self.values)
 
     def full_name(self) -> str:
-        """The task, and the evaluation set where its name differs from the task's: xnli/fr de."""
+        """The task, and the evaluation set if its name differs, as in `xnli/fr de`."""
         return self.task if self.evaluation_set == self.task.split("/")[-1] else f"{self.task} {self.evaluation_set}"
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettin
 
 TaskRun = FineTuningRun | ContrastiveRun
 
-_TRAINING_COST = 3  # of a row, relative to evaluating it
+_TRAINING_COST = 3  # of training on a row, relative to evaluating it
 _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
 
 

@@ -51,14 +51,14 @@ class Geometry:
     """Measures of a checkpoint on held-out rows."""
 
     gradient_share: float
-    """Share of the squared norm of dL/dscores in the span of the candidates' columns.
+    """Share of the squared norm of dL/dscores in the span of the D columns of the candidates' rows.
     Candidates are those of training: the rows' own targets in a headless run, the vocabulary in a vanilla one."""
 
     output_rank: float
     output_anisotropy: float
     embedding_rank: float
     embedding_anisotropy: float
-    """Both as those of the outputs, of all V rows of the input embedding."""
+    """The same two measures, of all V rows of the input embedding."""
 
 
 def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
@@ -74,22 +74,22 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     samples = EvenlySpacedSamples(open_held_out(config), rows)
     reader = BatchReader(samples, held_out_collator(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
-    spread, norms_2 = _Spread(), torch.zeros(2, dtype=torch.float64)
+    spread, norms_2 = _VectorStatistics(), torch.zeros(2, dtype=torch.float64)
     for first in range(0, samples.count, per_group):
         batch = reader.read(range(first, min(first + per_group, samples.count)))
         if len(batch.target_ids_N):
             outputs_ND = _outputs(pretraining, batch)
             spread.add(outputs_ND)
             _add_gradient_norms_(norms_2, outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
-    table = _Spread(model.blocks(EMBEDDING, config.model.vocab_size))
+    table = _VectorStatistics(model.blocks(EMBEDDING, config.model.vocab_size))
     total, projected = norms_2.tolist()
     share = min(projected / total, 1.0) if total else 1.0
     return Geometry(share, spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
 
 
 def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> None:
-    """Measures each checkpoint of a run that is not in its geometry.json yet, and stores it at once. UserErrors as in
-    `measure_geometry`."""
+    """Measures each checkpoint of a run that is not in its geometry.json yet, and writes each result at once.
+    UserErrors as in `measure_geometry`."""
     results = ResultCache(folder.geometry)
     for path in sorted(step_folders(folder.checkpoints), key=step_of):
         checkpoint = open_checkpoint(path)
@@ -148,11 +148,11 @@ def _whitening(rows_UD: Tensor) -> Tensor:
     return basis.to(rows_UD.dtype)
 
 
-class _Spread:
-    """Second moments and directions of vectors, accumulated block by block in float64."""
+class _VectorStatistics:
+    """The effective rank and anisotropy of vectors, by sums over blocks in float64."""
 
     def __init__(self, blocks: Iterable[Tensor] = ()) -> None:
-        self._gram_DD = self._direction_D = torch.zeros(())
+        self._gram_DD = self._unit_sum_D = torch.zeros(())
         self._vectors = 0
         for block_bD in blocks:
             self.add(block_bD)
@@ -161,7 +161,7 @@ class _Spread:
     def add(self, vectors_bD: Tensor) -> None:
         vectors_bD = vectors_bD.double()
         self._gram_DD = self._gram_DD + vectors_bD.T @ vectors_bD
-        self._direction_D = self._direction_D + F.normalize(vectors_bD).sum(0)
+        self._unit_sum_D = self._unit_sum_D + F.normalize(vectors_bD).sum(0)
         self._vectors += len(vectors_bD)
 
     def rank(self) -> float:
@@ -172,7 +172,7 @@ class _Spread:
     def anisotropy(self) -> float:
         """Mean cosine over all pairs of different vectors; O(N D), since the sum over pairs is a squared norm."""
         pairs = self._vectors * (self._vectors - 1)
-        return float((self._direction_D.square().sum() - self._vectors) / max(pairs, 1))
+        return float((self._unit_sum_D.square().sum() - self._vectors) / max(pairs, 1))
 
 
 # How close WordNet's synonyms are in a model's input embedding, against random pairs of the same words (figure 9
@@ -182,7 +182,7 @@ class _Spread:
 # hexadecimal (wndb(5WN)). P pairs, V vocabulary, D features.
 
 Pair = tuple[str, str]
-_PARTS = ("noun", "verb", "adj", "adv")
+_PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Similarities:
 def synonym_pairs(wordnet: Path) -> list[Pair]:
     """Returns every pair of single words that share a synset in the folder `wordnet` (data.noun and so on), sorted."""
     pairs: set[Pair] = set()
-    for part in _PARTS:
+    for part in _PARTS_OF_SPEECH:
         file = wordnet / f"data.{part}"
         if not file.is_file():
             raise DataError(
@@ -213,7 +213,7 @@ def synonym_pairs(wordnet: Path) -> list[Pair]:
 
 
 def _synsets(file: Path) -> Iterator[set[str]]:
-    """Yields the single words of each synset, in lower case, without an adjective's position as in `(p)`."""
+    """Yields the single words of each synset, in lower case, without an adjective's syntactic marker such as `(p)`."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(" "):  # the licence
             continue

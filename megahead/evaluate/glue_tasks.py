@@ -77,7 +77,7 @@ class PublishedRows:
     rows: list[Row]
 
     num_skipped: int = 0
-    """Lines without all columns, skipped as by every loader of GLUE: QQP was published with some."""
+    """Lines that lack a column, skipped as by every loader of GLUE: QQP was published with some."""
 
     source: str = ""
     """The files, or the repository, for error messages."""
@@ -85,7 +85,7 @@ class PublishedRows:
 
 @dataclass(frozen=True)
 class Example:
-    """One question to a classifier."""
+    """One example for a classifier."""
 
     first_text: str
 
@@ -371,7 +371,7 @@ class DataSource:
 def expand_task_names(names: Sequence[str], sources: DataSource, other_prefix: str = "") -> list[str]:
     """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder.
 
-    `other_prefix`: of names that go on with a path; these are kept."""
+    `other_prefix`: names of this prefix and a path are kept."""
     expanded: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
@@ -410,8 +410,8 @@ def load_task(
 def _load_examples(name: str, sources: DataSource, *, trains_on_dev: bool | None = None) -> TaskData:
     """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one.
 
-    trains_on_dev: whether the dev split of the language that is trained on was cut in halves; its translation is then
-    cut in the same way, and else stays whole.
+    trains_on_dev: None for the training language. For another: whether the training language's dev split was cut in
+    halves. Then this translation of it is cut in the same way, else it stays whole.
     """
     train, dev = sources.read_splits(name)
     task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]

@@ -42,10 +42,10 @@ def evaluate_tasks(
 ) -> Iterator[TaskResult]:
     """Scores the language model in `model_dir`, with its tokenizer, in fp32, and yields task by task.
 
-    files: task name to its data, from `task_files`. limit: number of examples to score of each task (of each paradigm),
-    the first ones. Uses a GPU if there is one. batch_size: examples at once; None: as many as fit into free memory.
-    Raises CheckpointError for a folder without head or tokenizer, FieldError for a task that needs the other kind of
-    model.
+    files: task name to its data, from `task_files`. limit: the first `limit` examples of each task (of each BLiMP
+    paradigm) are scored. Uses a GPU if there is one. batch_size: examples at once; None: as many as fit into free
+    memory. Raises CheckpointError for a folder without head or tokenizer, FieldError for a task that needs the other
+    kind of model.
     """
     require_model_kind(files, encoder=is_encoder(model_dir))
     model = None
@@ -129,8 +129,8 @@ def _to_task_result(task: str, output: Mapping[str, Any], limit: int | None, num
 
 
 class _TruncationCountingLM(HFLM):  # type: ignore[misc] # lm-eval has no types
-    """lm-eval's model, which counts the requests that it truncates; DataError for a continuation that is longer than
-    the context, of which it would be no probability."""
+    """lm-eval's model, which counts the requests that it truncates; DataError for a continuation longer than
+    the context, which lm-eval cannot score."""
 
     num_truncated, task = 0, ""
 

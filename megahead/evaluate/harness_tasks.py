@@ -246,7 +246,7 @@ def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
 # Texts that are compared by vectors: articles, searched by title or first sentence, and pairs with a similarity.
 
 _SENTENCE_END = re.compile(r"(?<=[.!?؟۔।])\s+|(?<=[。！？])|\n")
-"""After the mark that ends a sentence in most scripts, or after a line."""
+"""Matches what separates two sentences in most scripts: space after a final mark, or a line break."""
 
 
 def read_articles(file: Path, limit: int | None) -> list[Row]:
@@ -292,7 +292,7 @@ class LMEvalTask:
     read: Reader
 
     models: tuple[str, ...] = _DECODERS
-    """As in `OwnTask`."""
+    """Kinds of models that can be scored on it."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +320,9 @@ class ModelTask(OwnTask):
     """A task whose `score` takes a model's folder, the file, a limit and a batch size, and returns a TaskResult."""
 
 
-def _function_of(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function of another module of this package, imported at the first call: it imports torch or this
-    module."""
+def _lazy_function(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function of another module of this package that is imported at the first call, as it imports torch or
+    this module."""
 
     def call(*arguments: Any) -> Any:
         return getattr(import_module(f"megahead.evaluate.{module}"), name)(*arguments)
@@ -356,12 +356,12 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
     "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, _DECODERS),
     "next_item": ModelTask(
-        None, _function_of("next_item", "read_sequences"), _function_of("next_item", "next_item"), _DECODERS
+        None, _lazy_function("next_item", "read_sequences"), _lazy_function("next_item", "next_item"), _DECODERS
     ),
     "retrieval": ModelTask(
-        None, _function_of("search_data", "read_searches"), _function_of("retrieval", "retrieval"), _ENCODERS
+        None, _lazy_function("search_data", "read_searches"), _lazy_function("retrieval", "retrieval"), _ENCODERS
     ),
-    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _function_of("retrieval", "stsb"), _ENCODERS),
+    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _lazy_function("retrieval", "stsb"), _ENCODERS),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 

@@ -39,7 +39,7 @@ _GPU_BATCH_FACTOR = 32  # on a GPU, this many times larger batches, to keep it b
 _LOGSUMEXP_ROWS = 16  # outputs per call of logsumexp
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Input tokens, and the targets that are predicted at some positions."""
 
     ids: tuple[int, ...]
@@ -54,14 +54,14 @@ class TokenPredictor:
         """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that)."""
         self._model, self._causal, self._batch_size = model, causal, batch_size
 
-    def log_probabilities(self, rows: Sequence[Row]) -> list[float]:
+    def log_probabilities(self, rows: Sequence[ScoredRow]) -> list[float]:
         """Returns the sum over its targets, in nats, for each row. Equal rows are computed once."""
-        sums: dict[Row, float] = {}
+        sums: dict[ScoredRow, float] = {}
         for batch in self._batches(sorted(set(rows), key=lambda row: (len(row.ids), row))):
             sums.update(zip(batch, self._sums(batch).tolist(), strict=True))
         return [sums[row] for row in rows]
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    def _batches(self, rows: Sequence[ScoredRow]) -> Iterator[Sequence[ScoredRow]]:
         factor = _GPU_BATCH_FACTOR if self._model.device.type == "cuda" else 1
         max_tokens = factor * _MAX_BATCH_TOKENS
         max_outputs = factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size
@@ -76,12 +76,12 @@ class TokenPredictor:
         if rows:
             yield rows[start:]
 
-    def _output_keys(self, row: Row) -> list[Hashable]:
+    def _output_keys(self, row: ScoredRow) -> list[Hashable]:
         """Returns a key for each position of a row: equal keys mean equal outputs."""
         return [row.ids[: position + 1] if self._causal else (row.ids, position) for position in row.positions]
 
     @torch.inference_mode()
-    def _sums(self, rows: Sequence[Row]) -> Tensor:
+    def _sums(self, rows: Sequence[ScoredRow]) -> Tensor:
         """[B], fp64: sums of log-probabilities."""
         longest, device = max(len(row.ids) for row in rows), self._model.device
         ids_BT = torch.tensor([row.ids + (0,) * (longest - len(row.ids)) for row in rows], device=device)
@@ -130,7 +130,7 @@ class LanguageModel(ABC):
         return [sum(next(sums) for _ in text_rows) for text_rows in rows]
 
     @abstractmethod
-    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
+    def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
         """Returns the rows of each text; each of its tokens is predicted in exactly one."""
 
 
@@ -147,17 +147,17 @@ class Decoder(LanguageModel):
 
     causal = True
 
-    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
+    def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
         """Returns a row for each window of a text; as in lm-eval, windows are as long as the context."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [list(self._windows(ids)) for ids in encoded]
 
-    def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
+    def _windows(self, ids: Sequence[int]) -> Iterator[ScoredRow]:
         """Yields windows of a text; the last one overlaps the one before to fill the context."""
         tokens, context = (start_token_id(self.tokenizer), *ids), context_length(self.model)
         for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
             window_start = max(0, end - context)
-            yield Row(
+            yield ScoredRow(
                 tokens[window_start:end],
                 tuple(range(start - window_start, end - window_start)),
                 tokens[start + 1 : end + 1],
@@ -177,7 +177,7 @@ class Encoder(LanguageModel):
         super().__init__(folder, batch_size)
         self._start, self._end, self._mask = special_ids(self.tokenizer)
 
-    def build_rows(self, texts: Sequence[str]) -> list[list[Row]]:
+    def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
         """DataError for a text longer than the context."""
         rows, context = self.masked_rows(texts, whole_words=True), context_length(self.model)
         for text, text_rows in zip(texts, rows, strict=True):
@@ -187,7 +187,9 @@ class Encoder(LanguageModel):
                 )
         return rows
 
-    def masked_rows(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
+    def masked_rows(
+        self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None
+    ) -> list[list[ScoredRow]]:
         """Returns for each text one row per token, in which that token is masked; texts are truncated to `max_length`
         tokens, [CLS] and [SEP] included.
 
@@ -203,13 +205,13 @@ class Encoder(LanguageModel):
             rows.append(list(self._masked_rows(ids[:max_tokens], list(words)[:max_tokens])))
         return rows
 
-    def _masked_rows(self, ids: list[int], words: Sequence[int | None]) -> Iterator[Row]:
+    def _masked_rows(self, ids: list[int], words: Sequence[int | None]) -> Iterator[ScoredRow]:
         for position, token in enumerate(ids):
             end = position + 1
             while end < len(ids) and words[end] is not None and words[end] == words[position]:
                 end += 1
             masked = [self._start, *ids[:position], *[self._mask] * (end - position), *ids[end:], self._end]
-            yield Row(tuple(masked), (position + 1,), (token,))
+            yield ScoredRow(tuple(masked), (position + 1,), (token,))
 
 
 def special_ids(tokenizer: Any) -> tuple[int, int, int]:

@@ -56,8 +56,8 @@ def next_item(model_dir: Path, file: Path, limit: int | None = None, batch_size:
 class ItemModel:
     """A Hugging Face decoder of items, in fp32, on a GPU if there is one.
 
-    A score is the product of a context and an item's vector; if the head has biases they are one more feature of items,
-    which is 1 in contexts.
+    A score is the product of a context (the head's input after a sequence) and an item's vector; if the head has biases
+    they are one more feature of items, which is 1 in contexts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class Ranking:
         self._best_items = torch.cat([self._best_items, best.indices + first], 1).gather(1, order)
 
     @property
-    def first_items(self) -> Tensor:
+    def top_items(self) -> Tensor:
         """[U, k] int64: ids of the items with the highest scores; the end id where there are fewer."""
         return self._best_items.where(self._best_scores.isfinite(), END_ID)
 
@@ -173,7 +173,7 @@ def summarize(rankings: Sequence[tuple[Ranking, Ranking]], num_items: int) -> li
             f"mrr{suffix}": 1 / ranks_U,
         }
         scores += [Score.mean(metric, gain_U.cpu()) for metric, gain_U in gains.items()]
-        recommended = torch.cat([part.first_items for part in parts]).unique()
+        recommended = torch.cat([part.top_items for part in parts]).unique()
         scores.append(Score(f"coverage@{CUTOFF}{suffix}", int((recommended != END_ID).sum()) / num_items, None))
     return scores
 
@@ -196,7 +196,7 @@ class VectorsReport:
     """Features of a vector: D, and one for the items' biases if the head has them."""
 
     largest_error: float
-    """Of the products, beside the model's own scores, relative to the largest score."""
+    """Largest difference of a product and the model's own score, relative to the largest score."""
 
 
 def write_vectors(

@@ -29,8 +29,8 @@ from megahead.objectives.micro_batch import EvaluationRequest
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
 
 _MICRO_BATCHES_PER_PASS = 8
-"""Micro-batches that are scored in one pass over the vocabulary, for which rows that are split over ranks are gathered.
-Their hidden states need less memory than one micro-batch in training."""
+"""Micro-batches scored in one pass over the vocabulary. Each pass gathers the rows of a sharded embedding.
+The hidden states need less memory than one micro-batch in training."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ValidationResult:
     """Mean negative log-probability of a target in nats; for masked diffusion, of a token that may be masked."""
 
     perplexity: float
-    """exp(loss). That of an encoder, over masked tokens, is not comparable with a decoder's, nor with that of its
-    causal phase, over next tokens."""
+    """exp(loss). An encoder's is over masked tokens; a decoder's, and an encoder's in a causal phase, is over next
+    tokens: they are not comparable."""
 
     accuracy: float
     """Share of targets that were the most probable token."""
@@ -52,12 +52,12 @@ class ValidationResult:
     some tokens are predicted (an encoder, but for masked diffusion)."""
 
     upper_bound: bool = False
-    """Whether loss, perplexity and bits are upper bounds, as in masked diffusion, for a text whose special tokens (end
-    tokens are some) are given; estimated with one random mask a row."""
+    """Whether loss, perplexity and bits are upper bounds, as in masked diffusion: for a text whose special tokens (end
+    tokens included) are given, estimated with one random mask per row."""
 
     auxiliary: Mapping[str, float] | None = None
-    """Means of an auxiliary objective by name, if it is evaluated. If a generator learns the targets, all other metrics
-    are the generator's."""
+    """Means of an auxiliary objective by name, if it is evaluated. With ELECTRA, all other metrics are the
+    generator's."""
 
 
 class ValidationSet:

@@ -79,7 +79,8 @@ class Score:
     metric: str
     value: float
     stderr: float | None
-    """Standard error, for lm-eval's tasks its own (bootstrapped for perplexity); None if there is none."""
+    """Standard error, in lm-eval's tasks as lm-eval computes it (bootstrapped for perplexity); None if there is
+    none."""
 
     @staticmethod
     def mean(metric: str, values_N: ArrayLike) -> Score:

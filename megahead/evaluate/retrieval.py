@@ -55,10 +55,10 @@ _BLOCK_QUERIES = 1 << 8
 
 
 def retrieval(model_dir: Path, file: Path, limit: int | None = None, batch_size: int | None = None) -> TaskResult:
-    """Searches the rest of each article of `file` by its title, and by its first sentence, among all articles: exactly,
-    by the cosine of vectors of the encoder in `model_dir`, in fp32, on a GPU if there is one.
+    """Searches all articles of `file` for the rest of each one, with its title and with its first sentence as queries:
+    exactly, by the cosine of vectors of the encoder in `model_dir`, in fp32, on a GPU if there is one.
 
-    Scores of both kinds of queries and vectors ([CLS], and the mean over tokens): recall@1, recall@10 and MRR@10 with
+    Scores for each kind of query and of vector ([CLS], and the mean over tokens): recall@1, recall@10 and MRR@10 with
     standard errors over queries. Each article as near as the right one adds half a place to the rank.
 
     A `file` of pairs, or BEIR's folder, has queries of its own: see `score_search`.
@@ -160,8 +160,8 @@ class TextEncoder:
 def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str] = ("cls", "mean")) -> list[Score]:
     """`ranking_metrics` of an exact search for each kind of vectors, as means over queries.
 
-    As in BEIR, a text with the id of a query is the query itself (ArguAna, Quora) and not found by it, unless it is
-    judged.
+    As in BEIR, a text with the query's id is the query itself (ArguAna, Quora) and left out of its results, unless it
+    is judged.
     """
     query_vectors, text_vectors = (encoder.vectors([*texts.values()]) for texts in (data.queries, data.corpus))
     texts, scores = list(data.corpus), []

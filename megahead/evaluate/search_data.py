@@ -82,8 +82,8 @@ def read_pairs(file: Path) -> list[Example]:
 def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
     """The pairs that a model is tuned on, and what it is evaluated on.
 
-    BEIR's folder: qrels/train.tsv, where judgements of 0 are hard negatives, and qrels/dev.tsv or test.tsv. A file:
-    one in ten queries is held out (every tenth if none share an answer), and searches the texts of all held-out
+    BEIR's folder: qrels/train.tsv, where judgements of 0 are hard negatives, and qrels/dev.tsv or test.tsv. A file: one
+    in ten queries is held out (every tenth if none share an answer). Held-out queries search the texts of all held-out
     pairs.
     """
     if path.is_dir():
@@ -99,8 +99,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
 
 
 def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
-    """At most a tenth of the queries: goes through `_group_queries` and takes each group with which at most a tenth of
-    the queries so far are held out."""
+    """At most a tenth of the queries. Takes each group of `_group_queries`, in order, that keeps the held-out ones at a
+    tenth of the queries so far or below."""
     held_out, num_queries = set[str](), 0
     for queries in _group_queries(pairs):
         num_queries += len(queries)
@@ -142,7 +142,7 @@ def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
 # Tuning on pairs as one of the tasks of `megahead finetune`.
 
 RETRIEVAL_PREFIX = "retrieval/"
-"""Of tasks whose name goes on with the path of their data."""
+"""Prefix of names of tasks, before the path of their data."""
 
 _PAIRS_TASK = Task(
     labels=(),

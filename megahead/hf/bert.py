@@ -135,7 +135,7 @@ _PADDING_TOKEN = 1  # where config.json names none
 
 _ROBERTA = SettingNames(
     COMMON_SETTINGS | _NORM_AND_DROPOUT,
-    activations={"gelu": "gelu"},  # also the head's, whatever config.json says
+    activations={"gelu": "gelu"},  # RoBERTa's head always uses it, whatever config.json says
     required=("num_layers", "hidden_size", "num_heads", "vocab_size", "max_positions"),
     defaults={"norm_eps": 1e-12},
     fixed={"position_embedding_type": "absolute", "type_vocab_size": 1, "is_decoder": False},

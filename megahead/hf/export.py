@@ -301,8 +301,9 @@ def holds_encoder(path: Path) -> bool:
 
 
 def ensure_classifier_folder(path: Path) -> Path:
-    """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder has no head there: some classes
-    with one have no classifier. An encoder has one: ModernBERT's classifier starts with it."""
+    """Returns a folder to load a classifier from, as `ensure_hf_folder`. A decoder is exported without a head: some
+    classes with a head have no classifier. An encoder keeps its head: ModernBERT's classifier starts with the head's
+    layers."""
     return ensure_hf_folder(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
 
 

@@ -66,7 +66,7 @@ _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_ta
 
 
 def filled_settings(model: ModelConfig) -> dict[str, Any]:
-    """Returns all settings, those with a default that depends on others filled in."""
+    """Returns all settings, with the defaults that depend on other settings filled in."""
     sizes = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
     return {**model.model_dump(mode="json"), **sizes}
 
@@ -195,7 +195,7 @@ class Family:
     """Endings of names of stored matrices [inputs, outputs]; ours are [outputs, inputs]."""
 
     untied_bias_name: str | None = None
-    """A second name of an encoder's output bias, which it needs beside an output matrix of its own."""
+    """A second name under which an encoder's output bias is stored too, if the output matrix is untied."""
 
     head_bias_name: str | None = None
     """Name of a decoder's output bias; None where it has none."""

@@ -62,7 +62,7 @@ class ExportTarget:
 # head's norm adds eps once more; with sqrt(1 + eps) in its weight the relative error of h is eps / 2v: 5e-6 for v = 1
 # and eps = 1e-5.
 #
-# V vocabulary, D features.
+# E embedding, h output, T temperature, q distribution of targets; V vocabulary, D features.
 
 PADDING_BIAS = -1e4
 """The bias of exported padding rows, so that they get no probability."""
@@ -167,8 +167,8 @@ class Head:
     def is_tied(self) -> bool:
         """Whether the output matrix equals the input embedding, so that it need not be stored.
 
-        Beside a bias it is stored: vLLM ignores all stored parameters of a tied head, the bias included, and would
-        predict without it, but refuses an untied head whose bias its class lacks.
+        A matrix with a bias is stored: vLLM ignores all stored parameters of a tied head, so would predict without its
+        bias, but refuses an untied head with a bias that its class lacks.
         """
         is_unchanged = self.temperature == 1.0 and self.folded_bias is None and self.bias_V is None
         return self.matrix == EMBEDDING and (self.transform is not None or is_unchanged)
@@ -201,7 +201,7 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return Head(name)
     if reason is not None:
         raise _head_error(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    matrix, plain = HEAD if objective.trains_head() else EMBEDDING, objective.head_without_bias()
+    matrix, head_without_bias = HEAD if objective.trains_head() else EMBEDDING, objective.head_without_bias()
     model_config, head, bias_V = model.config.model, Head(name, matrix, model.temperature()), model.head_bias(name)
     num_padding_rows = model_config.padded_vocab_size() - model_config.vocab_size
     has_padding = keep_padding and num_padding_rows > 0
@@ -213,13 +213,13 @@ def build_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = Fals
         return replace(head, transform=_encoder_transform(model, bias_V, head.temperature))
     if not model_config.has_rms_norm():
         norm_D, norm_bias_D = (model.weight(f"backbone.final_norm.{part}") for part in ("weight", "bias"))
-        return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V, plain))
+        return replace(head, folded_bias=fold_bias(norm_D, norm_bias_D, bias_V, head_without_bias))
     if not model_config.transformers_can_bias_head():
         option = name if name == "pmi" or not has_padding else f"{name} --keep-padding"
         reason = "no class of transformers has one beside norms of queries and keys (Qwen 3, Gemma 3)"
         alternatives = "none"
         if not objective.output_bias:
-            alternatives = f"convert to-hf --head {plain} or none without --keep-padding, or train a head"
+            alternatives = f"convert to-hf --head {head_without_bias} or none without --keep-padding, or train a head"
         raise _head_error(option, "a bias in the head", reason, alternatives)
     return replace(head, bias_V=bias_V)
 

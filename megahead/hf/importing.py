@@ -68,7 +68,7 @@ class HFModel:
     """File of each stored tensor."""
 
     slices: Mapping[str, StoredSlice]
-    """By our names of parameters."""
+    """Of each parameter, by its name in megahead."""
 
     @staticmethod
     def open(folder: Path) -> HFModel:
@@ -80,7 +80,7 @@ class HFModel:
             names = family.parameter_names(hf_name)
             slices.update({name: StoredSlice(hf_name, part, len(names)) for part, name in enumerate(names)})
         if family.untied_bias_name in files:
-            slices[f"{MASK_HEAD}bias"] = StoredSlice(family.untied_bias_name, 0, 1)  # the bias that is added
+            slices[f"{MASK_HEAD}bias"] = StoredSlice(family.untied_bias_name, 0, 1)  # the one that transformers adds
         model = HFModel(folder, hf_config, family, files, slices)
         if HEAD in slices and model.is_tied():
             slices.setdefault(EMBEDDING, slices[HEAD])  # some writers store only one of two equal tensors
@@ -153,7 +153,7 @@ class HFModel:
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     """Returns the settings that decide what a model computes, with defaults filled in."""
     settings = {name: value for name, value in filled_settings(model).items() if name not in _IGNORED_SETTINGS}
-    if model.has_learned_positions():  # a weight has as many rows
+    if model.has_learned_positions():  # the position embedding has as many rows
         settings["max_positions"] = model.max_positions
     return settings
 
@@ -209,7 +209,7 @@ def read_hf_config(model_dir: Path) -> Mapping[str, Any]:
 
 
 _TEXT, _LIST, _OBJECT = (str, "a text"), (list, "a list"), (dict, "an object")
-_KINDS_OF_KEYS: dict[str, tuple[type, str]] = {
+_KEY_TYPES: dict[str, tuple[type, str]] = {
     "vocab_size": (int, "a whole number"),
     **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "activation", "activation_function"), _TEXT),
     **dict.fromkeys(("architectures", "layer_types"), _LIST),
@@ -218,8 +218,8 @@ _KINDS_OF_KEYS: dict[str, tuple[type, str]] = {
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:
-    """Returns the family of a folder; FieldError for one that is unsupported, or a key that no config.json has so."""
-    for name, (kind, words) in _KINDS_OF_KEYS.items():
+    """Returns the family of a folder; FieldError for one that is unsupported, or a key of the wrong type."""
+    for name, (kind, words) in _KEY_TYPES.items():
         value = hf_config.get(name)
         require_key(value is None or isinstance(value, kind), name, f"be {words}", got=repr(value))
     model_type = hf_config.get("model_type")
@@ -257,16 +257,16 @@ def from_hf(
     neither these nor a tokenizer, model.yaml leaves out the tokens that config.json does not name.
     target_counts_V: how often each id was a target in a headless model's training, if known.
     """
-    published, hf_settings = HFModel.open(model_dir), HFSettings.from_folder(model_dir)
+    hf_model, hf_settings = HFModel.open(model_dir), HFSettings.from_folder(model_dir)
     files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = next((file for file in files if file.is_file()), None)
     named_ids = None
-    if published.model_settings()["family"] in ENCODERS:
+    if hf_model.model_settings()["family"] in ENCODERS:
         named_ids = _named_special_ids(model_dir, hf_settings, tokenizer, special_ids or {})
-    config = _run_config(published, hf_settings, named_ids)
+    config = _run_config(hf_model, hf_settings, named_ids)
     with atomic_folder(output_dir) as staged:
         run = RunFolder(staged)
-        tensors = _checkpoint_tensors(published, config, target_counts_V)
+        tensors = _checkpoint_tensors(hf_model, config, target_counts_V)
         unnamed = () if named_ids is None else [role for role in ENCODER_TOKEN_NAMES if role not in named_ids]
         save_initial_checkpoint(run, tensors, config, tokenizer, unnamed_tokens=unnamed)
         hf_settings.save(run)
@@ -292,14 +292,14 @@ def save_initial_checkpoint(
         copy_tokenizer(tokenizer, run)
 
 
-def _run_config(published: HFModel, hf_settings: HFSettings, named_ids: Mapping[str, int] | None) -> RunConfig:
+def _run_config(hf_model: HFModel, hf_settings: HFSettings, named_ids: Mapping[str, int] | None) -> RunConfig:
     """Returns a run's config with the folder's model, objective and special tokens; other settings have no meaning.
 
     named_ids: an encoder's special tokens; unused ids stand for those that are missing.
     """
-    model_dir, hf_config, model = published.folder, published.hf_config, published.model_settings()
-    names_head = published.family.head_class() in (hf_config.get("architectures") or ())
-    is_headless = not published.has_head() and not names_head
+    model_dir, hf_config, model = hf_model.folder, hf_model.hf_config, hf_model.model_settings()
+    names_head = hf_model.family.head_class() in (hf_config.get("architectures") or ())
+    is_headless = not hf_model.has_head() and not names_head
     end_tokens = [id_ for id_ in hf_settings.end_tokens() if id_ < model["vocab_size"]]
     masking = None if named_ids is None else _masking_settings(model, named_ids, end_tokens)
     settings = {
@@ -312,7 +312,7 @@ def _run_config(published: HFModel, hf_settings: HFSettings, named_ids: Mapping[
             "end_token": [*end_tokens, masking["sep_token"] if masking else 0][0],
         },
         "batch": {"global_size": 1, "micro_size": 1},
-        "objective": {"name": "headless"} if is_headless else {"name": "vanilla", "tied": published.is_tied()},
+        "objective": {"name": "headless"} if is_headless else {"name": "vanilla", "tied": hf_model.is_tied()},
         "optimizer": {"learning_rate": 1e-3},
         "training": {"steps": 1},
     }
@@ -333,8 +333,8 @@ def _masking_settings(
 def _named_special_ids(
     model_dir: Path, hf_settings: HFSettings, tokenizer: Path | None, special_ids: Mapping[str, int]
 ) -> dict[str, int]:
-    """Returns the ids of an encoder's special tokens; CheckpointError if one of them has no name in a folder with a
-    tokenizer."""
+    """Returns the ids of an encoder's special tokens; CheckpointError if the files of a folder with a tokenizer do not
+    name one of them."""
     ids = {**hf_settings.special_ids(tokenizer), **special_ids}
     missing = [role for role in ENCODER_TOKEN_NAMES if ids[role] is None]
     if missing and tokenizer is not None:
@@ -345,11 +345,11 @@ def _named_special_ids(
     return {role: id_ for role, id_ in ids.items() if id_ is not None}
 
 
-def _checkpoint_tensors(published: HFModel, config: RunConfig, counts_V: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_tensors(hf_model: HFModel, config: RunConfig, counts_V: Tensor | None) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter of the model, and the target counts. CheckpointError if the folder lacks a parameter or
     its shape differs."""
     for name, shape in weight_shapes(config).items():
-        yield f"weight/{name}", published.weight(name, shape)
+        yield f"weight/{name}", hf_model.weight(name, shape)
     if counts_V is not None:
         yield TARGET_COUNTS, functional.pad(counts_V, (0, config.model.padded_vocab_size() - len(counts_V)))
 

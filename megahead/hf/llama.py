@@ -89,12 +89,12 @@ def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str
     """Returns the settings of a ModelConfig; FieldError for what our Llama does not support."""
     settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
     window = hf_config.get("sliding_window", None if model_type == "llama" else 4096)
-    is_whole = window is None or not (model_type == "mistral" or hf_config.get("use_sliding_window", False))
-    require_key(is_whole, "sliding_window", "be null (each token sees all before it)", got=window)
+    is_full_attention = window is None or not (model_type == "mistral" or hf_config.get("use_sliding_window", False))
+    require_key(is_full_attention, "sliding_window", "be null (each token sees all before it)", got=window)
     is_global = set(hf_config.get("layer_types") or ()) <= {GLOBAL}
     require_key(is_global, "layer_types", f"be {GLOBAL} for all", got="others")
     has_all_biases = hf_config.get("attention_bias", False)
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # if both, the older
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # the older key, if there are both
     return {
         **({"head_dim": 128} if model_type == "qwen3" else {}),
         **settings,

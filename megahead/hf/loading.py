@@ -91,17 +91,19 @@ def load_classifier(folder: Path, num_outputs: int, padding_id: int, *, random_w
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
             return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model, report = _load_with_report(AutoModelForSequenceClassification, folder, torch.float32, options)
-    _require_keys(folder, model, report, prefix=f"{model.base_model_prefix}.", new_part=".pooler.")
+    _require_keys(folder, model, report, prefix=f"{model.base_model_prefix}.", ignored_part=".pooler.")
     return model
 
 
 def _require_keys(
-    folder: Path, model: Any, report: Mapping[str, Any], *, prefix: str = "", new_part: str | None = None
+    folder: Path, model: Any, report: Mapping[str, Any], *, prefix: str = "", ignored_part: str | None = None
 ) -> None:
-    """Raises CheckpointError if a weight is missing, or has another shape, whose name begins with `prefix` and has no
-    `new_part`."""
+    """Raises CheckpointError if a weight is missing, or has another shape, whose name begins with `prefix` and does not
+    contain `ignored_part`."""
     keys = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
-    needed = sorted(name for name in keys if name.startswith(prefix) and (new_part is None or new_part not in name))
+    needed = sorted(
+        name for name in keys if name.startswith(prefix) and (ignored_part is None or ignored_part not in name)
+    )
     if needed:
         raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {needed[0]}.")
 
@@ -124,7 +126,7 @@ class WordStreamer(TextStreamer):
 
 def context_length(model: Any) -> int:
     """Returns the most tokens that a model reads; 2,048 if its config has no limit (Bloom, Mamba)."""
-    model_type = getattr(model.config, "model_type", None)  # of its class
+    model_type = getattr(model.config, "model_type", None)  # a class attribute, which `vars` lacks
     return max_positions({**vars(model.config), "model_type": model_type}) or 2048
 
 
@@ -144,8 +146,9 @@ def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
-    """Returns the tokenizer in `folder`, without dropout; with a padding token, if there is one or an end token, and an
-    encoder's with special tokens from the folder's other files. CheckpointError without a tokenizer.json."""
+    """Returns the tokenizer in `folder`, without BPE dropout. It has a padding token if there is one or an end token,
+    and for an encoder the special tokens that the folder's other files name. CheckpointError without a
+    tokenizer.json."""
     file = require_tokenizer(folder / "tokenizer.json", folder)
     with _read_by_transformers(folder):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -160,8 +163,8 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 
 def _padding_token(tokenizer: Any, hf_config: Mapping[str, Any]) -> str | None:
-    """Returns the token that pads: that of a RoBERTa's positions; else the tokenizer's, which it may not name; else its
-    end token, which no text has, so that a classifier finds the last token before."""
+    """Returns the padding token: in a RoBERTa by its position offset; else the tokenizer's, by its name or spelling;
+    else its end token. No text contains that, so a classifier finds the last token before the padding."""
     if hf_config.get("model_type") in WITH_POSITION_OFFSET:
         token: str | None = tokenizer.convert_ids_to_tokens(position_offset(hf_config) - 1)
         return token

@@ -120,7 +120,7 @@ MODERNBERT = Family(
 # ModernBERT decoders: where they differ from encoders (Weller et al. 2025, arXiv 2507.11412).
 
 _WINDOW_OFFSET = 2
-"""Both windows are twice a number of visible tokens: Hugging Face's counts the token itself, ours does not."""
+"""Both settings are twice the number of visible tokens: Hugging Face counts the token itself, megahead does not."""
 
 
 def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:

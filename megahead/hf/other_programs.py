@@ -22,7 +22,7 @@ POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 
 MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
 _MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-_NAMES: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_POOLING_BY_KEY: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 """Keys of 1_Pooling/config.json that all versions of sentence-transformers read; version 5 also writes
 `pooling_mode`."""
 
@@ -46,7 +46,7 @@ def write_pooling(folder: Path, pooling: str, hidden_size: int, context: int) ->
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
         for index, (name, path) in enumerate(_MODULES)
     ]
-    flags = {key: name == pooling for key, name in _NAMES.items()}
+    flags = {key: name == pooling for key, name in _POOLING_BY_KEY.items()}
     files: dict[str, object] = {
         _LENGTH_FILE: {"max_seq_length": max_text_tokens(folder, context), "do_lower_case": False},
         MODULES_FILE: modules,
@@ -75,7 +75,7 @@ def read_pooling(folder: Path) -> PoolingName | None:
         raise CheckpointError(f"`{folder}` must have no layers after its pooling, but has {layers}; give --pooling.")
     settings = _read_object(folder / paths.get("Pooling", "1_Pooling") / "config.json")
     keys = [key for key, is_used in settings.items() if key.startswith("pooling_mode_") and is_used]
-    names = settings.get("pooling_mode") or [_NAMES.get(key, key) for key in keys]
+    names = settings.get("pooling_mode") or [_POOLING_BY_KEY.get(key, key) for key in keys]
     names = [names] if isinstance(names, str) else list(names)
     for pooling in POOLINGS:
         if names == [pooling]:
@@ -100,13 +100,13 @@ def _read_object(path: Path) -> dict[str, Any]:
 # Which heads of a model vLLM and llama.cpp serve, by the lists of names of vLLM 0.33 and gguf 0.19.
 
 Heads = tuple[HeadName, ...]
-_ENCODER: tuple[Heads, Heads] = (("none",), ("none",))
+_ENCODER_HEADS: tuple[Heads, Heads] = (("none",), ("none",))
 _SERVED_HEADS: dict[str, tuple[Heads, Heads]] = {
     "gpt_neox": (("tied", "pmi", "trained"), ("pmi", "trained")),
     "llama": (("tied", "trained"), ("tied", "trained")),
     "gpt2": (("tied",), ("tied",)),
     "gemma3": (("tied",), ("tied",)),
-    **dict.fromkeys(("bert", "roberta", "xlm_roberta", "modernbert"), _ENCODER),
+    **dict.fromkeys(("bert", "roberta", "xlm_roberta", "modernbert"), _ENCODER_HEADS),
 }
 """Heads that vLLM and llama.cpp serve, by family; one with a bias counts as `pmi`."""
 

@@ -26,16 +26,16 @@ ENCODERS = {
 FAMILIES = DECODERS | ENCODERS
 
 WITH_POSITION_OFFSET = ("roberta", "xlm-roberta")
-"""Types whose max_position_embeddings count rows before that of the first token."""
+"""Types whose max_position_embeddings includes the rows before the first token's."""
 
 WITH_POOLER = ("bert", *WITH_POSITION_OFFSET)
 """Types whose backbone has a pooler unless it is built without."""
 
 
 def export_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """Returns the family that `model` is exported as: for a Llama that of its settings, with a head bias ERNIE; a BERT
-    without token types is a DistilBERT, a causal ModernBERT a ModernBERT decoder. FieldError for a causal BERT or
-    RoBERTa, which transformers lacks."""
+    """Returns the family that `model` is exported as: a Llama is a Llama, Mistral or Qwen by its settings, with a head
+    bias ERNIE; a BERT without token types is a DistilBERT, a causal ModernBERT a ModernBERT decoder. FieldError for a
+    causal BERT or RoBERTa, which transformers lacks."""
     if model.family == "llama":
         return LLAMA_WITH_HEAD_BIAS if head_bias else LLAMAS[model_type_of(model)]
     if model.family == "modernbert":

@@ -129,8 +129,8 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         tensors = _new_tensors(model, config, vocabulary_map, method)
         save_initial_checkpoint(RunFolder(staged), tensors, config, tokenizer)
     num_kept, num_split, num_new = vocabulary_map.counts()
-    pieces_per_token = sum(map(len, vocabulary_map.old_pieces_V)) / max(num_split, 1)
-    old_size, new_size = len(old.spellings), len(vocabulary_map.old_id_V)
+    pieces_per_token = sum(map(len, vocabulary_map.old_pieces)) / max(num_split, 1)
+    old_size, new_size = len(old.spellings), len(vocabulary_map.old_ids)
     return RevocabularyReport(output_dir, old_size, new_size, num_kept, num_split, pieces_per_token, num_new)
 
 
@@ -227,20 +227,20 @@ def _new_tensors(
             weight = torch.cat([unused, weight[model.config.model.position_offset :]])
         yield f"weight/{name}", weight
     if counts_V is not None and vocabulary_map.is_permutation():
-        index = torch.tensor([id_ or 0 for id_ in vocabulary_map.old_id_V])
+        index = torch.tensor([id_ or 0 for id_ in vocabulary_map.old_ids])
         yield TARGET_COUNTS, _pad_rows(counts_V[index], config.model.padded_vocab_size())
 
 
 def _translate_rows(old_V: Tensor, vocabulary_map: VocabularyMap, method: str, counts_V: Tensor | None) -> Tensor:
     """[W, D], or [W] of a bias: old rows of shared ids, computed rows for all others."""
     old_VD = old_V.view(len(old_V), -1)
-    new_ids = [id_ for id_, old_id in enumerate(vocabulary_map.old_id_V) if old_id is None]
-    rows_WD = old_VD[torch.tensor([old_id or 0 for old_id in vocabulary_map.old_id_V])]
+    new_ids = [id_ for id_, old_id in enumerate(vocabulary_map.old_ids) if old_id is None]
+    rows_WD = old_VD[torch.tensor([old_id or 0 for old_id in vocabulary_map.old_ids])]
     if new_ids:
-        pieces = [vocabulary_map.old_pieces_V[id_] for id_ in new_ids]
+        pieces = [vocabulary_map.old_pieces[id_] for id_ in new_ids]
         generator = torch.Generator().manual_seed(_SEED)
         rows_WD[torch.tensor(new_ids)] = METHODS[method](old_VD, pieces, counts_V, generator)
-    return rows_WD.view(len(vocabulary_map.old_id_V), *old_V.shape[1:])
+    return rows_WD.view(len(vocabulary_map.old_ids), *old_V.shape[1:])
 
 
 def _pad_rows(rows_W: Tensor, size: int) -> Tensor:

@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
-from megahead.data.train_tokenizer import join_mask_to_space
+from megahead.data.train_tokenizer import set_mask_lstrip
 from megahead.data.vocabulary_map import ROLES
 from megahead.errors import CheckpointError, DataError
 from megahead.files import write_atomically
@@ -124,8 +124,8 @@ class HFSettings:
 
     def special_ids(self, tokenizer: Path | None) -> dict[str, int | None]:
         """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, by
-        config.json, or by other spellings; None for one that no file has. If cls and sep have one id,
-        as in mmBERT's config.json, they are its bos and eos."""
+        config.json, or by other spellings; None for one that no file has. If cls and sep have the same id,
+        as in mmBERT's config.json, bos and eos replace them."""
         vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
         masks, begins, ends = (self._special_ids(role, vocabulary) for role in _TOKEN_KEYS)
         cls_id, sep_id = next(
@@ -154,8 +154,8 @@ class HFSettings:
 
 
 def _without_template(tokenizer: bytes) -> object:
-    """Returns the parts of a tokenizer.json that decide a text's ids: without what it adds around a text, and without
-    whether special tokens take the space before them."""
+    """Returns the parts of a tokenizer.json that decide a text's ids: without post-processor, padding and truncation,
+    and without `lstrip` of special tokens."""
     try:
         content = json.loads(tokenizer)
     except ValueError:  # of SentencePiece
@@ -300,7 +300,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
         special_tokens |= {"bos_token": cls, "eos_token": end_token}
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    join_mask_to_space(tokenizer, special_tokens["mask_token"])
+    set_mask_lstrip(tokenizer, special_tokens["mask_token"])
     tokenizer.post_processor = TemplateProcessing(
         single=f"{cls}:0 $A:0{suffixes[0]}",
         pair=f"{cls}:0 $A:0 {sep}:0 $B:1{suffixes[1]}",
@@ -314,7 +314,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
 
 
 def _padding_token(tokenizer: tokenizers.Tokenizer, source: Path, model: ModelConfig, default: str) -> str:
-    """Returns an encoder's padding token: that whose id a RoBERTa's positions follow, else the tokenizer's."""
+    """Returns an encoder's padding token: in a RoBERTa by its position offset, else the tokenizer's."""
     position_padding = model.padding_token()
     if position_padding is not None:
         return _token_text(tokenizer, source, "model.position_offset - 1", position_padding)

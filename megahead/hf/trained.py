@@ -90,8 +90,8 @@ class TrainedModel:
         return FiniteTensors(MappedTensors(lambda name: (self.checkpoint, f"weight/{name}")), self.checkpoint.folder)
 
     def head_bias(self, head: HeadName) -> Tensor | None:
-        """[V] fp32: the bias that a head of this name adds to `E h / T`, or None. CheckpointError for the training-free
-        head if the checkpoint lacks target counts."""
+        """[V] fp32: the bias that a head of this name adds to `E h / T` (embedding, output, temperature), or None.
+        CheckpointError for the training-free head if the checkpoint lacks target counts."""
         if head != "pmi":
             return self.learned_bias()
         if not self.has_target_counts():

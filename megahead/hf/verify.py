@@ -198,5 +198,5 @@ def _dataset_rows(model: TrainedModel, length: int) -> Tensor | None:
         rows = [torch.from_numpy(dataset.read(start, length).astype(np.int64)) for start in starts]
     except DataError:  # trained on another machine
         return None
-    rows = [row for row in rows if row.max() < model.config.model.vocab_size]  # else another text lies there by now
+    rows = [row for row in rows if row.max() < model.config.model.vocab_size]  # else the file now holds another text
     return torch.stack(rows) if rows else None

@@ -28,7 +28,8 @@ from megahead.losses.contrastive import build_objective
 from megahead.losses.softmax import candidate_loss, streamed_sums
 from megahead.objectives.loader import gather_targets
 
-# Saves a trained body as an ordinary transformers model with the head `none`, `tied` or `pmi`, if its class has one.
+# Saves a trained body as an ordinary transformers model with the head `none`, `tied` or `pmi`, if its class can have
+# it.
 #
 # Families that `hf.export` supports are exported by it. For any other family the output matrix is tied to the input
 # embedding, and its bias, if it has one, is log q. Both are verified.
@@ -128,7 +129,8 @@ _ADAPTER_PARTS = (".base_layer.", ".original_module.")
 
 
 class Headless(nn.Module):
-    """The body of a causal or masked language model, shared with `model`; its head is neither used nor trained.
+    """The body (base model) of a causal or masked language model, shared with `model`; its head is neither used nor
+    trained.
 
     In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike; in
     evaluation that of the training-free head with these counts (none yet: the tied head), so that exp(`eval_loss`) is

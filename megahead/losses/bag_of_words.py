@@ -26,11 +26,11 @@ _SCORE_BYTES_ON_CPU = 2**20
 with blocks of 2 MiB 0.037 s)."""
 
 _SCORE_BYTES_ON_GPU = 2**28
-"""Each block costs its launches: 4 blocks for 32 texts of 512 tokens against 30,522 rows in bf16 (computed)."""
+"""Each block costs kernel launches: 4 blocks for 32 texts of 512 tokens against 30,522 rows in bf16 (computed)."""
 
 
 class Texts(NamedTuple):
-    """Which tokens of B * T belong to a text."""
+    """Which of B * T positions hold tokens of the texts."""
 
     index_N: Tensor
     """int64, increasing: the positions of the tokens among B * T."""
@@ -107,7 +107,7 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
 
 
 def _softmax_loss(pooled_Bw: Tensor, is_present_Bw: Tensor, candidates: Candidates, group: Group) -> Tensor:
-    """The loss of the largest scores; `is_present_Bw`: bool, the candidates that texts contains."""
+    """The loss of the largest scores; `is_present_Bw`: bool, which candidates each text contains."""
     bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
     biased_Bw = pooled_Bw if bias_w is None else pooled_Bw + bias_w.to(pooled_Bw.dtype)
     if own_target_bias_w is not None:

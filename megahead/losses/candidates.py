@@ -109,6 +109,8 @@ def all_rows_as_candidates(
 
 
 BiasRule = Literal["paper", "once", "corrected", "own_once"]
+"""The weight exp(b) of an id: its count (`paper`), 1 (`once`), 1 / its probability of being a candidate (`corrected`);
+`own_once`: as `paper`, but 1 as the target."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def log_inclusion(log_q_V: Tensor, num_targets: float, log_r_V: Tensor | None = 
 def log_mean_weight(
     bias: BiasRule, log_q_V: Tensor, num_targets: float, log_r_V: Tensor | None = None, num_negatives: int = 0
 ) -> Tensor:
-    """float64: log of the mean weight of each id in a group of `num_targets` targets and `num_negatives` random
+    """float64: log of the mean weight exp(b) of each id in a group of `num_targets` targets and `num_negatives` random
     negatives; an absent id has weight 0. Excludes the -log pi of `corrected`."""
     if bias in ("once", "corrected"):
         return log_inclusion(log_q_V, num_targets, log_r_V, num_negatives)

@@ -1,9 +1,9 @@
 """The objectives: each selects the candidates and their biases; the softmax over them is the same for all.
 
-Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
-N targets of a micro-batch, G targets of its candidate group, M random negatives, P distinct ids among G and M (the
-group's candidate set), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi: probability
-of being a candidate (`log_inclusion`). No function costs O(V) per group.
+Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "HeadlessObjective Language Models", arXiv
+2309.08351. N targets of a micro-batch, G targets of its candidate group, M random negatives, P distinct ids among G and
+M (the group's candidate set), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi:
+probability of being a candidate (`log_inclusion`). No function costs O(V) per group.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SharedCandidateSet:
         )
 
 
-class Headless:
+class HeadlessObjective:
     """Classifies each output among the input embeddings of its candidate group's targets.
 
     `token_counts_V`: how often each id occurs in the training text, if the config needs it.
@@ -132,26 +132,26 @@ class Headless:
         return torch.where(is_sampled_P, bias_P - probabilities_P.log(), -torch.inf)
 
 
-class Vanilla:
+class VanillaObjective:
     """Classifies each output among the whole vocabulary."""
 
-    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> Vanilla:
+    def candidate_set(self, target_ids_G: Tensor, seed: int = 0) -> VanillaObjective:
         return self
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
         return all_rows_as_candidates(target_ids_N, weight_N=weight_N)
 
 
-Objective = Headless | Vanilla
+Objective = HeadlessObjective | VanillaObjective
 """Selects the candidates that outputs are scored against (CPU tensors; called in the prefetching thread)."""
 
-CandidateSet = SharedCandidateSet | Vanilla
+CandidateSet = SharedCandidateSet | VanillaObjective
 """Makes the candidates for the targets of one candidate group."""
 
 
 def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:
     """The objective of `config`; ConfigError if it needs token counts of the training text and there are none."""
-    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V)
+    return VanillaObjective() if config.name == "vanilla" else HeadlessObjective(config, vocab_size, token_counts_V)
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -188,7 +188,8 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
 
 def _mask_missing_targets(candidates: Candidates, has_target_N: Tensor) -> Candidates:
     """The same candidates with -100 removed, and weight 0 for outputs without a target. Shapes do not change, so that
-    the device is not synchronized. -100 is the first of the increasing candidate ids; an only candidate is not removed.
+    the device is not synchronized. -100 is the first of the increasing candidate ids; if it is the only one, it is not
+    removed.
     """
     ids_U, bias_U = candidates.ids_U, candidates.bias_U
     assert ids_U is not None

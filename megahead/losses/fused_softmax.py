@@ -1,8 +1,8 @@
 """The softmax over candidates as three N x w x D matmuls, in one chunk of outputs if its scores fit in memory.
 
-One gives a chunk's scores, a `ChunkSoftmax` their gradients (on CPUs with torch operations, on GPUs with a kernel), two
-the gradients of outputs and rows: in the forward pass, so that nothing is computed twice. Never synchronizes the
-device, and uses no atomic additions, so that results are deterministic.
+The first gives a chunk's scores, from which a `ChunkSoftmax` computes their gradients (on CPUs with torch operations,
+on GPUs with a kernel); the others give the gradients of outputs and rows. All run in the forward pass, so that nothing
+is computed twice. Never synchronizes the device, and uses no atomic additions, so that results are deterministic.
 
 N outputs, n of a chunk; D features; w candidates of this rank (all of them where there is one rank).
 """
@@ -210,7 +210,7 @@ def _search_cumulative(weights_nw: Tensor, cumulative_nk: Tensor, threshold_n: T
     index_nb = block_n1 * _SAMPLING_BLOCK + torch.arange(_SAMPLING_BLOCK, device=weights_nw.device)
     inside_nb = weights_nw.gather(1, index_nb.clamp_max(last)).where(index_nb <= last, 0.0)
     inside_nb = _cumulative_sums(inside_nb.double())
-    share_n1 = (threshold_n1 - start_n1) / (end_n1 - start_n1)  # of the block, whose sum was rounded
+    share_n1 = (threshold_n1 - start_n1) / (end_n1 - start_n1)  # of the block's sum, which was rounded
     offset_n1 = torch.searchsorted(inside_nb, share_n1 * inside_nb[:, -1:], right=True)
     return (block_n1 * _SAMPLING_BLOCK + offset_n1).squeeze(1).clamp(0, last)
 
@@ -369,7 +369,7 @@ def _chunk_slices(softmax: ChunkSoftmax, outputs_ND: Tensor) -> Iterator[slice]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Entering `torch.autocast` takes the host longer than asking whether it is on."""
+    """Turns autocast off, if it is on: this check takes the host less time than entering `torch.autocast`."""
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
@@ -447,7 +447,7 @@ class _Gradients:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
         self._inputs, self._softmax = (outputs_ND, rows_wD), softmax
         self.outputs = torch.empty_like(outputs_ND, dtype=softmax.gradient_dtype)
-        self.rows, self._is_empty = torch.empty_like(rows_wD, dtype=total_dtype), True
+        self.rows, self._is_first_chunk = torch.empty_like(rows_wD, dtype=total_dtype), True
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if needs_bias else None
 
     def add(self, part: slice, score_gradients: ScoreGradients) -> None:
@@ -465,6 +465,6 @@ class _Gradients:
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)
             outputs_nD = torch.mul(outputs_nD, weight_n1, out=torch.empty_like(outputs_nD))
-        add_to_rows = self._softmax.matmul_ if self._is_empty else self._softmax.add_matmul_
+        add_to_rows = self._softmax.matmul_ if self._is_first_chunk else self._softmax.add_matmul_
         add_to_rows(self.rows, matrix_nw.T, outputs_nD)
-        self._is_empty = False
+        self._is_first_chunk = False

@@ -21,7 +21,7 @@ TemperatureScaling = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Score(ABC):
-    """`scale * similarity(transform_outputs(h) . transform_rows(e))`."""
+    """`scale * similarity(transform_outputs(h) . transform_rows(e))` of an output h and a candidate's row e."""
 
     temperature: float | TemperatureScaling = 1.0
     """Scores are divided by it; a learned temperature divides the transformed outputs."""

@@ -43,8 +43,8 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
     """The value of `candidate_loss_reference`, a scalar, in bounded memory.
 
     outputs_ND, rows_UD: any float dtype; scores are float32 (float64 for float64 inputs), and the largest is
-    subtracted, so that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives 0,
-    connected to its inputs.
+    subtracted, so that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives a
+    differentiable 0.
 
     On CUDA in half precision (or under autocast to it) gradients use probabilities rounded to it. In bf16, also on CPUs
     that support it, scores are rounded, too: an output's loss changes by at most 2^-7 times its largest score.
@@ -53,7 +53,8 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
 
 
 class EvaluationSums(NamedTuple):
-    """How well N outputs predict their targets, as sums. A tuple, since ZeRO-3 searches outputs for tensors."""
+    """Sums that measure how well N outputs predict their targets. A tuple, since ZeRO-3 searches a module's outputs for
+    tensors."""
 
     loss: float
     """Negative log-probability of the targets in nats, weighted."""
@@ -166,10 +167,10 @@ class Softmax:
         """int64 [N]: the index of a candidate sampled for each output from `softmax_u(s_u + b_u)`, in which the
         output's own target has the bias `sampling_bias_U`. `uniform_N`: random numbers, float64 in (0, 1).
 
-        With any objective the candidates' sum of exponentials, averaged over groups, is a sum over the vocabulary with
-        the bias of the training-free head. Sampling a candidate is importance resampling: it returns the original token
-        about as often as that head would, and over many groups other tokens nearly as often (a ratio of two means is
-        biased). Samples from the whole vocabulary are exact."""
+        With any objective the candidates' sum of exponentials, averaged over groups, equals a sum over the vocabulary
+        with the bias of the training-free head. Sampling a candidate is importance resampling. It returns the target
+        about as often as that head would. Averaged over many groups, it returns other tokens nearly as often as the
+        head (not exactly, since a ratio of two means is biased). Samples from the whole vocabulary are exact."""
         candidates = replace(self.candidates, own_target_bias_U=self.candidates.sampling_bias_U)
         index_N = sample_candidates(*replace(self, candidates=candidates).local_inputs(), uniform_N)
         if self.shard is None:

@@ -1,11 +1,11 @@
 """The softmax of a chunk of outputs as one Triton kernel, between cuBLAS products: one program for each output.
 
 A program reads its row of scores once for their logsumexp, and again, from a cache, to write score gradients in the
-dtype of the following products: in bf16 and float32 over the scores. For candidates split over ranks the kernel runs
-twice, with a small all-gather in between.
+dtype of the following products; in bf16 and float32 they overwrite the scores. For candidates split over ranks the
+kernel runs twice, with a small all-gather in between.
 
-Bytes moved for a score, forward and backward, its gradient and their two products included: in bf16 10, or 12 where the
-second read misses the cache (float32 scores and gradients beside them: 14 or 18).
+Bytes moved per score by the forward and backward pass, including the score gradient and the two products that read it:
+10 in bf16, or 12 if the second read misses the cache. With float32 scores and separate gradients: 14 or 18.
 
 Shapes: n outputs of a chunk, w candidates of this rank, D features. With `TRITON_INTERPRET=1` in the environment before
 this module is imported, the kernel runs on the CPU, for tests.
@@ -38,9 +38,10 @@ ALIGNMENT = 16
 class TritonChunkSoftmax(ChunkSoftmax):
     """A `ChunkSoftmax` for GPUs, for linear scores, on half-precision or float32 inputs of one dtype.
 
-    Statistics are float32, and scores, but for those of a loss on bf16 inputs: bf16, with relative errors of at most
-    2^-8. With s the largest score of an output, its loss changes by at most 2^-7 s and a probability by at most that
-    factor, to first order. float16 scores could overflow, and stay float32."""
+    Statistics are float32. Scores are float32, except in a loss on bf16 inputs: there they are bf16, with relative
+    errors of at most 2^-8. With s the largest score of an output, its loss changes by at most 2^-7 s, and the relative
+    change of a probability is at most 2^-7 s, to first order. Scores of float16 inputs stay float32, since float16
+    could overflow."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class TritonChunkSoftmax(ChunkSoftmax):
         self._biases = None if bias_w is None else _pad_bias(bias_w), own_target_bias_w
         dtype = self.gradient_dtype = rows_wD.dtype
         score_dtype = torch.bfloat16 if with_gradients and dtype == torch.bfloat16 else torch.float32
-        is_separate = with_gradients and dtype != score_dtype
-        score_size = score_dtype.itemsize + (dtype.itemsize if is_separate else 0)
+        has_gradient_buffer = with_gradients and dtype != score_dtype
+        score_size = score_dtype.itemsize + (dtype.itemsize if has_gradient_buffer else 0)
         self.chunk_size = GPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], len(rows_wD), score_size)
         shape = self.chunk_size, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=score_dtype)
-        self._score_gradients = rows_wD.new_empty(shape) if is_separate else self._scores
+        self._score_gradients = rows_wD.new_empty(shape) if has_gradient_buffer else self._scores
 
     def stats(self, outputs_nD: Tensor, target_n: Tensor) -> SoftmaxStats:
         return self._reduce_over_ranks(
@@ -132,7 +133,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     score_gradients,
     sums,
     lse,
-    known_score,
+    known_target_score,
     target,
     bias,
     own_target_bias,
@@ -163,7 +164,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums + 2 * count + n, target_score)
         tl.store(sums + 3 * count + n, best_other)
     else:
-        log_sum, target_score = tl.load(lse + n), tl.load(known_score + n)
+        log_sum, target_score = tl.load(lse + n), tl.load(known_target_score + n)
     if score_gradients is not None:
         score_gradients += n.to(tl.int64) * stride
         for first in range(0, width, BLOCK):

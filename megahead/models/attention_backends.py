@@ -19,12 +19,12 @@ from megahead.models.documents import Documents, mask_to_bias
 # Attention of bf16 rows on a CPU: forward by torch's kernel, backward by the fastest of three implementations.
 #
 # torch's bf16 backward has a high cost per call: for documents of 16 to 128 tokens 3 to 7 times the time of fp32,
-# conversions included. So the backward pass uses: - for few scores, the same kernel in fp32; - for many scores and up
-# to 512 tokens a row (under a mask also of several documents), five bf16 products, in chunks of   rows whose scores fit
-# the cache; - for longer rows, torch's bf16 kernel, which skips masked scores of causal rows.
+# conversions included. For few scores the backward pass uses the same kernel in fp32. For many scores and up to 512
+# tokens a row (under a mask also of several documents) it uses five bf16 matrix products, in chunks of rows whose
+# scores fit the cache. For longer rows it uses torch's bf16 kernel, which skips masked scores of causal rows.
 #
 # B rows, H heads (K of keys and values), M queries and T tokens of a row (equal, except for the targets of an encoder's
-# last block), d dimensions of a head; C heads of a chunk.
+# last block), d dimensions of a head; C heads of all rows of a chunk.
 
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,7 +41,7 @@ _MIN_MATMUL_SCORES = 2**17
 """Fewest scores for bf16 products; below, the overhead of calls exceeds the gain."""
 
 _SCORES_PER_CHUNK = 2**20
-"""2 MiB of bf16, twice."""
+"""Two buffers of this many bf16 numbers, 2 MiB each."""
 
 
 def should_use_bf16_attention(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
@@ -53,7 +53,7 @@ def should_use_bf16_attention(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) ->
 
 
 def should_use_masked_bf16_attention(q: Tensor, tokens: int, dropout: float) -> bool:
-    """The same for rows of several documents with `tokens` tokens, which need a bias."""
+    """`should_use_bf16_attention` for rows of `tokens` tokens in several documents, which need a bias."""
     return q.numel() > 0 and is_masked_bf16_faster(q.device, q.dtype, tokens, dropout)
 
 
@@ -265,7 +265,8 @@ def attend_per_document(
 def attend_varlen(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """torch's kernel for sequences of different lengths. Calls the operator for dropout, which `varlen_attn` lacks."""
+    """torch's kernel for sequences of different lengths. With dropout it calls the operator directly, since
+    `varlen_attn` has no dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
@@ -422,7 +423,7 @@ _FLASH4_LIMITS: dict[str, Any] = {
     "compute_capabilities": range(9, 13),
     "head_sizes": range(8, 129, 8),
     "is_traceable": False,  # not a torch operator
-    "supports_local": False,  # the backward pass only on some devices in some versions
+    "supports_local": False,  # its backward pass supports it only on some devices in some versions
 }
 
 BACKENDS = {

@@ -32,8 +32,9 @@ class Backbone(nn.Module, ABC):
     blocks: nn.ModuleList
 
     recompute_blocks: Recompute = False
-    """True: save only each block's input and recompute the block in the backward pass: a third more time, memory
-    L x B x T x D (else about 17 times that); "selective": 11 times, little more time."""
+    """True: save only each of the L blocks' inputs (L x B x T x D numbers), and recompute the block in the backward
+    pass, which takes a third more time. False: save about 17 times as many. "selective": 11 times as many, for little
+    more time."""
 
     compiled: CompiledBlocks | None = None
     """Runs blocks compiled; None: eagerly."""

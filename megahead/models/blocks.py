@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """[B, T, D]: the attention output of each token; with `targets` only theirs, [N, D].
 
-        Without `rotation` the input must contain positions.
+        Without `rotation` the input must contain position embeddings.
         """
         if self.fused_qkv and rotation is not None and targets is None:
             q, k, v = self._project_and_rotate(x_BTD, rotation)

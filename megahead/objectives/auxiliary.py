@@ -35,7 +35,7 @@ class Predictions(Protocol):
 
 
 class Targets(NamedTuple):
-    """What P outputs of an objective must predict beside the batch's targets."""
+    """An auxiliary objective's own targets: what P outputs must predict beside the batch's targets."""
 
     index_P: Tensor
     """int64, increasing: the positions of these outputs among all B * T."""
@@ -86,7 +86,8 @@ class ForwardContext:
     """In training the loss of other outputs for the batch's targets."""
 
     bag_loss: TargetsLoss | None = None
-    """In training the loss of predicting the set of each row's own `targets` from their outputs together."""
+    """In training the bag-of-words loss: each row's outputs at its own `targets` together predict the set of these
+    targets."""
 
 
 class Auxiliary(nn.Module):

@@ -128,8 +128,8 @@ class StepLoader:
     `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples. `auxiliary`: the
     class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over them;
-    `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device` (`half`: which
-    computes in half precision); `static_shapes`: they are padded to few shapes.
+    `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device`. `half`:
+    whether the device computes in half precision. `static_shapes`: whether batches are padded to few shapes.
     """
 
     def __init__(

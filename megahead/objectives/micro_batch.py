@@ -16,7 +16,8 @@ from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import ACTIVATIONS, build_norm
 
 CANDIDATE_MULTIPLE = 512
-"""On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
+"""On CUDA the candidates of a candidate group are padded to a multiple of this, so that kernels have full blocks and
+memory is reused."""
 
 CANDIDATE_MULTIPLE_ON_CPU = 128
 """The same for half precision on CPUs, where compiling a product for a new shape costs more than computing it."""
@@ -26,7 +27,7 @@ DOCUMENT_MULTIPLE = 128
 documents cost the kernels almost nothing."""
 
 TARGET_MULTIPLE = 16
-"""In static shapes the slots for a masked row's targets are padded to a multiple of this."""
+"""With static shapes the slots for a masked row's targets are padded to a multiple of this."""
 
 _PACK_ALIGNMENT = 16
 """Bytes; a multiple of every dtype's size."""
@@ -47,8 +48,8 @@ def target_positions_of(batch: Batch) -> TargetPositions:
 
 
 def target_and_first_positions_of(batch: Batch) -> tuple[TargetPositions, Tensor]:
-    """The positions with a target and those of the rows' first tokens, which have none, in order; int64 [N + B]: where
-    each target is among them, then each first token."""
+    """The positions of the targets and of the rows' first tokens (which are no targets), increasing; int64 [N + B]: the
+    index of each target among them, then that of each first token."""
     (rows, row_length), index_N = batch.input_ids_BT.shape, batch.target_index_N
     index = torch.cat([index_N, torch.arange(0, rows * row_length, row_length, device=index_N.device)])
     order = index.argsort()
@@ -175,7 +176,8 @@ class MicroBatch:
         return self._map_candidates(lambda group: group.pad_to_multiple(multiple))
 
     def _with_static_shapes(self) -> MicroBatch:
-        """As many candidates in all groups, a target in every slot, and the loss weight as a tensor."""
+        """The same micro-batch with equally many candidates in all groups, a target in every slot, and the loss weight
+        as a tensor."""
         most = max(0 if group.ids_U is None else len(group.ids_U) for group in self.candidates)
         padded = self._pad_candidates(max(-(-most // CANDIDATE_MULTIPLE), 1) * CANDIDATE_MULTIPLE)
         return replace(padded._fill_slots(), loss_weight=torch.tensor(self.loss_weight, dtype=torch.float32))
@@ -186,9 +188,9 @@ class MicroBatch:
         return replace(self, shapes=replace(shapes, buffer=None))
 
     def _fill_slots(self) -> MicroBatch:
-        """The same micro-batch with equally many targets in every row. Those added have weight 0, and repeat the first
-        one, so that their loss is finite; indices then do not increase. Unchanged if all slots are full, or a candidate
-        group has no target."""
+        """The same micro-batch with equally many targets in every row. Added targets have weight 0, and repeat the
+        first one, so that their loss is finite; therefore indices no longer increase. Unchanged if all slots are full,
+        or a candidate group has no target."""
         batch, (rows, row_length) = self.batch, self.batch.input_ids_BT.shape
         most = row_length if batch.max_targets_per_row is None else batch.max_targets_per_row
         slots_per_row = min(-(-most // TARGET_MULTIPLE) * TARGET_MULTIPLE, row_length)

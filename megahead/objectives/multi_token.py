@@ -1,5 +1,5 @@
-"""Multi-token prediction (Gloeckle et al. 2024, arXiv 2404.19737): parallel heads of one block predict tokens further
-ahead, among next tokens' candidates. Only the body, without them, is exported.
+"""Multi-token prediction (Gloeckle et al. 2024, arXiv 2404.19737): parallel heads of one block each predict tokens
+further ahead, among the candidates of the next tokens. Only the backbone is exported, without these heads.
 
 B rows, T tokens per row, M = B T, D features, N targets.
 """
@@ -22,14 +22,14 @@ from megahead.models.families import build_backbone
 from megahead.objectives.auxiliary import Auxiliary, ForwardContext
 from megahead.objectives.micro_batch import documents_of
 
-# Head k is a block of the model's family on the body's hidden states after the final norm, with a norm that the heads
-# share. With z these states, n the norm and t_i the target at position i, the next token:
+# Head k is a block of the model's family on the backbone's hidden states after the final norm, with a norm that the
+# heads share. With z these states, n the norm and t_i the target at position i, the next token:
 #
 #     head k at position i predicts t_(i + k):    softmax over the candidates of t of n(block_k(z))_i
 #
-# So a head has the batch's N targets, and predicts each from the position k earlier: candidates, their rows and biases
-# are the same, and nothing more is exchanged or looked up. Targets without a position k earlier in their document have
-# weight 0. In the paper next tokens have a separate head block, too; here it is the body's last block.
+# So a head has the batch's N targets, and predicts each from the position k earlier. It has the same candidates, rows
+# and biases, and nothing more is exchanged or looked up. Targets without a position k earlier in their document have
+# weight 0. In the paper next tokens have a separate head block, too; here it is the backbone's last block.
 
 
 class MultiToken(Auxiliary):
@@ -47,7 +47,7 @@ class MultiToken(Auxiliary):
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> Tensor:
-        """int64 [M]: how many heads have each position's target."""
+        """int64 [M]: how many heads predict each position's target."""
         assert config.objective.multi_token is not None
         return num_preceding_targets(batch).clamp(max=config.objective.multi_token.heads)
 
@@ -75,15 +75,15 @@ class MultiToken(Auxiliary):
         return sums
 
     def outputs(self, k: int, hidden_BTD: Tensor, documents: Documents, backbone: Backbone) -> Tensor:
-        """[B, T, D]: the outputs of head k, computed as the body's last block computes its own."""
+        """[B, T, D]: the outputs of head k, computed as the backbone's last block computes its own."""
         arguments = backbone.block_arguments(documents)[-1]
         outputs_BTD: Tensor = self.norm(backbone.run_block(self.blocks[k - 1], hidden_BTD, *arguments))
         return outputs_BTD
 
 
 def num_preceding_targets(batch: Batch) -> Tensor:
-    """int64 [M]: how many positions directly before each one, in its document (in its row, if documents are not
-    isolated), all have a target: heads may predict its target from these."""
+    """int64 [M]: the length of the run of positions with a target directly before each position, in its document (in
+    its row, if documents are not isolated). Heads may predict its target from these positions."""
     rows, length = batch.input_ids_BT.shape
     position_M = documents_of(batch).positions_BT.expand(rows, length).flatten().numpy()
     index_M = np.arange(len(position_M))

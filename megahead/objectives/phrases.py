@@ -45,7 +45,8 @@ class Phrases(Auxiliary):
         return PhraseCollator(collator, config.objective.phrases)
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
-        """`loss` in nats, `ends`: the number of ends, `found`: of those whose best candidate is a positive."""
+        """`loss` in nats; `ends`: the number of ends; `found`: the number of ends whose best candidate is a
+        positive."""
         assert context.hidden_MD is not None
         groups = []
         for group in context.batch.auxiliary:
@@ -71,7 +72,7 @@ def phrase_sums(
     """The sums of `Phrases.sums` over all ends; differentiable by the hidden states of ends and candidates.
 
     allowed_QK: bool, the candidates of each end. positives_QR: int64, the indices of its positives among them, at least
-    one, padded with -1. For Q = 0 the loss is 0, connected to its inputs.
+    one, padded with -1. For Q = 0 the loss is a differentiable 0.
     """
     products_QK = ends_QD @ candidates_KD.T
     scores_QK = products_QK.to(torch.promote_types(products_QK.dtype, torch.float32)) / temperature
@@ -132,7 +133,8 @@ class SharedPhrases:
         return SharedPhrases(settings, rows.maskable_BT, phrase_ids_LM, first_S, length_M[first_S])
 
     def wrap_strategy(self, strategy: Strategy) -> Strategy:
-        """A strategy with the phrases as masking units, and the units of `strategy` between them."""
+        """A strategy with the phrases as masking units (spans of tokens that are masked together), and the units of
+        `strategy` between them."""
         in_phrase_M = np.zeros(self.maskable_BT.size, bool)
         for offset in range(self.settings.longest):
             in_phrase_M[self.first_S[self.length_S > offset] + offset] = True

@@ -119,7 +119,7 @@ class Pretraining(nn.Module):
         return auxiliary
 
     def _loss(self, micro: MicroBatch) -> Tensor:
-        """The weighted loss, a scalar connected to every trained parameter, also without targets."""
+        """The weighted loss, a scalar; every trained parameter gets a gradient from it, also without targets."""
         batch, auxiliary = micro.batch, self.auxiliary
         groups = (*micro.candidates, *micro.auxiliary_candidates)
         inputs_BTD, rows = self._embed_inputs_and_candidates(batch.input_ids_BT, groups)
@@ -183,7 +183,8 @@ class Pretraining(nn.Module):
     def _loss_of_auxiliary_bags(
         self, targets: Targets, micro: MicroBatch, rows: Sequence[Tensor], outputs_PD: Tensor
     ) -> Tensor:
-        """The loss of the set of own targets in each row (a text), see `auxiliary.ForwardContext.bag_loss`."""
+        """The bag-of-words loss of an auxiliary objective's own targets, each row a text, see
+        `auxiliary.ForwardContext.bag_loss`."""
         texts = Texts(targets.index_P, *micro.batch.input_ids_BT.shape)
         parts = _split_groups(outputs_PD, rows, micro.auxiliary_candidates)
         texts_of_groups = texts.split([len(candidates.target_N) for _, _, candidates in parts])
@@ -395,7 +396,7 @@ def initial_weights(config: RunConfig) -> InitialWeights:
 
 
 def build_parallel_model(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
-    """The model of `config`, split over `group`, with unallocated parameters: a shape on `device`, no memory.
+    """The model of `config`, split over `group`. Its parameters have a shape on `device`, but no memory.
 
     `load_weights_` allocates and sets them; so does an engine, which may partition them further. No rank allocates the
     full model. With one rank the layers are the plain ones. No communication.

@@ -1,8 +1,8 @@
 """Replaced-token detection (ELECTRA: Clark et al. 2020, arXiv 2003.10555): a generator predicts masked tokens, samples
 from it replace them, and the model classifies each token as original or replaced.
 
-B rows, T tokens per row, M = B T, D features, N targets, P classified tokens: all but special tokens and padding; of
-one prediction n targets among U candidates.
+B rows, T tokens per row, M = B T, D features, N targets, P classified tokens: all but special tokens and padding; n
+targets and U candidates of one `Softmax`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReplacedTokens(Auxiliary):
         self.generator = build_backbone(generator)
         del self.generator.embedding  # the backbone looks up its inputs
         self.head = DetectionHead(generator)
-        self._draws_all_ids = settings.samples_vocabulary()
+        self._samples_all_ids = settings.samples_vocabulary()
 
     @classmethod
     def prepare(cls, batch: Batch, config: RunConfig, rng: CounterRng) -> DetectionBatch:
@@ -75,8 +75,8 @@ class ReplacedTokens(Auxiliary):
         index_N = batch.target_index_N
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
         classified_M = ~np.isin(tokens_M.numpy(), config.masking.unmaskable_ids(config.data.end_token))
-        draw_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
-        uniform_N = torch.from_numpy(draw_BT).flatten()[index_N]
+        uniform_BT = rng.uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
+        uniform_N = torch.from_numpy(uniform_BT).flatten()[index_N]
         return DetectionBatch(uniform_N, torch.from_numpy(np.flatnonzero(classified_M)))
 
     @classmethod
@@ -89,7 +89,7 @@ class ReplacedTokens(Auxiliary):
         backbone, and returns the `detection_sums`. A sample equal to the target counts as original."""
         backbone, batch, prepared = context.backbone, context.batch, context.batch.auxiliary
         bias_V = self.training_free_bias_V if context.training else context.head_bias_V
-        predictions = context.predictions(bias_V, all_ids=self._draws_all_ids or not context.training)
+        predictions = context.predictions(bias_V, all_ids=self._samples_all_ids or not context.training)
         sampled_ids_N, sampled_rows_ND = sample_tokens(backbone, predictions, prepared.uniform_N)
         flat = context.inputs_BTD.flatten(0, 1).index_copy(0, batch.target_index_N, sampled_rows_ND)
         hidden_BTD = backbone.encode(flat.view_as(context.inputs_BTD), documents_of(batch))

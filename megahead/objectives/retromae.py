@@ -101,7 +101,7 @@ class RetroMAE(TextDecoder):
 # Enhanced decoding (section 3.3 of the paper). With h the hidden state of [CLS], e_j the embedding of token j of the
 # text and p_j a learned position, position i has the query of H1 and the keys and values of H2:
 #
-#     H1_i = h + p_i        H2 = [h, e_1 + p_1, ..., e_N + p_N]
+#     H1_i = h + p_i        H2 = [h, e_1 + p_1, ..., e_(T-1) + p_(T-1)]
 #     A = softmax(Q(H1) K(H2)^T / sqrt(d) + M) V(H2)
 #     M_ij = 0 for j = 0 and for a visible j != i, else -inf
 #
@@ -182,8 +182,8 @@ def in_first_document(batch: Batch) -> Tensor:
 
 
 # TSDAE: most tokens of a text are deleted before the encoder reads it, and the decoder predicts each token of the whole
-# text from the hidden state of [CLS] and the tokens before it. Not in the paper: the decoder is RetroMAE's, of one
-# layer; masked tokens are targets as always, and are kept.
+# text from the hidden state of [CLS] and the tokens before it. Two things differ from the paper: the decoder is
+# RetroMAE's, of one layer; and masked tokens are targets of the encoder, and are not deleted.
 
 
 class TSDAEBatch(NamedTuple):

@@ -221,8 +221,8 @@ class TrainingProgress(NamedTuple):
 
 
 def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProgress]:
-    """The progress of each model in `folders` ({model: Hugging Face folder}); CheckpointError for one not by
-    megahead."""
+    """The progress of each model in `folders` ({model: Hugging Face folder}); CheckpointError for a model that megahead
+    did not export."""
     origins = {model: read_origin(folder) for model, folder in folders.items()}
     names, read_log = run_names(origins, folders), cache(_read_log)
     progress = {}
@@ -255,45 +255,47 @@ _MAX_COLUMNS = 4
 _RANDOM_WEIGHTS: Any = {"color": MUTED, "linestyle": "--", "linewidth": 1}
 
 
-def draw_task_curves(points: Sequence[TaskPoint], *, floors: Mapping[tuple[str, str], float] | None = None) -> Figure:
+def draw_task_curves(
+    points: Sequence[TaskPoint], *, random_scores: Mapping[tuple[str, str], float] | None = None
+) -> Figure:
     """Plots scores with their standard errors against tokens and, if all are known, hours; perplexities on a
-    logarithmic scale. `floors`: from (task, metric) to the score of random weights, a dashed line."""
+    logarithmic scale. `random_scores`: from (task, metric) to the score of random weights, a dashed line."""
     colors = dict(zip(dict.fromkeys(point.run for point in points), cycle(PALETTE), strict=False))
     tasks = dict.fromkeys((point.task, point.metric) for point in points)
-    clocks = ["tokens"] if any(point.hours is None for point in points) else ["tokens", "hours"]
-    panels = list(product(tasks, clocks))
+    x_axes = ["tokens"] if any(point.hours is None for point in points) else ["tokens", "hours"]
+    panels = list(product(tasks, x_axes))
     num_columns, num_rows = min(len(panels), _MAX_COLUMNS), ceil(len(panels) / _MAX_COLUMNS)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * num_columns, 0.6 + 2.8 * num_rows))
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         grid: Any = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         handles: dict[str, Any] = {}
-        for axes, (task, clock) in zip(grid, panels, strict=False):
-            _label_panel(axes, task, clock)
-            handles |= _draw_lines(axes, [point for point in points if point[2:4] == task], clock, colors)
-            if floors and task in floors:
-                handles["random weights"] = axes.axhline(floors[task], **_RANDOM_WEIGHTS)
+        for axes, (task, x_axis) in zip(grid, panels, strict=False):
+            _label_panel(axes, task, x_axis)
+            handles |= _draw_lines(axes, [point for point in points if point[2:4] == task], x_axis, colors)
+            if random_scores and task in random_scores:
+                handles["random weights"] = axes.axhline(random_scores[task], **_RANDOM_WEIGHTS)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=4)
         return figure
 
 
-def _label_panel(axes: Axes, task: tuple[str, str], clock: str) -> None:
+def _label_panel(axes: Axes, task: tuple[str, str], x_axis: str) -> None:
     axes.set_title("  ·  ".join(task))
-    axes.set_xlabel(clock)
+    axes.set_xlabel(x_axis)
     axes.tick_params(which="both", length=0)
     if task[1] == "perplexity":
         axes.set_yscale("log")
 
 
-def _draw_lines(axes: Axes, points: Sequence[TaskPoint], clock: str, colors: Mapping[str, str]) -> dict[str, Any]:
+def _draw_lines(axes: Axes, points: Sequence[TaskPoint], x_axis: str, colors: Mapping[str, str]) -> dict[str, Any]:
     """Returns each run's line, for the legend."""
     handles = {}
     for run, color in colors.items():
         line = {point.tokens: point for point in points if point.run == run}  # the last of several after equal tokens
         if line:
-            rows = [(getattr(line[n], clock), line[n].value, line[n].stderr or 0.0) for n in sorted(line)]
+            rows = [(getattr(line[n], x_axis), line[n].value, line[n].stderr or 0.0) for n in sorted(line)]
             x, y, errors = zip(*rows, strict=True)
             style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 3.5, "capsize": 2}
             handles[run] = axes.errorbar(x, y, errors, **style)

@@ -18,7 +18,8 @@ Row = Mapping[str, Any]
 
 
 def terminal(**options: Any) -> Console:
-    """A console without markup, since names, paths and samples may contain [brackets]. `options`: rich's Console's."""
+    """A console without markup, since names, paths and samples may contain [brackets]. `options`: those of rich's
+    `Console`."""
     return Console(**({"highlight": False, "markup": False} | options))
 
 

@@ -180,15 +180,15 @@ class FetchedRows:
         self._plan, self._mesh = plan.to(owned_rows[WEIGHT].device), mesh
         self.rows_UD = rows_from_owners(owned_rows[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
-        self._passes_left, self._open_lookups = plan.num_passes, 0
+        self._passes_left, self._pending_lookups = plan.num_passes, 0
 
     def look_up(self, ids: Tensor, grad_norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
         """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which another
         rank has, too. A forward pass may look up several times if each result gets a gradient."""
         if torch.is_grad_enabled():
-            if not self._open_lookups:
+            if not self._pending_lookups:
                 self._passes_left -= 1
-            self._open_lookups += 1
+            self._pending_lookups += 1
         index = torch.searchsorted(self._plan.ids_U, ids)
         rows: Tensor = _LookUp.apply(grad_norm_proxy, self, index, num_duplicates)
         return rows
@@ -200,8 +200,8 @@ class FetchedRows:
             gradients.float(), index, len(self.rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
         self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
-        self._open_lookups -= 1
-        return None if self._open_lookups or self._passes_left else self._complete(self._gradients_UD)
+        self._pending_lookups -= 1
+        return None if self._pending_lookups or self._passes_left else self._complete(self._gradients_UD)
 
     def _complete(self, gradients_UD: Tensor) -> Tensor:
         world = self._mesh.world_group
@@ -211,8 +211,8 @@ class FetchedRows:
 
 
 class _LookUp(torch.autograd.Function):
-    """Adds gradients to `fetched`. The gradient of `grad_norm_proxy` is 0, in the step's last backward pass one with
-    the norm of all rows' gradients."""
+    """Adds gradients to `fetched`. The gradient of `grad_norm_proxy` is 0; in the step's last backward pass it is a
+    vector with the norm of all rows' gradients."""
 
     @staticmethod
     def forward(ctx: Any, grad_norm_proxy: Tensor, fetched: FetchedRows, index: Tensor, num_duplicates: int) -> Tensor:

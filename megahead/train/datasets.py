@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoints.format import exhaust_on_all_ranks, run_on_all_ranks
+from megahead.checkpoints.format import run_generator_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.reading import Checkpoint
 from megahead.config.base import require
 from megahead.config.data import DataConfig
@@ -81,7 +81,7 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
         if first_rank == (group.rank == 0):
             datasets.append(_open_all(config))
 
-    exhaust_on_all_ranks(group, _fetch_remote(config.data))
+    run_generator_on_all_ranks(group, _fetch_remote(config.data))
     for first_rank in (True, False):
         try:
             run_on_all_ranks(group, partial(open_on, first_rank))

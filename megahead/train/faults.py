@@ -272,5 +272,5 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._prints:
-                with suppress(OSError):  # a reader that has gone, with `| tee`
+                with suppress(OSError):  # stderr's reader may have ended, as with `| tee`
                     os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")

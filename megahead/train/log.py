@@ -176,7 +176,7 @@ def held_out_line(
     bound = "at most " if result.upper_bound else ""
     prefix, suffix = "", ""
     if auxiliary is not None and result.auxiliary is not None:
-        prefix, suffix = auxiliary.predictor_label, f"; {auxiliary.evaluation_text(result.auxiliary)}"
+        prefix, suffix = auxiliary.predictor_prefix, f"; {auxiliary.evaluation_text(result.auxiliary)}"
     bits = "" if result.bits_per_byte is None else f", {bound}{result.bits_per_byte:.3f} bits per byte"
     return (
         f"held out at step {state.step:,}: {prefix}perplexity {bound}{result.perplexity:,.1f}{bits}, "
@@ -210,10 +210,10 @@ def previous_mesh(metrics: Path, mesh: MeshShape) -> MeshShape | None:
 
 def describe_mesh(mesh: MeshShape, previous: MeshShape) -> tuple[str, str]:
     """The banner's line after a change."""
-    return "mesh now", f"{_ranks(mesh)}; {_ranks(previous)} before"
+    return "mesh now", f"{_describe_ranks(mesh)}; {_describe_ranks(previous)} before"
 
 
-def _ranks(mesh: MeshShape) -> str:
+def _describe_ranks(mesh: MeshShape) -> str:
     """For example: 1 tensor x 2 data ranks, 1 waits."""
     waiting = mesh["waiting"]
     suffix = f", {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else ""
@@ -230,7 +230,7 @@ class RunLogger:
     the run folder, which a later session may take over."""
 
     utilization: Utilization | None = None
-    """Of the current phase; None: FLOPs are not logged."""
+    """Computes the FLOPs metrics of the current phase; None: FLOPs are not logged."""
 
     def __init__(self, config: RunConfig, *, lease: Lease | None, mesh: MeshShape) -> None:
         self._folder = config.folder()

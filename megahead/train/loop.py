@@ -39,7 +39,7 @@ from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, t
 class Evaluation:
     """Evaluates the validation dataset; in a headless run with the training-free head. For the paper's objective the
     head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts; if
-    training masks rare tokens more often than evaluation, q is the dataset's."""
+    training masks rare tokens more often than evaluation does, q is the dataset's distribution."""
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
@@ -73,7 +73,8 @@ class _InterruptedError(Exception):
 
 
 class TaskEvaluation:
-    """The tasks of a run. Creating it checks their files, so that a mistake is an error before training."""
+    """Evaluates the downstream tasks of a run (settings `tasks`). Creating it checks their files, so that a mistake is
+    an error before training."""
 
     def __init__(self, config: TasksConfig, world_group: Group, *, is_encoder: bool) -> None:
         self.interval, self._limit, self._world_group = config.every, config.limit, world_group
@@ -140,7 +141,8 @@ class Training:
         return self.progress.state
 
 
-# Actions after a bad step, or if data ranks' weights differ: a message, a rollback, or the end of the run.
+# Actions after a bad step (not finite, or a loss spike), or if data ranks' weights differ: a message, a rollback, or
+# the end of the run.
 
 
 def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
@@ -252,7 +254,7 @@ def _advance(run: Training, batches: StepBatches, stopwatch: Stopwatch) -> bool:
 
 
 def _will_save(run: Training) -> bool:
-    """Whether the present weights will be saved, or replicated in memory."""
+    """Whether the present weights will be saved on disk, or copied to the memory of nodes."""
     step = run.state.step
     return step >= run.end_step or _save_is_due(run) or run.checkpointer.replica_due(step)
 

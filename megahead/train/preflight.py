@@ -18,7 +18,7 @@ from megahead.hf.other_programs import serving_support
 from megahead.remote_files import is_remote, local_file
 from megahead.wording import GIB, format_gib, pluralize
 
-# Lines that describe a run, for the banner and for a dry run.
+# Lines that describe a run, for the banner (which a run prints at its start) and for a dry run.
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -70,8 +70,8 @@ TYPICAL_UTILIZATION = 0.5
 
 
 def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[str, str]]:
-    """The note about micro-batches that take longer to launch than to compute; none if the device's peak FLOPS are
-    unknown."""
+    """The note about micro-batches whose kernels take longer to launch than to compute; none if the device's peak FLOPS
+    are unknown."""
     if device_peak is None:
         return []
     config, ranks = plan.config, plan.data_ranks
@@ -185,7 +185,7 @@ _SPECIAL_TOKENS = {
 }
 """Expected tokens by field of `masking`; checked if the tokenizer has one of them."""
 _SINGLE_ROLE_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "<pad>", "[UNK]", "<unk>")
-"""Those with one role: `<s>` or `<eos>` both begins and ends texts of some models."""
+"""Special tokens with one role; in some models `<s>` or `<eos>` both begins and ends a text."""
 
 
 def describe_files(config: RunConfig) -> tuple[str, str]:
@@ -193,7 +193,7 @@ def describe_files(config: RunConfig) -> tuple[str, str]:
     paths = [path for _, path in _setting_paths(config)]
     remote = [path for path in paths if is_remote(path)]
     missing = [path for path in paths if path not in remote and not Path(path).exists()]
-    unchecked = f"; {len(remote)} in stores, not looked for" if remote else ""
+    unchecked = f"; {len(remote)} in remote stores, not checked" if remote else ""
     existing = f"all {len(paths) - len(remote)} exist"
     return "files", f"missing: {', '.join(missing)}{unchecked}" if missing else f"{existing}{unchecked}"
 
@@ -241,7 +241,7 @@ def check_tokenizer(config: RunConfig) -> None:
     if tokenizer.vocab_size > vocab_size:
         rule = f"be at least the number of ids of data.tokenizer ({tokenizer.vocab_size:,})"
         raise ConfigError("model.vocab_size", rule, got=f"{vocab_size:,}", hint="or name the text's own tokenizer")
-    tokenizer.content()
+    tokenizer.content()  # raises DataError if it cannot give the tokenizer.json of exports
     tokens = tokenizer.spellings(vocab_size)
     if config.masking is None or config.model.is_causal:
         _require_token("data.end_token", config.data.end_token, tokens)
@@ -277,8 +277,8 @@ def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_special_tokens(masking: MaskingConfig, path: str, tokens: list[str | None]) -> None:
-    """ConfigError if a setting's id is of text or another special token, although the tokenizer has the expected
-    one."""
+    """ConfigError if the id of a setting is that of ordinary text or of another special token, although the tokenizer
+    has the expected token."""
     for name, expected in _SPECIAL_TOKENS.items():
         id_ = getattr(masking, name)
         _require_token(f"masking.{name}", id_, tokens)
@@ -299,7 +299,7 @@ def _is_text(path: str, id_: int) -> bool:
 
 
 def _require_token(field: str, id_: int, tokens: list[str | None]) -> None:
-    """ConfigError if `tokens`, the tokenizer's by id, has none for `id_`."""
+    """ConfigError if `tokens` (those of the tokenizer, by id) has no token for `id_`."""
     if tokens[id_] is None:
         last = max(index for index, token in enumerate(tokens) if token is not None)
         raise ConfigError(field, f"be an id of data.tokenizer, whose last is {last}", got=id_)

@@ -74,7 +74,7 @@ class TrainingState:
     """Input tokens read by all data ranks together."""
 
     targets: int = 0
-    """Targets trained on since the last change of attention direction."""
+    """Targets trained on since the attention last changed between causal and bidirectional."""
 
     target_samples: int = 0
     """Samples of `targets`: fewer than `samples` if steps were skipped or rolled back."""
@@ -98,7 +98,7 @@ class TrainingState:
     """`step` and `loss` of the last evaluation."""
 
     data_fingerprints: dict[str, Any] = field(default_factory=dict)
-    """See `data_fingerprints` in datasets.py; `texts` in a checkpoint."""
+    """See `data_fingerprints` in datasets.py; saved as `texts` in a checkpoint."""
 
     local_target_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: counts of `targets` by id on this rank; rank 0's include the resumed counts."""
@@ -147,7 +147,8 @@ class TrainingState:
         return self.validation is not None and self.validation.get("step") == self.step
 
     def mean_group_targets(self, expected: int) -> float:
-        """Mean number of targets in a candidate group so far; before the first step from `expected` ones per sample."""
+        """Mean number of targets in a candidate group so far; before the first step, `expected` targets per sample are
+        assumed."""
         targets_per_sample = self.targets / self.target_samples if self.target_samples else expected
         return self.group_samples * targets_per_sample
 
@@ -244,12 +245,14 @@ class RunHistory:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
 
     def last_common_step(self) -> int:
-        """The step of the newest ancestor that is also in the history on disk; log records up to it are valid."""
+        """The step of the newest ancestor of the weights that is also the newest checkpoint on disk or one of its
+        ancestors; log records up to it are valid."""
         names = history(DiskStorage(self.root))
         return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.parents)), default=0)
 
     def orphaned_by_next_save(self) -> list[str]:
-        """Names of the checkpoints in the history on disk that the next save orphans."""
+        """Names of the newest checkpoint on disk and its ancestors, as far as they are not ancestors of the weights:
+        the next save makes them orphans."""
         return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.parents)]
 
     def folders(self) -> list[Path]:

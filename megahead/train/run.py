@@ -58,7 +58,8 @@ class Run:
     """The result of `pretrain`; the same on every rank, except `interrupted`."""
 
     folder: RunFolder
-    """The argument of exports and evaluations, with the paths in it: `folder.metrics`, `folder.checkpoints`, ..."""
+    """The run's folder, which exports and evaluations take, with its paths: `folder.metrics`, `folder.checkpoints`,
+    ..."""
 
     step: int
     """Optimizer steps applied in all sessions (launches of the run) together."""
@@ -81,7 +82,8 @@ class Run:
 
 
 LOST_HOST_SECONDS = 20.0
-"""An elastic run continues without a host that does not answer for so long; others wait `engine.timeout_seconds`."""
+"""An elastic run continues without a host that does not answer for so long; other runs wait
+`engine.timeout_seconds`."""
 
 
 def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
@@ -100,7 +102,7 @@ def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
 
 
 def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
-    """The banner's line about spare ranks and restarts."""
+    """The line about spare ranks and restarts in the banner (the lines printed at the start of a session)."""
     if not plan.config.parallel.elastic:
         return []
     parts = [f"{plan.ranks} of {pluralize(launch.world_size + launch.spare_ranks, 'rank')} train"]
@@ -160,7 +162,7 @@ def describe_precision(plan: RunPlan, device: torch.device) -> list[tuple[str, s
 def numeric_settings(deterministic: bool) -> Iterator[None]:
     """Allows only deterministic algorithms in the block if `deterministic`, and flushes denormal numbers to zero.
 
-    The latter stays set, since torch cannot report the earlier setting. Moments of rare tokens' rows decay to denormal
+    Flushing stays set, since torch cannot report the earlier setting. Moments of rare tokens' rows decay to denormal
     numbers, which are slow on CPUs. Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments
     denormal: 1.23 s, not 0.35 s."""
     torch.set_flush_denormal(True)
@@ -218,6 +220,7 @@ def configure_blocks_(
     device."""
     model, engine = config.model, config.engine
     is_local, dtype = model.local_layers() > 0, _DTYPES[engine.precision]
+    # whether attention over whole rows with a mask is faster than document by document
     prefers_masked = is_masked_bf16_faster(device, dtype, config.data.sequence_length, model.attention_dropout)
     spec = AttentionSpec(device, dtype, model.head_size(), model.attention_dropout, is_local, prefers_masked)
     backend = choose_backend(engine.attention, spec)
@@ -418,6 +421,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         static_shapes=uses_cuda_graphs(plan),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
         auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
+        # for planning which rows of a sharded embedding each rank fetches
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,
     )
@@ -431,7 +435,7 @@ def build_engine(
     config = plan.config
     pretraining = build_parallel_model(config, mesh.tensor_group, device)
     engine_lines = configure_blocks_(pretraining, config, device, plan.zero_stage)
-    if config.init and config.init.mode in ("probe", "table"):
+    if config.init and config.init.mode in ("probe", "table"):  # `table` trains the embedding
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
     shard_embedding_(pretraining.backbone, config, mesh, device)

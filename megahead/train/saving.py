@@ -26,7 +26,7 @@ from megahead.train.progress import CapturedCheckpoint, Progress
 
 
 def new_session_id() -> str:
-    """A unique id, with this process's host and number."""
+    """A unique id, with this process's host and process id."""
     return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
 
 
@@ -60,9 +60,9 @@ class Checkpointer:
     the state in the memory of nodes every `training.replicate_every` steps. Methods are collective except
     `replica_due` and `events`.
 
-    A background save blocks training only while weights are copied, and a second one waits for the first. If it fails,
+    A background save blocks training only while weights are copied. A second save waits for the first. If a save fails,
     `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. Training never waits for a
-    replica's files or other nodes: it is skipped while the last one is in progress, and an error only disables
+    replica's files or other nodes: a replica is skipped while the last one is in progress, and an error only disables
     replicas. A state with numbers that are not finite is not saved.
     """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoints.format import exhaust_on_all_ranks, run_on_all_ranks, run_on_first_rank
+from megahead.checkpoints.format import run_generator_on_all_ranks, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.memory import NodeMemory, ReplicaWriter, recover_replica, share_replicas
 from megahead.checkpoints.reading import Checkpoint, RecoveryResult
 from megahead.checkpoints.remote import RemoteLease, RemoteState, RemoteStorage, read_state, retry_seconds
@@ -90,7 +90,7 @@ class Session:
 
     def _recover(self, newer_than: int, *, wait: bool = True) -> RecoveryResult | None:
         """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`.
-        `wait`: for those on nodes of spare ranks, which share them at their start, before the first phase."""
+        `wait`: whether to wait for replicas on nodes of spare ranks, which share them before the first phase."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
@@ -134,7 +134,7 @@ class Session:
     @cached_property
     def replicas(self) -> ReplicaWriter | None:
         """Replicas in the memory of the nodes, if enabled. Created after the resumed state is on disk and the lease is
-        taken, since replicas that were handed over are removed."""
+        taken, since this removes the replicas that spare ranks copied to the run's folder."""
         if self.plan.config.training.replicate_every is None:
             return None
         session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
@@ -149,7 +149,7 @@ class Session:
             NodeMemory.on_shared_disk(self.plan.config.folder()).remove()
 
     def describe_replicas(self) -> list[tuple[str, str]]:
-        """The banner's line."""
+        """The line about replicas in the banner (the lines printed at the start of the session)."""
         if self.replicas is None:
             return []
         nodes = len(set(self.replicas.peers.nodes))
@@ -179,7 +179,7 @@ class Session:
         if self.plan.config.training.remote_checkpoints is None:
             return []
         waiting = iter(()) if self.uploads is None else self.uploads.wait_until_done(deadline)
-        exhaust_on_all_ranks(self.world_group, waiting)
+        run_generator_on_all_ranks(self.world_group, waiting)
         return [] if self.uploads is None else self.uploads.events()
 
     def close_after_error(self) -> None:
@@ -278,13 +278,13 @@ def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
 
 def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
     """Copies the files beside the weights in `init`'s Hugging Face folder, for exports; not for a new vocabulary."""
-    published = None
+    hf_settings = None
     if init.mode != "table" and init.from_hf is not None:
-        published = HFSettings.from_folder(Path(init.from_hf))
+        hf_settings = HFSettings.from_folder(Path(init.from_hf))
     elif init.mode != "table" and init.from_checkpoint is not None and not is_remote(init.from_checkpoint):
-        published = HFSettings.from_run(RunFolder.of(Path(init.from_checkpoint)))
-    if published is not None and published.files:
-        published.save(folder)
+        hf_settings = HFSettings.from_run(RunFolder.of(Path(init.from_checkpoint)))
+    if hf_settings is not None and hf_settings.files:
+        hf_settings.save(folder)
 
 
 @contextlib.contextmanager

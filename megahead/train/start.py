@@ -68,6 +68,7 @@ class ResumePoint:
         return self.checkpoint is not None and is_from_another_phase(self.checkpoint, config)
 
     def banner_lines(self) -> list[tuple[str, str]]:
+        """(name, value) lines that the session prints at its start."""
         lines = [("damaged", message) for message in self.damage]
         lines += [line for result in self.recovered for line in result.lines()]
         if self.checkpoint is not None:
@@ -130,6 +131,8 @@ def refuse_damaged(folder: Path, damage: list[str]) -> None:
 
 
 def _refuse_orphaned(folder: RunFolder) -> None:
+    """CheckpointError if `folder` has checkpoints outside of its history (neither its newest one nor an ancestor of
+    it)."""
     orphaned = orphaned_folders(folder.path)
     if orphaned:
         raise CheckpointError(
@@ -204,7 +207,8 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:
-        # `late/`: rows as of their last updates (see checkpoints/reading.py); Progress.resume_from restores the rest
+        # `late/`: rows of a sharded embedding without their pending updates (see checkpoints/reading.py);
+        # Progress.resume_from restores the rest
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)
@@ -250,8 +254,8 @@ def _checkpoint_weights(
     prefix: str = "weight",
     optional: tuple[str, ...] = (OUTPUT_BIAS,),
 ) -> TensorSource:
-    """The checkpoint's tensors `prefix/NAME`; CheckpointError if their `shapes` differ or one is missing. Missing
-    `optional` parameters, of a head, start as the training-free head's."""
+    """The checkpoint's tensors `prefix/NAME`; CheckpointError if their `shapes` differ or one is missing. `optional`
+    parameters of a head that are missing start as the training-free head's."""
     names = set(checkpoint.names())
     for parameter, shape in shapes.items():
         name = f"weight/{parameter}"
@@ -278,16 +282,16 @@ class _HFWeights:
     model: HFModel
     initial: InitialWeights
 
-    own_prefixes: tuple[str, ...]
+    new_prefixes: tuple[str, ...]
     """Name prefixes of parameters that a Hugging Face folder cannot have: they start as in a new run."""
 
     def read(self, name: str, /) -> Tensor:
-        if name.startswith(self.own_prefixes):
+        if name.startswith(self.new_prefixes):
             return self.initial.read(name)
         return self.model.weight(name, self.initial.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        if name.startswith(self.own_prefixes):
+        if name.startswith(self.new_prefixes):
             return self.initial.blocks(name)
         return self.model.blocks(name, self.initial.shapes[name])
 

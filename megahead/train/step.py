@@ -19,7 +19,7 @@ from megahead.train.faults import Fault, FaultPolicy, gradient_fault
 
 # The metrics of a step's micro-batches, gathered from all ranks in one collective.
 #
-# Shapes: W ranks, A accumulation steps, S auxiliary sums.
+# Shapes: W ranks, A accumulation steps, S sums of an auxiliary objective.
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class GatheredMetrics:
     """The duration of each rank's forward passes."""
 
     auxiliary_sums: dict[str, float]
-    """An auxiliary objective's sums over the global batch, by name."""
+    """Sums of an auxiliary objective's loss and metrics over the global batch, by name."""
 
 
 class StepMetrics:
-    """Gathers the losses of a step, and an auxiliary objective's sums, which the model records in its forward."""
+    """Gathers the losses of a step, and the sums of an auxiliary objective's loss and metrics, which the model records
+    in its forward pass."""
 
     def __init__(self, world_group: Group, tensor_ranks: int) -> None:
         """`world_group`: all ranks, for CPU tensors; every `tensor_ranks` consecutive ones have the same batches."""
@@ -99,9 +100,10 @@ def train_step(
     """Runs forward and backward of every micro-batch, then one update, unless the fault policy or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
-    engine_metrics = engine.prepare_step(batches.row_plan)
+    engine_metrics = engine.prepare_step(batches.row_plan)  # fetches the rows of a sharded embedding
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
-    # each loss is its sum times data_ranks * accumulation / targets: the mean of all is the mean over targets
+    # a micro-batch's loss is its sum over targets, times data_ranks * accumulation / (the step's targets): the mean of
+    # all losses is the mean over the step's targets
     gathered = step_metrics.gather(losses, engine.forward_timer)
     loss_scale = engine.loss_scale.value
     fault = fault_policy.find_loss_fault(gathered.losses_WA, recent_losses)
@@ -163,7 +165,7 @@ class Utilization:
     row_flops: float
     """FLOPs per token for each row (candidate) that its output is scored against."""
 
-    vocabulary_rows: int
+    padded_vocab_size: int
     devices: int
     device_peak: float | None
 
@@ -176,9 +178,9 @@ class Utilization:
 
     def metrics(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """`flops_per_second` of one device, and `mfu`, its ratio to the device's peak, if that is known. Includes the
-        body, attention over full rows, and scores of the targets' candidates; excludes recomputation by activation
-        checkpointing. `candidates`: mean number of candidates per output, 0 for the whole vocabulary."""
-        flops = self.fixed_flops + self.row_flops * (round(candidates) or self.vocabulary_rows)
+        matrices of the blocks, attention over full rows, and scores of the targets' candidates; excludes recomputation
+        by activation checkpointing. `candidates`: mean number of candidates per output, 0 for the whole vocabulary."""
+        flops = self.fixed_flops + self.row_flops * (round(candidates) or self.padded_vocab_size)
         flops_per_second = flops * tokens_per_second / self.devices
         mfu = {"mfu": flops_per_second / self.device_peak} if self.device_peak else {}
         return {"flops_per_second": flops_per_second} | mfu

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import DiskStorage, find_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.store import RetentionRules, highest_first
+from megahead.checkpoints.store import RetentionRules, highest_step_first
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
@@ -174,7 +174,7 @@ def test_the_highest_step_comes_first_however_many_digits_it_has(tmp_path: Path)
     names = ["step-100000000", "step-99999999", "step-00000020", "step-00000020.replaced", "step-00000003"]
     for name in [*sorted(names), "step-4", "step-00000004.partial", "abandoned-step-00000030"]:
         (tmp_path / name).mkdir()
-    assert highest_first(DiskStorage(tmp_path).names()) == names
+    assert highest_step_first(DiskStorage(tmp_path).names()) == names
 
 
 def test_slices_of_one_memory_are_saved_each_by_itself(tmp_path: Path) -> None:

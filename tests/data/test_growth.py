@@ -65,9 +65,9 @@ def test_a_model_keeps_its_rows_and_each_new_token_has_pieces(tmp_path: Path) ->
     save_tokenizer(extend(old, [*TEXT, *GERMAN], 330), tmp_path / "new.json")
     before, after = (ByteVocabulary.open(tmp_path / f"{name}.json") for name in ("old", "new"))
     found = map_vocabulary(before, after, {})
-    assert found.old_id_V[:303] == [*range(303)]
-    assert found.old_id_V[303:] == [None] * 27
-    assert all(len(pieces) > 1 for pieces in found.old_pieces_V[303:])
+    assert found.old_ids[:303] == [*range(303)]
+    assert found.old_ids[303:] == [None] * 27
+    assert all(len(pieces) > 1 for pieces in found.old_pieces[303:])
 
 
 def test_what_cannot_be_extended_is_refused() -> None:

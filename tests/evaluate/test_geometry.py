@@ -11,7 +11,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, held_out_collator
 from megahead.data.samples import held_out_samples
 from megahead.errors import FieldError
-from megahead.evaluate.geometry import _Spread, measure_geometry
+from megahead.evaluate.geometry import _VectorStatistics, measure_geometry
 from megahead.hf.trained import TrainedModel
 from megahead.objectives.micro_batch import documents_of, target_positions_of
 from support.small_checkpoint import save_small
@@ -93,13 +93,13 @@ def test_the_embedding_is_measured_without_its_padding(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     table = TrainedModel.open(checkpoint).weight("backbone.embedding.weight")
     assert len(table) > VOCABULARY
-    found, alone = measure_geometry(checkpoint, rows=2), _Spread([table[:20], table[20:VOCABULARY]])
+    found, alone = measure_geometry(checkpoint, rows=2), _VectorStatistics([table[:20], table[20:VOCABULARY]])
     assert (found.embedding_rank, found.embedding_anisotropy) == pytest.approx((alone.rank(), alone.anisotropy()))
 
 
 @pytest.mark.parametrize(("vectors", "rank", "anisotropy"), [(torch.eye(7), 7, 0), (torch.ones(5, 3), 1, 1)])
 def test_even_directions_and_a_single_one(vectors: torch.Tensor, rank: float, anisotropy: float) -> None:
-    spread = _Spread([vectors])
+    spread = _VectorStatistics([vectors])
     assert spread.rank() == pytest.approx(rank, rel=1e-5)
     assert spread.anisotropy() == pytest.approx(anisotropy, abs=1e-6)
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausa
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.language_models import (
-    Row,
+    ScoredRow,
     TokenPredictor,
     generate_continuation,
     open_language_model,
@@ -100,7 +100,7 @@ def test_rows_that_begin_alike_ask_the_head_once(decoder: Path, monkeypatch: pyt
     model = load_causal(decoder)
     asked: list[int] = []
     model.lm_head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[1]))
-    rows = [Row((0, 5, 6, 7), (0, 1, 2, 3), (5, 6, 7, 8)), Row((0, 5, 6, 9), (0, 1, 2, 3), (5, 6, 9, 8))]
+    rows = [ScoredRow((0, 5, 6, 7), (0, 1, 2, 3), (5, 6, 7, 8)), ScoredRow((0, 5, 6, 9), (0, 1, 2, 3), (5, 6, 9, 8))]
     one, other, again = TokenPredictor(model, causal=True).log_probabilities([*rows, rows[0]])
     assert asked == [5]
     assert one == again != other

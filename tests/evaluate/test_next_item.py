@@ -55,14 +55,14 @@ def test_ranks_are_those_of_numpy(block_items: int) -> None:
     for ranking, unseen in zip(rankings, (False, True), strict=True):
         assert ranking.ranks_U.tolist() == plain_ranks(scores_UN, sequences, unseen=unseen)
     best = np.sort(scores_UN[:, 1:NUM_IDS], 1)[:, ::-1][:, :10]
-    assert np.take_along_axis(scores_UN, rankings[0].first_items.numpy(), 1).tolist() == best.tolist()
-    for items, (*history, _) in zip(rankings[1].first_items.tolist(), sequences, strict=True):
+    assert np.take_along_axis(scores_UN, rankings[0].top_items.numpy(), 1).tolist() == best.tolist()
+    for items, (*history, _) in zip(rankings[1].top_items.tolist(), sequences, strict=True):
         assert not {*items} & {*history}
 
 
 def test_metrics_are_those_of_their_formulas() -> None:
     ranks = torch.tensor([1.0, 2.5, 10.0, 10.5, torch.inf], dtype=torch.float64)
-    ranking = type("R", (), {"ranks_U": ranks, "first_items": torch.tensor([[1, 2], [2, 0]])})()
+    ranking = type("R", (), {"ranks_U": ranks, "top_items": torch.tensor([[1, 2], [2, 0]])})()
     scores = {score.metric: score for score in summarize([(ranking, ranking)], 8)}  # type: ignore[list-item]
     assert scores["hr@10"].value == pytest.approx(3 / 5)
     assert scores["hr@10"].stderr == pytest.approx(np.std([1, 1, 1, 0, 0], ddof=1) / np.sqrt(5))

@@ -100,8 +100,8 @@ def test_shared_rows_stay_and_others_are_means_of_pieces(tmp_path: Path, kind: s
     with_a_row_per_id = [name for name in before if "embedding" in name or "head" in name or "output_bias" in name]
     assert len(with_a_row_per_id) == {"untied": 2, "biased": 3}.get(objective, 1)
     for name in with_a_row_per_id:
-        for id_, kept in enumerate(translation.old_id_V):
-            pieces = translation.old_pieces_V[id_] if kept is None else [kept]
+        for id_, kept in enumerate(translation.old_ids):
+            pieces = translation.old_pieces[id_] if kept is None else [kept]
             if pieces:
                 assert torch.equal(after[name][id_], before[name][pieces].double().mean(0).float())
         assert not after[name][len(new.token_bytes) :].any()  # padding

@@ -26,7 +26,7 @@ from megahead.losses.candidates import (
     training_free_bias,
     unique_candidates,
 )
-from megahead.losses.contrastive import Headless, build_objective
+from megahead.losses.contrastive import HeadlessObjective, build_objective
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import candidate_loss, candidate_loss_reference
 
@@ -42,9 +42,9 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return outputs, table, targets
 
 
-def objective(**fields: Any) -> Headless:
+def objective(**fields: Any) -> HeadlessObjective:
     built = build_objective(ObjectiveConfig(**fields), V, TOKEN_COUNTS)
-    assert isinstance(built, Headless)
+    assert isinstance(built, HeadlessObjective)
     return built
 
 

@@ -51,7 +51,7 @@ def test_runs_of_equal_names_are_told_apart_and_a_value_may_be_missing(tmp_path:
 
 def test_hours_are_panels_of_their_own_where_all_are_known_and_random_weights_a_line() -> None:
     points = [TaskPoint(run, n, "rte", "accuracy", 0.5, None, n / 10) for run in ("a", "b") for n in (20, 10)]
-    figure = draw_task_curves(points, floors={("rte", "accuracy"): 0.4})
+    figure = draw_task_curves(points, random_scores={("rte", "accuracy"): 0.4})
     assert [axes.get_xlabel() for axes in figure.axes] == ["tokens", "hours"]
     assert [list(axes.containers[1][0].get_xdata()) for axes in figure.axes] == [[10, 20], [1.0, 2.0]]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "random weights"]

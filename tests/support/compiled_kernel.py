@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from megahead.losses import triton_kernel
 
-FINAL = {"lse": "*fp32", "known_score": "*fp32"}
+FINAL = {"lse": "*fp32", "known_target_score": "*fp32"}
 WAYS = {
     "sums and residuals": {"scores": "*bf16", "score_gradients": "*bf16"},
     "sums (split)": {"scores": "*bf16"},

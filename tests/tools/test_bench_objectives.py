@@ -11,7 +11,7 @@ import torch
 from benchmarks.rows import build_run_objective, step_batches, token_rows
 from benchmarks.steps import Variant, variant_config
 from megahead.config.run import RunConfig
-from megahead.losses.contrastive import Vanilla, build_objective
+from megahead.losses.contrastive import VanillaObjective, build_objective
 from support.small_checkpoint import small_config
 
 VOCABULARY = 61
@@ -50,7 +50,7 @@ def step_of(config: RunConfig, objective: str) -> Variant:
 def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict[str, Any], objective: str) -> None:
     variant = step_of(encoder(asked), objective)
     assert variant.seconds()[0] > 0
-    assert isinstance(variant.objective, Vanilla) == (objective == "vanilla")
+    assert isinstance(variant.objective, VanillaObjective) == (objective == "vanilla")
 
 
 def test_phrases_are_found_in_its_rows() -> None:

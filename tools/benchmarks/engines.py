@@ -1,5 +1,5 @@
-"""Times launches, and steps of a plain torch loop or of the engine, in processes of their own that run a step on
-request.
+"""Times kernel launches, and steps of a plain torch loop or of the engine. Steps run on request in processes of their
+own.
 
 DeepSpeed patches the process that imports it, and a process that has computed with torch cannot be forked. Steps run on
 `engine.device`, which must be cpu or cuda here; for CUDA the processes are spawned.
@@ -48,7 +48,8 @@ DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
 class StepProcesses:
-    """A process for each step builder; on request each runs the step that its builder returned, at the same time."""
+    """Runs each step builder in its own process. On request all processes run the steps that their builders returned at
+    the same time."""
 
     def __init__(self, step_builders: Sequence[Callable[[], StepFunction]], device: str = "cpu") -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
@@ -238,7 +239,7 @@ def _config_with_vocabulary(config: RunConfig, vocab_size: int, embedding: str, 
     return with_overrides(config, *settings)
 
 
-# What a launch costs the host: an operator, the replay of a CUDA graph, the loss, on a GPU by the Triton kernel.
+# The host's time to launch an operator, the replay of a CUDA graph, or the loss (on a GPU by the Triton kernel).
 
 CALLS = 1000  # of an operator a round; few enough for a device's queue of launches
 SIZE = 16  # small: the device is done before the next launch

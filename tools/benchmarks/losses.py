@@ -192,7 +192,7 @@ def _kernel_contestants(inputs: LossInputs, candidates: Candidates, kernels: Map
 def headless_kernel_loss(
     kernel: Kernel, candidates: Candidates, outputs_ND: Tensor, target_N: Tensor, rows_UD: Tensor
 ) -> Tensor:
-    """The headless loss by a third-party kernel; the bias that it adds to the target's score is taken off again."""
+    """The headless loss by a third-party kernel, without the bias that the kernel adds to the target's score."""
     assert candidates.bias_U is not None
     bias_U = candidates.bias_U.to(outputs_ND.dtype)
     if "bias" in inspect.signature(kernel).parameters:

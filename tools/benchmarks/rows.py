@@ -44,7 +44,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
 
 
 def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
-    """The micro-batch of `rows` with unpadded candidates, as the only one of its step."""
+    """Returns `rows` as the only micro-batch of a step, with unpadded candidates."""
     batch = BatchReader(_InMemoryRows(rows), _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     count = auxiliary_class(config.objective.auxiliary_or_empty()).num_loss_terms(batch)
@@ -72,7 +72,7 @@ def step_batches(
 
 
 def _collator(config: RunConfig) -> RowCollator:
-    """Adds special tokens and masks as a run, but selects and keeps tokens uniformly: step time is the same."""
+    """Adds special tokens and masks as a run does, but masks and keeps tokens uniformly: a step takes the same time."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
     row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)

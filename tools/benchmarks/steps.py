@@ -35,7 +35,8 @@ Mode = Literal["default", "compiled", "whole last block", "muon"]
 Muon for the matrices of the blocks."""
 
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
-SHARED_SETTINGS = ("score", "temperature", "learned_temperature")  # of headless and vanilla, with the auxiliary one's
+# of headless and vanilla; an auxiliary objective's are added
+SHARED_SETTINGS = ("score", "temperature", "learned_temperature")
 
 
 def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
@@ -118,7 +119,7 @@ class Variant:
         load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
             self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
-        self.engine_choices = configure_blocks_(self.model, self.config, self.device)
+        self.engine_lines = configure_blocks_(self.model, self.config, self.device)
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = MasterWeights(self.model, optimizer, half=self.precision == "bf16")
@@ -135,7 +136,7 @@ class Variant:
         now, seconds_between = self.clock.now, self.clock.seconds
         self.clock.wait()
         cpu_start, start = time.process_time(), now()
-        passes = [self._forward_backward(micro) for micro in micro_batches]  # begin, end, parts in the body
+        passes = [self._forward_backward(micro) for micro in micro_batches]  # start, end, spans in encoders
         self.weights.step(self.config.optimizer.gradient_clipping)
         step_done = now()
         self.clock.wait()
@@ -178,7 +179,8 @@ class Variant:
         return self.config.batch.global_size * self.config.data.sequence_length
 
     def peak_megabytes(self) -> float | None:
-        """Weights, moments and peak of a step beside them; None on a CPU, where a child process measures it."""
+        """Weights, moments, and the peak memory of a step beside both; None on a CPU, where a child process measures
+        it."""
         if self.device.type == "cpu":
             return None
         weight_bytes = (4 + 2 * self.weights.half) * sum(parameter.numel() for parameter in self.model.parameters())
@@ -271,7 +273,7 @@ def time_steps(
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"
     machine = f"{first.precision} on {describe_device(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    lines = [f"{name}: {value}" for name, value in variants[-1].engine_choices]
+    lines = [f"{name}: {value}" for name, value in variants[-1].engine_lines]
     lines += [describe_ratio(first, other) for other in others]
     terminal().print("\n".join([f"{first.config.name}, {shape}, {machine}", *lines]))
     peaks = zip(memory, variants, strict=True)

@@ -358,7 +358,7 @@ def find_passages(text: str) -> Iterator[str]:
 
 
 def is_answerable(passage: str) -> bool:
-    """Whether the last word is a content word that occurs earlier, but not as the word before it."""
+    """Whether the last word is a content word that occurs earlier than the word before it."""
     before, _, answer = passage.rpartition(" ")
     words = _LATIN.findall(before)
     content = len(answer) >= 4 and answer.isalpha() and answer.islower() and answer not in _FUNCTION_WORDS.split()

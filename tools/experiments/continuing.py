@@ -22,19 +22,20 @@ DECODER_IDS = 32_768  # ids that the decoder changes to, from 8,192
 FIRST_STEPS, STEPS_AFTER, EVALUATE_EVERY = 320, 160, 10
 DECODER_HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
 
-IDS_BEFORE, IDS_AFTER = 8_192, 119_547  # of the families, before and after; the latter multilingual BERT's
+# vocabulary sizes of the vanilla models, before and after; the second is multilingual BERT's
+IDS_BEFORE, IDS_AFTER = 8_192, 119_547
 BASE_STEPS = 200
 MINUTES = 4.0  # of CPU, of each continuation, unless --minutes says otherwise
 HELD_OUT = 200  # one in so many documents
 
 
 def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, by way of training (or those
-    of `only`).
+    """Measures the tokens and minutes until a decoder recovers its bits per byte in a new vocabulary, for each way of
+    training in the grid (or those of `only`).
 
     A headless decoder is trained with 8,192 ids. Then it changes to a larger vocabulary of the same text, and to that
-    of --tokenizer, if given; embeddings of new tokens are initialized by the means of their pieces. Evaluations read
-    all of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
+    of --tokenizer, if given; a new token's embedding is initialized by the mean of those of the old tokens that spell
+    it. Evaluations read all of the held-out text, so that bits per byte are of the same bytes in every vocabulary.
     """
     select_names(only, GRIDS["revocabulary"]["axes"]["way"])
     runs = replace(runner, folder=runner.folder / "runs", held_out=DECODER_HELD_OUT)

@@ -121,7 +121,7 @@ def _score_tasks(runner: ExperimentRunner, seed: int, rows: Sequence[Row], data:
     untrained += [f"seed={seed}", "objective.name=vanilla"]
     runner.train("small-headless", f"random-{seed}", *runner.data(), *untrained)
     exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
-    points = [model for model in exported if model.exists()]  # a head's last
+    points = [model for model in exported if model.exists()]  # of a trained head, only the last ones exist
     columns = ("objective", "head", "step", "tokens", "seconds")
     lambada_rows = [
         {**{name: exported[model][name] for name in columns}, **task_scores(result)}

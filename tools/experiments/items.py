@@ -1,6 +1,7 @@
 """Sequences of items: headless against a full softmax, tied and untied, and two models of the library RecTools.
 
-Each side is trained with every recipe on the first seed, and with that of best validation NDCG@10 on all seeds.
+Each side (an objective, or a model of RecTools) is trained with every recipe (dropout and learning rate) on the first
+seed, and with that of best validation NDCG@10 on all seeds.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _SideTraining:
     overrides: Sequence[str]
 
     def scores(self, recipe: Mapping[str, float], seed: int) -> Row:
-        """Trains the run of a recipe and seed; its scores on both held-out items."""
+        """Trains the run of a recipe and seed; returns its scores on both held-out items."""
         name = f"{self.side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
         config, settings = GRIDS["items"]["config"], self._settings(recipe, seed)
         run = self.runner.train(config, name, *settings, *training_overrides(self._steps(config)))

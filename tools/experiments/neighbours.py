@@ -2,11 +2,11 @@
 the loss, more predicted tokens, on small models.
 
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. If a token costs more or
-less than a plain one by more than MARGIN, the variant is also trained for the time of the plain run; in kinds with
-`at_equal: [time]`, only for that time. Cost is measured by a few steps of both at the same time, so that other load
-slows both. All are scored on the same held-out text, encoders on the same masked positions, by training-free heads.
-Masked diffusion, scored by an upper bound, and replaced-token detection, whose generators are scored, are kinds of
-their own, with the vanilla softmax as a variant.
+less than a plain one by more than MARGIN, the variant is also trained for the time of the plain run; for kinds of model
+with `at_equal: [time]` in grids.yaml, only for that time. Cost is measured by a few steps of both at the same time, so
+that other load slows both. All are scored on the same held-out text, encoders on the same masked positions, by
+training-free heads. Masked diffusion, scored by an upper bound, and replaced-token detection, whose generators are
+scored, are kinds of their own, with the vanilla softmax as a variant.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COST_STEPS = 60  # of each of two runs side by side
 
 
 def compare_neighbours(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains the plain models and all variants (or the variants and kinds that `only` names) with every seed; `cost` of
-    a token is relative to the plain one's."""
+    """Trains the plain model and all variants of each kind of model (or the variants and kinds that `only` names) with
+    every seed; `cost` of a token is relative to the plain one's."""
     kinds = GRIDS["neighbours"]
     select_names(only, [name for kind in kinds for name in (kind, *kinds[kind]["variants"])])
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""Recipes of small models by coordinate search, with the same values for all sides (`recipe.yaml`).
+"""Recipes of small models by coordinate search, with the same values for all sides (objectives) in `recipe.yaml`.
 
 Each setting in turn takes every value of its list, with the others fixed. The best value is kept if it improves
 held-out perplexity, the mean over SEEDS, by more than MIN_GAIN; then the next side and the next setting follow. The
@@ -30,7 +30,7 @@ SEEDS = (0, 1)
 FINAL_SEEDS = (0, 1, 2)
 LONG_RUN_FACTOR = 10
 ROUNDS = 2  # over all settings, at most
-MIN_GAIN = 0.005  # relative, of perplexity; two seeds differ by two or three times as much: a move may be chance
+MIN_GAIN = 0.005  # relative, of perplexity; two seeds differ by two or three times as much: a gain may be chance
 SCORES = ("perplexity", "bits_per_byte", "accuracy")  # encoders have no bits per byte
 
 

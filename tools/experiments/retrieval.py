@@ -17,12 +17,12 @@ from megahead.evaluate.harness_tasks import read_articles
 from steps.once import output_lock
 
 GRID = GRIDS["retrieval"]
-SHARE = 10  # one article in so many serves to choose learning rates, one is searched in the end
+SHARE = 10  # one article in so many serves to choose learning rates, one for the final scores
 SEARCHES = ("title", "sentence")
 
 
 class Way(NamedTuple):
-    """An encoder's pretraining rule, and its objective."""
+    """An encoder's pretraining method (`rule` in grids.yaml: retromae, dupmae, tsdae or masking), and its objective."""
 
     rule: str
     objective: str
@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
     @property
     def pooling(self) -> str:
-        """The pooling that the rule trains; for masking, which trains none, the better."""
+        """The pooling that the method trains; for masking, which trains none, the one with better scores."""
         return "mean" if self.rule == "masking" else "cls"
 
 
@@ -62,35 +62,37 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trains encoders on one part of the articles; `chosen_by` selects learning rates, `searched` gives final
-    scores."""
+    """Trains encoders on one part of the articles; `validation_articles` selects learning rates, `test_articles` gives
+    final scores."""
 
     runner: ExperimentRunner
     data: Sequence[str]
     pairs: Path
-    chosen_by: Path
-    searched: Path
+    validation_articles: Path
+    test_articles: Path
 
     @staticmethod
     def prepare(runner: ExperimentRunner) -> Comparison:
         """Splits the articles into three files, once, and tokenizes the first."""
         folder = runner.folder / "articles"
-        train, chosen_by, searched, pairs = (folder / f"{n}.jsonl" for n in ("train", "choose", "search", "pairs"))
+        train, validation_articles, test_articles, pairs = (
+            folder / f"{n}.jsonl" for n in ("train", "choose", "search", "pairs")
+        )
         with output_lock(folder):
             if not pairs.exists():
                 text = b"".join(block for block, _ in read_blocks(runner.require_text()))
                 articles = [json.loads(line) for line in text.splitlines()]
                 write_jsonl(train, (article for i, article in enumerate(articles) if i % SHARE > 1))
-                write_jsonl(chosen_by, articles[::SHARE])
-                write_jsonl(searched, articles[1::SHARE])
-                found = read_articles(train, None)  # without the title in the text, which would tell
+                write_jsonl(validation_articles, articles[::SHARE])
+                write_jsonl(test_articles, articles[1::SHARE])
+                found = read_articles(train, None)  # `rest`: the text without its title and first sentence
                 write_jsonl(pairs, ({"query": one["title"], "positive": one["rest"]} for one in found))
         runs = replace(runner, folder=runner.folder / "runs", text=train)
         if runner.tokenizer is None:
             data = runs.data(GRID["vocabulary"], encoder=True)
         else:
             data = runs.data_with_tokenizer(runner.tokenizer, encoder=True)
-        return Comparison(runs, data, pairs, chosen_by, searched)
+        return Comparison(runs, data, pairs, validation_articles, test_articles)
 
     def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
         """CPU time of a step."""
@@ -101,7 +103,7 @@ class Comparison:
 
         def found(rate: str) -> float:
             run = self._train(way, [*overrides, rate], GRID["steps"], GRID["seeds"][0])
-            return float(self._scores(run, self.chosen_by)[f"title_{way.pooling}_recall@10"])
+            return float(self._scores(run, self.validation_articles)[f"title_{way.pooling}_recall@10"])
 
         return max((f"optimizer.learning_rate={rate}" for rate in GRID["rates"]), key=found)
 
@@ -111,8 +113,8 @@ class Comparison:
         for seed in GRID["seeds"]:
             run = self._train(way, overrides, steps, seed)
             row: Row = {"way": str(way), "equal": equal, "rate": rate, "steps": steps, "seed": seed}
-            scores = self._scores(run, self.searched)
-            tuned = self._scores(self._tune(run, way), self.searched)
+            scores = self._scores(run, self.test_articles)
+            tuned = self._scores(self._tune(run, way), self.test_articles)
             row |= {name: float(value) for name, value in scores.items()}
             rows.append(row | {f"tuned: {name}": float(tuned[name]) for name in scores if f"_{way.pooling}" in name})
         return rows

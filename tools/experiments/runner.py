@@ -172,8 +172,8 @@ class ExperimentRunner:
         return metrics
 
     def step_seconds(self, config_name: str, name: str, *overrides: str) -> float:
-        """CPU seconds (on a GPU wall seconds) of a step of a short run `NAME-probe`, without its two first, slower
-        steps."""
+        """CPU seconds (on a GPU wall seconds) of a step of a short run `NAME-probe`, without its first two steps, which
+        are slower."""
         short = training_overrides(PROBE_STEPS, evaluate_samples=8, log_seconds=0)
         run = self.train(config_name, f"{name}-probe", *overrides, *short)
         seconds = (time_spent(run) - time_spent(run, 2)) / (int(run.training[-1]["step"]) - 2)

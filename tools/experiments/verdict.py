@@ -52,7 +52,7 @@ class Part:
 class PlannedRun:
     """The plan of one run."""
 
-    kind: str
+    kind: str  # headless, vanilla, or switched (headless, then vanilla)
     run: str  # title in tables
     budget: int
     objective: str  # at the start
