@@ -204,6 +204,7 @@ def start(
         plan = make_plan(found, tokenizer_path, 60 * minutes, report)
         if not dry_run:
             _write_datasets(found, tokenizer_path, plan.vocab_size, folder, report)
+            plan = replace(plan, tokens=IndexedDataset(folder / "text").num_tokens)
         remaining_seconds = deadline - monotonic()
         missing_seconds = plan.total_seconds(remaining_seconds) - remaining_seconds
         if missing_seconds > plan.step_seconds:

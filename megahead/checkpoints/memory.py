@@ -301,8 +301,8 @@ DISCARD_SECONDS = 5.0
 class ReplicaWriter:
     """Writes the replicas of one session. All calls are collective over `world_group`, except for `close`.
 
-    At most two exist: the older one is removed when the newer is complete on all ranks. Creating a writer removes
-    replicas of earlier sessions, whose state is on disk by then.
+    At most two exist: the older one is removed by the next `can_start` after the newer is complete on all ranks.
+    Creating a writer removes replicas of earlier sessions, whose state is on disk by then.
     """
 
     def __init__(self, memory: NodeMemory, session_id: str, world_group: Group) -> None:

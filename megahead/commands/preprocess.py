@@ -155,8 +155,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--user", metavar="COLUMN")
     add("--item", metavar="COLUMN")
     add("--time", metavar="COLUMN")
-    split = "held out: each user's last item (test) and the one before it (validation), or the events after "
-    add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of the time (default: last)")
+    split = "held out: each user's last item (test) and the one before it (validation), or events after "
+    add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of all (default: last)")
     add("--min-count", type=int, default=1, metavar="N", help="drop items with fewer than N events")
     add("--items", type=existing_path, metavar="FILE", help="keep the ids of an earlier PREFIX-items.json")
     return parser.parse_args()

@@ -278,6 +278,8 @@ class TextDecoderConfig(AuxiliarySettings):
         refuse("objective.schedule", config.objective.schedule and "given", why)
         refuse("masking.diffusion", masking.diffusion, why)
         refuse("masking.noise_share", masking.noise_share, why)
+        why = f"with {section}, whose decoder would read [CLS] after these layers, which are not exported"
+        refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, why)
 
     def targets_per_row(self, sequence_length: int) -> int:
         """All tokens between [CLS] and [SEP]."""

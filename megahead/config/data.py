@@ -51,7 +51,7 @@ class DataConfig(Settings):
     """A `.npy` file with a positive weight per id, for masking by `weights`."""
 
     sequence_length: int = Field(gt=0)
-    """Targets per row (T); a row reads T + 1 tokens."""
+    """Tokens per row (T), of a decoder with a target each."""
 
     order: Literal["shuffled", "stored"] = "shuffled"
     """`shuffled`: rows in a seeded random order, a new one each epoch; `stored`: the dataset's own sequences, in

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
+from megahead.data.preprocess import end_token_id
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_multilingual
 from megahead.errors import ConfigError, ConfigErrors, UserError
 from support.good_settings import GOOD
 
@@ -124,6 +128,26 @@ def test_a_shipped_config_is_planned_on_any_number_of_ranks_or_says_what_keeps_i
         config = load_config(name, re.findall(r"(?:batch.micro_size|objective.group_samples)=\d+", sentence))
     assert why_not(config, ranks) is None
     assert (config.batch.global_size, candidates_of(config)) == wanted
+
+
+SHARED_TOKENIZERS = {
+    "bert-base-uncased-tokenizer.json": ("encoder-small-*", "modernbert-15m-*", "retromae-small-headless"),
+    "bert-base-multilingual-cased-tokenizer.json": ("distilbert-multilingual-*", "multilingual-small-*"),
+    "20B_tokenizer.json": ("pythia-*", "demo-*"),
+    "gpt2_tokenizer.json": ("gpt2-*",),
+}
+
+
+def test_a_config_has_the_end_token_by_which_preprocessing_closes_documents(shared_data: Path, tmp_path: Path) -> None:
+    """Else a run refuses the dataset that the guides make for it."""
+    multilingual = tmp_path / "multilingual.json"
+    save_tokenizer(train_multilingual(["a b c d"] * 9, 280), multilingual)
+    tokenizers = {shared_data / "tokenizers" / name: configs for name, configs in SHARED_TOKENIZERS.items()}
+    for path, patterns in {**tokenizers, multilingual: ("multilingual-million-*",)}.items():
+        end = end_token_id(load_tokenizer(path), None)
+        names = [name for name in shipped_configs() if any(fnmatch(name, pattern) for pattern in patterns)]
+        assert names
+        assert dict.fromkeys(names, end) == {name: load_config(name).data.end_token for name in names}
 
 
 def why_not(config: RunConfig, ranks: int) -> str | None:

@@ -128,6 +128,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             ("masking.noise_share", {"masking": MASKS | {"noise_share": 0.1}}, "0.1"),
         )
     ),
+    *(
+        (
+            BERT | {"masking": MASKS | {"mask_decoder_layers": 1}, f"objective.{decoder}": {}},
+            f"`masking.mask_decoder_layers` must be left out with objective.{decoder}, whose decoder would read [CLS] after these layers, which are not exported, but is 1 instead.",
+        )
+        for decoder in ("retromae", "tsdae")
+    ),
     (
         BERT | {"masking": MASKS, "objective.tsdae": {"deletion_rate": 1}},
         "`objective.tsdae.deletion_rate` must be less than 1, but is 1 instead.",

@@ -93,7 +93,8 @@ def test_a_folder_becomes_a_model_and_a_second_call_goes_on_from_another_folder(
     assert model.config.vocab_size == len(tokenizer)
     assert made.sample in json.loads((made.run / "samples.jsonl").read_text())["text"]
     assert made.sample.split()[0] in made.page.read_text()
-    steps = config.training.steps
+    steps, tokens = config.training.steps, IndexedDataset("texts-headless/text").num_tokens
+    assert steps == math.ceil(2 * tokens / config.tokens_per_step())
     made.config.write_text(made.config.read_text().replace(f"steps: {steps},", f"steps: {steps + 2},"))
     monkeypatch.chdir("/")
     again = list[str]()
