@@ -62,7 +62,7 @@ class FineTuningResults:
     """
 
     def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
-        self._cache = ResultCache(path, is_writer=is_writer)
+        self._cache = ResultCache(path, "model", "seed", "epochs", is_writer=is_writer)
 
     def newest(self) -> list[FineTuningResult]:
         """The last result stored for each model, task and seed, whatever its settings."""

@@ -90,7 +90,7 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
 def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> None:
     """Measures each checkpoint of a run that is not in its geometry.json yet, and writes each result at once.
     UserErrors as in `measure_geometry`."""
-    results = ResultCache(folder.geometry)
+    results = ResultCache(folder.geometry, "step")
     for path in sorted(step_folders(folder.checkpoints), key=step_of):
         checkpoint = open_checkpoint(path)
         sums = "".join(sorted(entry.sha256 for entry in checkpoint.files.values()))

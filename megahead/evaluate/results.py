@@ -23,12 +23,12 @@ class ResultCache:
     """Results in a JSON file, each with a key of everything that it depends on; written atomically after each one.
 
     New results stay in memory if `path` is None, or `is_writer` is false (another rank writes the file). DataError
-    for a file that holds something else.
+    for a file that holds something else: each entry must have all `fields`.
     """
 
-    def __init__(self, path: Path | None, *, is_writer: bool = True) -> None:
+    def __init__(self, path: Path | None, *fields: str, is_writer: bool = True) -> None:
         self._path = path if is_writer else None
-        self.entries = _read_entries(path) if path is not None and path.exists() else []
+        self.entries = _read_entries(path, fields) if path is not None and path.exists() else []
         """All results, in the order in which they were added."""
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -59,12 +59,12 @@ def _matches(entry: Mapping[str, Any], key: Mapping[str, Any], names: Sequence[s
     return all(entry.get(name) == key[name] for name in names)
 
 
-def _read_entries(path: Path) -> list[dict[str, Any]]:
+def _read_entries(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["results"]
     except (OSError, ValueError, KeyError, TypeError):
         entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and {*fields} <= {*entry} for entry in entries):
         raise DataError(f"`{path}` must hold results of this command, but does not; name another --output.")
     return entries
 
@@ -117,7 +117,7 @@ class ResultsFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._cache = ResultCache(path)
+        self._cache = ResultCache(path, "model", "limit", "scores")
 
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
         """Returns the stored result of this evaluation, or None."""

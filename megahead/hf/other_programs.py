@@ -69,6 +69,8 @@ def read_pooling(folder: Path) -> PoolingName | None:
     modules = read_json(folder / MODULES_FILE)
     if not isinstance(modules, list):
         return None
+    if not all(isinstance(module, dict) and {"type", "path"} <= {*module} for module in modules):
+        raise CheckpointError(f"`{folder / MODULES_FILE}` must give each module's type and path, but does not.")
     paths = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
     if further := sorted(paths.keys() - {name for name, _ in _MODULES}):
         layers = ", ".join(further)

@@ -194,8 +194,8 @@ def _read_config(path: Path) -> Config:
 
 def _read_geometry(path: Path) -> list[Record]:
     try:
-        return sorted(ResultCache(path).entries, key=lambda entry: int(entry["step"]))
-    except (DataError, KeyError, ValueError):
+        return sorted(ResultCache(path, "step").entries, key=lambda entry: int(entry["step"]))
+    except (DataError, ValueError):
         return []
 
 

@@ -57,7 +57,15 @@ def test_a_newer_result_takes_the_place_of_the_older_and_of_no_other(model: Path
     assert [(entry["limit"], entry["samples"]) for entry in entries] == [(None, 3), (3, 2)]
 
 
-@pytest.mark.parametrize("content", ['["mine"]', '{"results": {"blimp": {"acc": 0.5}}}', '{"results": ["mine"]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '["mine"]',
+        '{"results": {"blimp": {"acc": 0.5}}}',
+        '{"results": ["mine"]}',
+        '{"results": [{"model": "m", "task": "glue/cola", "seed": 0, "epochs": []}]}',  # of fine-tuning
+    ],
+)
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, content: str) -> None:
     (tmp_path / "notes.json").write_text(content)
     with pytest.raises(DataError, match="name another --output"):

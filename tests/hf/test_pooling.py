@@ -103,3 +103,7 @@ def test_the_pooling_of_published_folders_is_read(
         with pytest.raises(CheckpointError, match=answer):
             read_pooling(tmp_path)
     assert read_pooling(tmp_path / "elsewhere") is None
+    for damaged in ([{"type": "sentence_transformers.models.Pooling"}], ["Pooling"]):
+        (tmp_path / "modules.json").write_text(json.dumps(damaged))
+        with pytest.raises(CheckpointError, match=r"modules\.json` must give each module's type and path"):
+            read_pooling(tmp_path)
