@@ -265,7 +265,8 @@ def _save_is_due(run: Training) -> bool:
 
 
 def _evaluate_and_save_if_due(run: Training) -> None:
-    """Evaluates and saves what is due after an applied step; the last one is evaluated before it is saved."""
+    """Evaluates and saves what is due after an applied step; the last one is evaluated before it is saved. After a
+    signal tasks are left to the next session."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
     if step >= run.end_step or step % training.evaluate_every == 0:
         _evaluate(run)
@@ -273,7 +274,7 @@ def _evaluate_and_save_if_due(run: Training) -> None:
         _save(run)
     else:
         run.checkpointer.replicate_if_due(step)
-    if tasks and step % tasks.interval == 0:
+    if tasks and step % tasks.interval == 0 and not run.stop.is_requested(run.progress.world_group):
         _evaluate_tasks(run, tasks)
 
 

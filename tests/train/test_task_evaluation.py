@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megahead.train.faults import StopRequest
 from megahead.train.log import RunLog
 from megahead.train.loop import TaskEvaluation
 from megahead.train.run import pretrain
+from megahead.train.saving import Checkpointer
 from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
@@ -123,6 +126,26 @@ def test_a_session_that_is_told_to_stop_does_not_make_up_for_tasks_and_a_run_may
         on_ranks(1, killed, config_of(tmp_path, "run", tasks))
     assert on_ranks(1, signalled, config_of(tmp_path, "run", tasks)) == ["stopped"]
     assert on_ranks(1, killed, config_of(tmp_path, "run", None)) == ["finished"]
+
+
+def signalled_while_it_saves(group: Group, config: RunConfig) -> str:
+    save = Checkpointer.save
+
+    def saved(checkpointer: Checkpointer) -> float:
+        if checkpointer._progress.state.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return save(checkpointer)
+
+    Checkpointer.save = saved  # type: ignore[method-assign] # in a process of its own
+    return killed(group, config)
+
+
+def test_tasks_that_a_signal_comes_before_are_left_to_the_next_session(tmp_path: Path) -> None:
+    tasks = {"names": ["blimp"], "data": str(write_data(tmp_path)), "every": 4}
+    config = config_of(tmp_path, "run", tasks)
+    assert on_ranks(2, signalled_while_it_saves, config) == ["stopped", "stopped"]
+    assert on_ranks(2, run, config) == ["finished", "finished"]
+    assert [record["step"] for record in read_metrics(tmp_path / "run").tasks] == [4, 6]
 
 
 def test_results_that_a_session_or_a_rollback_went_behind_are_owed_again(tmp_path: Path) -> None:
