@@ -236,17 +236,18 @@ def _lock(descriptor: int, partial: Path) -> bool | None:
 
 
 @contextmanager
-def atomic_folder(output: Path, *, replaceable: str | None = None) -> Iterator[Path]:
+def atomic_folder(output: Path, *, replaceable: str | None = None, field: str = "--output") -> Iterator[Path]:
     """An empty folder next to `output`, which is renamed to it when the block succeeds, and removed when it raises.
 
-    `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command,
-    which is replaced); FieldError otherwise. InUseError if another process is writing it; WriteError for an OSError.
+    `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command, which
+    is replaced); FieldError about `field` otherwise. InUseError if another process is writing it; WriteError for an
+    OSError.
     """
     output = output.absolute()
     is_replaceable = replaceable is not None and (output / replaceable).is_file()
     if output.exists() and not is_replaceable and (not output.is_dir() or any(output.iterdir())):
         hint = "remove it or name another folder"
-        raise FieldError("--output", "be a new folder", got=f"{output}, which exists", hint=hint)
+        raise FieldError(field, "be a new folder", got=f"{output}, which exists", hint=hint)
     partial = output.with_name(f".{output.name}.partial")
     with as_write_error(output), _locked_folder(partial):
         try:

@@ -1,8 +1,8 @@
 """Times steps of the engine against a plain torch loop, and kernel launches.
 
-OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, and a plain torch loop
-tools/bench_engine.py --launches --device cuda          the host's time to launch an operator, a CUDA graph, the loss
-tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
+OMP_NUM_THREADS=1 tools/bench_engine.py  every ZeRO stage on one rank, and a plain torch loop
+python tools/bench_engine.py --launches --device cuda  the host's time to launch an operator, a CUDA graph, the loss
+python tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every variant runs in its own processes (DeepSpeed patches the process that imports it) with one thread. Variants
 take single steps in turn, so that noise affects all alike. Ratios, medians over rounds, divide a step's time by the

@@ -1,7 +1,7 @@
 """Measures time and peak memory of the loss alone, forward and backward: the paper's, ours, and the full softmax.
 
-tools/bench_loss.py --data PREFIX --sizes 1024,4096 --hidden 512
-tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,65536
+python tools/bench_loss.py --data PREFIX --sizes 1024,4096 --hidden 512
+python tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,65536
 
 Each takes outputs [N, D], targets [N] and the embedding table [V, D], and computes the gradients of outputs and table.
 They are measured in turn (A B C D A B C D ...), so that noise affects all alike; on a CPU each in a newly forked

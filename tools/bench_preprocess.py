@@ -1,6 +1,6 @@
 """Times tools/preprocess.py against `datasets.map` and a plain loop over `tokenizers`, on the same file, in one go.
 
-tools/bench_preprocess.py --input corpus.jsonl --tokenizer 20B_tokenizer.json [--rounds 3] [--skip datasets]
+python tools/bench_preprocess.py --input corpus.jsonl --tokenizer 20B_tokenizer.json [--rounds 3] [--skip datasets]
 
 Each program runs in its own process and writes its output to a temporary folder; the programs take turns. The whole
 run counts, imports and reading the tokenizer included: CPU seconds of the process and its descendants, and the largest

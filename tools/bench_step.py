@@ -1,10 +1,10 @@
 """Times whole training steps, headless against vanilla, in turn (A B A B ...), so that noise affects both alike.
 
-tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
-tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
-tools/bench_step.py --config configs/demo-headless.yaml
-tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
-tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
+python tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
+python tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
+python tools/bench_step.py --config configs/demo-headless.yaml
+python tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
+python tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,1048576
 
 A step is forward and backward of a global batch (with --preset one micro-batch) on one rank, clipping and the
 optimizer's update, without an engine. Tokens come from the config's dataset (or --data PREFIX), else they are

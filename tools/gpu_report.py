@@ -1,9 +1,9 @@
 """Runs all measurements that need a GPU, within a time budget, and writes a report.
 
-tools/gpu_report.py                                     45 minutes, without trainings
-tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on the dataset of `make gpu-text`
-tools/gpu_report.py --only loss step-70m --minutes 5
-tools/gpu_report.py --dry                               tiny, on the CPU, as a test
+python tools/gpu_report.py                                     45 minutes, without trainings
+python tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on the dataset of `make gpu-text`
+python tools/gpu_report.py --only loss step-70m --minutes 5
+python tools/gpu_report.py --dry                               tiny, on the CPU, as a test
 
 Parts run by priority: what a launch costs the host; whole steps of the engine, headless against vanilla, of three
 models and vocabularies, and with single settings changed; the loss beside third-party kernels; steps

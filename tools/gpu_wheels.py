@@ -1,6 +1,6 @@
 """Downloads the wheels that a GPU machine without a network needs beside torch, Triton and transformers.
 
-tools/gpu_wheels.py [--output gpu-wheels] [--python 3.12]
+python tools/gpu_wheels.py [--output gpu-wheels] [--python 3.12]
 
 Copy the folder there with the checkout; `make test-gpu GPU_PYTHON=python3` and `make gpu-report GPU_PYTHON=python3` add
 its wheels to that interpreter's path, install nothing into it, and do not replace its torch. Versions are those

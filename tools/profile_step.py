@@ -1,7 +1,7 @@
 """Profiles steps of a run: prints the slowest operations and writes a trace; or counts the host's waits for the GPU.
 
-tools/profile_step.py --config configs/demo-headless.yaml [--set a.b=c] [--steps 5] [--output trace.json.gz]
-tools/profile_step.py --config configs/pythia-70m-headless.yaml --waits [--output waits.json]
+python tools/profile_step.py --config configs/demo-headless.yaml [--set a.b=c] [--steps 5] [--output trace.json.gz]
+python tools/profile_step.py --config configs/pythia-70m-headless.yaml --waits [--output waits.json]
 
 Trains a few steps as launch/pretrain.py does (one process, no evaluation, no output); the first ones are warm-up and
 not recorded. Open the trace at https://ui.perfetto.dev or chrome://tracing (both work locally, nothing is sent).

@@ -48,10 +48,10 @@ class DataConfig(Settings):
     and exports."""
 
     id_weights: str | None = None
-    """A `.npy` file with a positive weight per id, for masking by `weights`."""
+    """A `.npy` file with a positive weight per id, for the masking strategy `weights`."""
 
     sequence_length: int = Field(gt=0)
-    """Tokens per row (T), of a decoder with a target each."""
+    """Tokens per row (T); in a decoder each has a target."""
 
     order: Literal["shuffled", "stored"] = "shuffled"
     """`shuffled`: rows in a seeded random order, a new one each epoch; `stored`: the dataset's own sequences, in

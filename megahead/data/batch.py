@@ -90,7 +90,7 @@ class Batch:
 class RowCollator:
     """Makes batches of rows. A row's inputs and targets depend on its tokens and its sample's number alone."""
 
-    upper_bound: ClassVar[bool] = False
+    loss_is_upper_bound: ClassVar[bool] = False
     """Whether its loss is an upper bound of the text's negative log-likelihood."""
 
     def batch(

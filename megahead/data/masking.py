@@ -162,7 +162,7 @@ def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -
 class DiffusionCollator(RowCollator):
     """Masks a different share of each row, from one token to all; rows have equal weight whatever their share."""
 
-    upper_bound: ClassVar = True
+    loss_is_upper_bound: ClassVar = True
 
     row_builder: EncoderRowBuilder
     seed: int

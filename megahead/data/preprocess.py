@@ -22,7 +22,7 @@ import numpy as np
 
 from megahead.data.indexed import Array, token_dtype
 from megahead.data.records import Chunk, Selection
-from megahead.data.sources import find_inputs, input_names, max_documents, pin_inputs, read_chunks, total_bytes
+from megahead.data.sources import find_inputs, input_names, max_documents, pin_hub_revisions, read_chunks, total_bytes
 from megahead.data.tokenizer import Engine, Tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
 from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
@@ -99,7 +99,7 @@ class EncodedChunk:
     """Bytes of the input on disk."""
 
     held_out: Array | None = None
-    """bool: documents that are held out; None if that depends on their numbers in the whole input."""
+    """bool: documents that are held out; None if that depends on their positions in the whole input."""
 
 
 EncodeChunks = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
@@ -302,7 +302,7 @@ def preprocess(
         on_error=on_error,
         end_inside=end_inside,
     )
-    inputs = pin_inputs(inputs)
+    inputs = pin_hub_revisions(inputs)
     items = find_inputs(inputs)
     if (documents := max_documents(items)) is not None:
         recipe.require_held_out(documents, output)  # before anything that takes long

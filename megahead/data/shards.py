@@ -20,7 +20,7 @@ import orjson
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, encoding_pool, write_dataset
 from megahead.data.records import is_hub_url
-from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_inputs, total_bytes
+from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_hub_revisions, total_bytes
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import NO_PROGRESS, ByteProgress
 from megahead.errors import DataError
@@ -46,7 +46,7 @@ def preprocess_shards(
     folder = Path(folder)
     known_urls = ShardManifest.open(folder, recipe).pinned_urls  # an unfinished folder stays at its first commit
     urls = [str(item) for item in inputs if is_hub_url(str(item))]
-    pinned_urls = {url: known_urls.get(url) or str(pin_inputs(url)[0]) for url in urls}
+    pinned_urls = {url: known_urls.get(url) or str(pin_hub_revisions(url)[0]) for url in urls}
     shards = _find_shards([pinned_urls.get(str(item), item) for item in inputs], recipe)
     for shard in shards:
         recipe.require_distinct_names(folder / shard.name, shard.files)

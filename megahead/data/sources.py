@@ -160,7 +160,7 @@ def input_names(patterns: Sequence[str | Path]) -> str:
     return format_names(name for pattern in patterns for name in _names(str(pattern)))
 
 
-def pin_inputs(patterns: str | Path | Sequence[str | Path]) -> list[str | Path]:
+def pin_hub_revisions(patterns: str | Path | Sequence[str | Path]) -> list[str | Path]:
     """The same inputs, each dataset of the Hub at its present commit. DataError if the Hub does not give it."""
     patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     return [HubSplit.parse(str(item)).pin().url if is_hub_url(str(item)) else item for item in patterns]

@@ -55,8 +55,10 @@ class GatheredUpdates:
         self._matrices, self._data_group, self._tensor_group, self._device = matrices, data_group, tensor_group, device
 
     def __call__(self, flat: Tensor, momentum: Tensor, qkv_head_size: int | None) -> Tensor:
-        """Each rank orthogonalizes the matrices of which it has a fragment. `qkv_head_size`: see `GroupOptions`.
-        Collective."""
+        """Each rank orthogonalizes the matrices of which it has a fragment. Collective.
+
+        `qkv_head_size`: that of fused QKV projections, whose Q, K and V are orthogonalized separately; None: others.
+        """
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
         for matrix in self._matrices[flat]:

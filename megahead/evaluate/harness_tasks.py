@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from io import StringIO
 from itertools import islice
 from math import log, sqrt
 from pathlib import Path
@@ -66,7 +67,8 @@ def read_passages(file: Path) -> list[Row]:
 
 
 def convert_rows(file: Path, rows: Iterable[Row], convert: Converter) -> list[Row]:
-    """Converts every row to what the definition reads; DataError with the number of one that is not as published."""
+    """Converts every row to what the definition reads; DataError with the number of the first
+    that is not as published."""
     converted = []
     for number, row in enumerate(rows, 1):
         try:
@@ -100,7 +102,7 @@ def convert_piqa(row: Row) -> Row:
 
 def read_crows_pairs(file: Path) -> list[Row]:
     """Reads a csv of sentence pairs."""
-    table = csv.DictReader(read_text(file).splitlines(keepends=True))
+    table = csv.DictReader(StringIO(read_text(file), newline=""))
     rows = [{key: row.get(key) for key in ("sent_more", "sent_less", "bias_type")} for row in table]
     if any(value is None for row in rows for value in row.values()):
         raise DataError(f"`{file}` must be a csv with sent_more, sent_less and bias_type, but lacks one.")
@@ -263,7 +265,7 @@ def read_articles(file: Path, limit: int | None) -> list[Row]:
 
 def read_similarities(file: Path, limit: int | None) -> list[Row]:
     """Reads STS-B's tab-separated lines as {"sentence1", "sentence2", "score"}."""
-    table = csv.DictReader(read_text(file).splitlines(keepends=True), delimiter="\t", quoting=csv.QUOTE_NONE)
+    table = csv.DictReader(StringIO(read_text(file), newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
 
     def convert(row: Row) -> Row:
         return {"sentence1": row["sentence1"], "sentence2": row["sentence2"], "score": float(row["score"])}

@@ -120,7 +120,7 @@ class ValidationSet:
         loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
         bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
         means = self._auxiliary.means(sums.auxiliary) if self._auxiliary and sums.auxiliary else None
-        accuracy, bound = sums.correct / sums.targets, self._collator.upper_bound
+        accuracy, bound = sums.correct / sums.targets, self._collator.loss_is_upper_bound
         return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
 
     def _bytes_per_token(self) -> float | None:

@@ -66,10 +66,11 @@ def save_transformers_model(
                 raise
             run = None  # an unsupported family or setting, or an encoder without a tokenizer
         if run is not None:
-            with atomic_folder(folder, replaceable=PARITY_FILE) as staged:
+            # An earlier export, known by its record of the comparison with its source, may be replaced.
+            with atomic_folder(folder, replaceable=PARITY_FILE, field="folder") as staged:
                 export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."), card=CardMetadata(str(folder)))
             return
-    with atomic_folder(folder) as staged:
+    with atomic_folder(folder, field="folder") as staged:
         if head == "none":
             body.save_pretrained(staged, state_dict=dict(weights))
         else:
@@ -154,7 +155,7 @@ class Headless(nn.Module):
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
         self.share_candidates = share_candidates
         self.register_buffer(_COUNTS_NAME, torch.zeros(table.num_embeddings, dtype=torch.int64))
-        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # needs no counts
+        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # needs no token counts
         self._body_arguments = frozenset(inspect.signature(self.body.forward).parameters)
 
     def forward(

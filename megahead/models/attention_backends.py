@@ -23,8 +23,8 @@ from megahead.models.documents import Documents, mask_to_bias
 # tokens a row (under a mask also of several documents) it uses five bf16 matrix products, in chunks of rows whose
 # scores fit the cache. For longer rows it uses torch's bf16 kernel, which skips masked scores of causal rows.
 #
-# B rows, H heads (K of keys and values), M queries and T tokens of a row (equal, except for the targets of an encoder's
-# last block), d dimensions of a head; C heads of all rows of a chunk.
+# B rows, H heads (K of keys and values), M queries and T tokens of a row (M = T, except in an encoder's last block,
+# where only targets are queries), d dimensions of a head; C heads of all rows of a chunk.
 
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -119,7 +119,8 @@ class _MatmulBackwardAttention(torch.autograd.Function):
 def _matmul_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_BMT: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in chunks of rows. An operator, since `torch.compile` would make it slower."""
+    """The gradients of q, k and v, in chunks of rows. A custom operator, so that
+    `torch.compile` does not trace it, which would make it slower."""
     (rows, heads, queries, _), tokens = q.shape, k.shape[2]
     if bias_BMT is None:
         bias_BMT = q.new_full((1, queries, tokens), -inf).triu(1) if causal else q.new_zeros(1, 1, 1)

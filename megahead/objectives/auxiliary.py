@@ -182,8 +182,8 @@ class _AuxiliaryCollator(RowCollator):
     seed: int
 
     @property
-    def upper_bound(self) -> bool:  # type: ignore[override]
-        return self.inner.upper_bound
+    def loss_is_upper_bound(self) -> bool:  # type: ignore[override]
+        return self.inner.loss_is_upper_bound
 
     def batch(self, text: Any, sample_indices: Any, document_starts: Any = None) -> Batch:
         batch = self.inner.batch(text, sample_indices, document_starts)
@@ -246,7 +246,8 @@ def training_row_collator(
     target_error_counts: TargetErrorCounts | None = None,
     steps_before_masking: int = 0,
 ) -> RowCollator:
-    """The collator of a run or phase for training samples; arguments as in `training_collator`."""
+    """The collator of a run or phase for training samples. `target_error_counts`: errors and targets of each id so far,
+    for masking strategies that adapt; `steps_before_masking`: causal steps of the run before its first masked one."""
     collator = training_collator(config, datasets, target_error_counts, steps_before_masking)
     return add_auxiliary(collator, config, config.seed)
 

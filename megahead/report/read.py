@@ -36,8 +36,8 @@ class RunMetrics:
     """{"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", ...}"""
 
     validation: Sequence[Record]
-    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "upper_bound"}; upper_bound
-    (missing in older logs): whether the values are upper bounds, as in masked diffusion"""
+    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "head", "upper_bound"};
+    upper_bound (missing in older logs): whether the values are upper bounds, as in masked diffusion"""
 
     tasks: Sequence[Record] = ()
     """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, evaluations of lm-eval tasks"""
@@ -143,7 +143,8 @@ class Run:
     """The content of RUN/config.yaml, not validated, so that runs of earlier versions can be read."""
 
     geometry: Sequence[Record]
-    """The fields of `evaluate.geometry.Geometry`, and {"step", "tokens", "seconds"}, of each checkpoint measured"""
+    """Measures of outputs and embeddings such as rank and anisotropy (the fields of `evaluate.geometry.Geometry`), and
+    {"step", "tokens", "seconds"}, of each checkpoint measured"""
 
     samples: Sequence[Record]
     """{"prompt", "text", ...} for each line of RUN/samples.jsonl, which `megahead generate --output` writes"""

@@ -286,7 +286,7 @@ class ShardedEmbedding(nn.Module):
     def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D]: rows of `ids` on every tensor rank, all with the same gradient.
 
-        With `scattered_ids_U` also [u, D]: this rank's even share of their rows, as in `VocabularyParallelEmbedding`.
+        With `scattered_ids_U` also [u, D]: the rows of this tensor rank's slice of these ids.
         U must be a multiple of the tensor ranks; the row of id -1 is zero.
         """
         tensor_group = self._mesh.tensor_group

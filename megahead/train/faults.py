@@ -215,8 +215,8 @@ class HealthMonitor:
         self.stragglers = StragglerDetector(self.hosts, rules.slow_rank)
 
     def weight_mismatch(self, step: int, *, will_save: bool) -> ReplicaMismatch | None:
-        """The replicas that differ after `step`, compared every `faults.replicas_every` steps and if the weights
-        `will_save`. Reads the weights once, sends 8 bytes for each. Collective."""
+        """The replicas that differ after `step`, compared every `faults.replicas_every` steps and before each
+        save (`will_save`). Reads the weights once, sends 8 bytes for each. Collective."""
         is_due = self._rules.replicas != "off" and (will_save or step % self._rules.replicas_every == 0)
         weights = self._engine.replicated_weights() if is_due and self._data_ranks > 1 else {}
         if not weights:

@@ -11,7 +11,14 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from megahead.errors import DataError
-from megahead.evaluate.harness_tasks import TASKS, task_files, task_rows, write_tasks
+from megahead.evaluate.harness_tasks import (
+    TASKS,
+    read_crows_pairs,
+    read_similarities,
+    task_files,
+    task_rows,
+    write_tasks,
+)
 
 QUESTION = {"stem": "Why?", "choices": [{"text": "so", "label": "A"}, {"text": "thus", "label": "B"}]}
 PUBLISHED: dict[str, Any] = {
@@ -133,3 +140,16 @@ def test_real_files_hold_as_many_examples_as_published(shared_data: Path) -> Non
     }
     for task, file in task_files(list(counts), shared_data).items():
         assert len(task_rows(task, file)) == counts[task], task
+
+
+def test_a_sentence_may_contain_other_line_separators_than_a_line_break(tmp_path: Path) -> None:
+    sentence = "A cat\u2028sat\x85 and\x0cslept."
+    (tmp_path / "dev.tsv").write_text(f"sentence1\tsentence2\tscore\n{sentence}\tA dog.\t2.5\n", encoding="utf-8")
+    assert read_similarities(tmp_path / "dev.tsv", None) == [
+        {"sentence1": sentence, "sentence2": "A dog.", "score": 2.5}
+    ]
+    content = f'"","sent_more","sent_less","bias_type"\n0,"{sentence}","A dog.",age\n'
+    (tmp_path / "pairs.csv").write_text(content, encoding="utf-8")
+    assert read_crows_pairs(tmp_path / "pairs.csv") == [
+        {"sent_more": sentence, "sent_less": "A dog.", "bias_type": "age"}
+    ]

@@ -154,6 +154,7 @@ def build_exchange(form: str, targets: int, features: int, rendezvous: Rendezvou
     enter_namespace(namespace)
     init_distributed(rendezvous)
     group, rows_ND = Group.world(), torch.randn(targets, features)
+    # R ranks, A = 1 micro-batch a rank, N targets, D features
     target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)
 
     def exchange() -> None:

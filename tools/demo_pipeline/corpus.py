@@ -225,7 +225,7 @@ def build_corpus(
 ) -> Corpus:
     """Writes `folder/train.jsonl` and `folder/held_out.jsonl`, a {"title", "text"} object a line, shuffled.
 
-    The same packages, seed and shares give the same bytes, whatever the number of workers. `roots` defaults to the
+    The same packages and arguments give the same bytes, whatever the number of workers. `roots` defaults to the
     standard library and site-packages; `source_bytes` of their files are read, or all. DataError if a file would be
     empty.
     """
@@ -260,7 +260,7 @@ def find_sources(roots: Iterable[Path]) -> Iterator[Source]:
 
 
 def sample_sources(sources: Iterable[Source], max_bytes: int | None, seed: int) -> list[Source]:
-    """Samples `sources` of `max_bytes` in total by hash, or all of them; sorted by module."""
+    """`sources` chosen by hash, at most `max_bytes` in total (None: all of them); sorted by module."""
     by_name = sorted(sources, key=lambda source: source.module)
     if max_bytes is None:
         return by_name

@@ -28,9 +28,9 @@ from megahead.hf.export import ensure_hf_folder
 
 
 def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains all sides (or those of `only`) on the table --text, for the grid's epochs or --minutes. After each side,
-    records every run of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among unseen
-    items. RecTools' models are trained by epochs alone."""
+    """Trains all sides (or those of `only`) on the table that --text names, for the grid's epochs or --minutes. After
+    each side, records every run of the chosen recipes, and means over seeds of the test's HR@10, NDCG@10 and MRR among
+    unseen items. RecTools' models are trained by epochs alone."""
     grid, rows = GRIDS["items"], list[Row]()
     select_names(only, [*grid["sides"], *RIVALS])
     if runner.minutes is not None and set(only) & set(RIVALS):
@@ -90,7 +90,7 @@ class _SideTraining:
     overrides: Sequence[str]
 
     def scores(self, recipe: Mapping[str, float], seed: int) -> Row:
-        """Trains the run of a recipe and seed; returns its scores on both held-out items."""
+        """Trains the run of a recipe and seed; returns its scores on the validation and the test items."""
         name = f"{self.side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
         config, settings = GRIDS["items"]["config"], self._settings(recipe, seed)
         run = self.runner.train(config, name, *settings, *training_overrides(self._steps(config)))

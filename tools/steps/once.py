@@ -45,7 +45,7 @@ class FinishedStep:
 
 
 class StepRunner:
-    """Runs steps one after the other, prints its progress, and keeps their records in `folder`."""
+    """Runs steps one after the other, prints their progress, and keeps their records in `folder`."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
