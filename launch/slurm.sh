@@ -12,7 +12,7 @@
 # Options that your site may require; remove one #:
 ##SBATCH --account=ACCOUNT --partition=PARTITION --qos=QOS
 ##SBATCH --mem=0 --exclusive
-##SBATCH --output=logs/%x-%j.out
+##SBATCH --output=logs/%x-%j.out    (mkdir logs before)
 set -euo pipefail
 [[ $# -ge 2 ]] || { echo "usage: sbatch launch/slurm.sh runs/NAME configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
@@ -22,7 +22,7 @@ set -euo pipefail
 export TRITON_CACHE_DIR=${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor-$SLURM_JOB_ID
 
 # srun sets the rank of each process; the address of the first node is set here.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK

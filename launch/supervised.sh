@@ -3,6 +3,9 @@
 # The others exit (after engine.timeout_seconds if it hangs), and torchrun restarts all; `--resume auto`, the default,
 # continues from the newest valid checkpoint. RANKS and RESTARTS may be set in the environment.
 set -euo pipefail
+[[ $# -ge 1 ]] || { echo "usage: launch/supervised.sh configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
+# A wrong setting ends here: torchrun would try it again and again.
+.venv/bin/python launch/pretrain.py --config "$@" --world-size "${RANKS:-8}" --dry-run >/dev/null
 exec .venv/bin/torchrun --nproc_per_node "${RANKS:-8}" --max-restarts "${RESTARTS:-10}" \
     launch/pretrain.py --config "$@"

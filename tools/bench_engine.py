@@ -1,6 +1,6 @@
 """Times steps of the engine against a plain torch loop, and kernel launches.
 
-OMP_NUM_THREADS=1 tools/bench_engine.py  every ZeRO stage on one rank, and a plain torch loop
+OMP_NUM_THREADS=1 python tools/bench_engine.py  every ZeRO stage on one rank, and a plain torch loop
 python tools/bench_engine.py --launches --device cuda  the host's time to launch an operator, a CUDA graph, the loss
 python tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
-    if arguments.text is not None and arguments.experiment != "items":  # which reads a table
+    if arguments.text is not None and arguments.experiment not in ("items", "multilingual"):  # a table; datasets
         find_inputs([arguments.text])  # reports its errors before the slow import of torch
     folder = (arguments.folder / arguments.experiment).absolute()
     paths = (arguments.text, arguments.tasks_data, arguments.tokenizer, arguments.rivals_python)

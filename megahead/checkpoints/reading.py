@@ -52,7 +52,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def newest_valid(path: Path, group: Group = SINGLE_RANK) -> tuple[Checkpoint | None, list[str]]:
     """The newest undamaged checkpoint in a run or checkpoints folder, every byte verified, and a sentence for each
-    newer, damaged one. Skips checkpoints that the run rolled back past. Collective."""
+    newer, damaged one. Skips checkpoints after the one that a rollback went back to. Collective."""
     return first_valid(path, lambda: step_folders(path), group)
 
 

@@ -137,8 +137,9 @@ class Samples(RowSource):
         """The rows at `positions` of this epoch, and where in them documents are known to begin (False: nowhere)."""
         length = self.sequence_length + 1
         first_tokens = self._first_tokens(epoch, positions).tolist()
-        if self.dataset.random_access:
-            for first in first_tokens:  # all at once, so that the disk reads them in parallel
+        if self.dataset.expects_random_access:
+            # the system does not read ahead: request all at once, so that the disk reads them in parallel
+            for first in first_tokens:
                 self.dataset.prefetch(first, length)
         return [self.dataset.read(first, length) for first in first_tokens], False
 
@@ -207,8 +208,8 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
 
 class EvenlySpacedSamples(RowSource):
     """`count` rows of `samples` (or all, if there are fewer), evenly spaced over the text and numbered from 0. Masking
-    depends on these numbers: shares that are evenly spaced over consecutive numbers are evenly spaced over these
-    rows."""
+    depends on these numbers: the masked shares of masked diffusion, evenly spaced over consecutive numbers, are so
+    over these rows."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
@@ -376,11 +377,11 @@ class Purpose(IntEnum):
     MASK_OR_RANDOM = 2
     MASKING_REPLACEMENT = 3
     SPAN_LENGTHS = 17
-    MASKED_INPUTS = 33
-    DIFFUSION_SHARES = 41
+    MASKED_INPUTS = 33  # of a decoder (MEAP)
+    DIFFUSION_SHARES = 41  # the masked share of each row
     DIFFUSION_POSITIONS = 42
     REPLACED_TOKENS = 51
-    DROPPING_TIES = 61
+    DROPPING_TIES = 61  # between tokens of one weight, in token dropping
     RETROMAE = 71
     TSDAE = 81
 
@@ -413,9 +414,7 @@ class CounterRng:
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
         with np.errstate(over="ignore", divide="ignore"):
             sort_key_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
-        sort_key_BW = np.minimum(
-            sort_key_BW, np.finfo(np.float64).max
-        )  # finite: positions that are not allowed have inf
+        sort_key_BW = np.minimum(sort_key_BW, np.finfo(np.float64).max)  # below inf, that of positions not allowed
         rank_BW = np.where(allowed_BW, sort_key_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW

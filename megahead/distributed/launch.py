@@ -136,7 +136,8 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
 
 
 def _torchrun_fields(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Launch from torchrun's own variables; its restart count is that of this node alone."""
+    """The fields of a Launch from torchrun's own variables. It counts restarts for each node alone; the count is used
+    only where its store outlives them."""
     uses_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {
         "attempt": _read_int(environment, "TORCHELASTIC_RESTART_COUNT") if uses_agent_store else 0,

@@ -63,8 +63,8 @@ class GradientSums:
             mark_gradients(self._optimizer)
 
     def discard_capture(self) -> None:
-        """Clears the `grad` that a failed capture left. An uncaptured micro-step frees `grad`; a replay does not change
-        it."""
+        """Clears the `grad` that a failed capture left under DeepSpeed's bf16 optimizer: only an uncaptured micro-step
+        frees it, and replays do not."""
         if self._in_optimizer:
             for parameter in self._parameters:
                 parameter.grad = None

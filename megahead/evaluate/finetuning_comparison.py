@@ -134,7 +134,7 @@ _EXCLUDED_TASKS = {"glue/rte", "glue/wnli"}  # excluded from the GLUE average, a
 
 def _suite_mean(suite: str, rows: Sequence[TaskSummary]) -> TaskSummary | None:
     """Returns for each seed the mean over a suite's tasks, each by the metric that the paper reports; None for a single
-    task, and if numbers of seeds differ between tasks."""
+    task, or if the tasks have different numbers of seeds."""
     tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _EXCLUDED_TASKS
     summaries = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
     if len(summaries) < 2 or len({len(row.values) for row in summaries}) > 1:
@@ -179,7 +179,7 @@ class Comparison:
         cache: FineTuningResults,
         save_folder: Path | None = None,
     ) -> None:
-        """`save_folder`: where a contrastive run writes its best model."""
+        """`save_folder`: where the run of a retrieval task (`ContrastiveRun`) writes its best model."""
         self._cache, self._save_folder = cache, save_folder
         self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
         missing = [run for run in self._runs if self._find(run) is None]

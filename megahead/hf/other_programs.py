@@ -138,6 +138,7 @@ def possible_heads(config: RunConfig) -> list[HeadName]:
     if config.no_head_reason() is not None:
         return ["none"]
     objective = config.objective
+    # whether transformers has a class with these layers and this head
     has_class = config.model.transformers_can_bias_head() or not objective.output_bias
     is_possible: dict[HeadName, bool] = {
         "none": True,

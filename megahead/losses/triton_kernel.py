@@ -36,7 +36,8 @@ ALIGNMENT = 16
 
 
 class TritonChunkSoftmax(ChunkSoftmax):
-    """A `ChunkSoftmax` for GPUs, for linear scores, on half-precision or float32 inputs of one dtype.
+    """A `ChunkSoftmax` for GPUs, on half-precision or float32 inputs of one dtype, for scores that are the product
+    times a factor (`Score.is_linear`).
 
     Statistics are float32. Scores are float32, except in a loss on bf16 inputs: there they are bf16, with relative
     errors of at most 2^-8. With s the largest score of an output, its loss changes by at most 2^-7 s, and the relative

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _LazyProperty(Generic[T]):
-    """A `functools.cached_property` that `torch.compile` can trace. A traced block does not cache it."""
+    """A `functools.cached_property` that `torch.compile` can trace. Traced code computes it anew, without caching."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__
@@ -91,8 +91,8 @@ class Documents:
 
     @_LazyProperty
     def cu_seqlens(self) -> Tensor:
-        """[S + 1] int32: start of each document in the flattened B*T tokens, then B*T (repeated for empty documents:
-        `padded_cu_seqlens`).
+        """[S + 1] int32: start of each document in the flattened B*T tokens, then B*T, and B*T once
+        more for each empty document of `padded_cu_seqlens`.
 
         Synchronizes with the GPU unless passed to the constructor.
         """
@@ -230,7 +230,8 @@ class TokenSubset:
         return flat.view_as(x_BTD)
 
     def select_documents(self, documents: Documents) -> Documents:
-        """The documents of the subset. Tokens keep their positions; each row's padding is a document."""
+        """The documents of the subset. Tokens keep their positions; the padding of a row is a
+        document of its own."""
         rows, slots = self.positions.rows, self.positions.slots_per_row
         positions_BK = self.select(documents.positions_BT[..., None])[..., 0]
         if documents.one_per_row and len(self.positions.index_N) == rows * slots:  # no padding slots

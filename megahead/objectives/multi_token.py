@@ -58,7 +58,7 @@ class MultiToken(Auxiliary):
         return int(heads_M[batch.target_index_N].sum())
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
-        """`loss` and `count` of all heads; `loss_J` and `count_J` of the one J tokens ahead."""
+        """`loss` and `count` of all heads; `loss_J` and `count_J` of the head that predicts J tokens ahead."""
         batch, documents = context.batch, documents_of(context.batch)
         assert context.hidden_MD is not None
         assert context.candidates_loss is not None
@@ -82,8 +82,8 @@ class MultiToken(Auxiliary):
 
 
 def num_preceding_targets(batch: Batch) -> Tensor:
-    """int64 [M]: the length of the run of positions with a target directly before each position, in its document (in
-    its row, if documents are not isolated). Heads may predict its target from these positions."""
+    """int64 [M]: how many consecutive positions directly before each one have a target, in its document (in its row,
+    if documents attend to each other). Heads may predict its target from these positions."""
     rows, length = batch.input_ids_BT.shape
     position_M = documents_of(batch).positions_BT.expand(rows, length).flatten().numpy()
     index_M = np.arange(len(position_M))

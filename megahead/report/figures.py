@@ -63,7 +63,7 @@ OVER_TIME = " over time"
 LARGE, SMALL = ("loss", "perplexity"), ("learning_rate", "gradient_norm", "tokens_per_second")
 LAYOUT: Any = [[LARGE[k // 3], LARGE[k // 3] + OVER_TIME, SMALL[k // 2]] for k in range(6)]
 TIME_UNITS = ((86400 * 2, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
-"""(least time, size, name), times in seconds."""
+"""(shortest run, in seconds, that is drawn in this unit; seconds of the unit; its name)."""
 
 
 def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
@@ -85,8 +85,8 @@ def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
 
 
 def _draw_line(axes: Axes, panel: Panel, x: Any, y: Any, color: str, *, label_end: bool) -> None:
-    """Draws the running mean, noisy values below it in a light tone, and dots if values are few."""
-    if not panel.dots and not panel.exact:
+    """Draws noisy values in a light tone, and their running mean over them; few values as dots."""
+    if not panel.dots and not panel.noise_free:
         axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
     smooth, marker = panel.smoothed(y), "o" if panel.dots else ""
     axes.plot(x, smooth, color=color, marker=marker, markersize=3.5)
@@ -221,8 +221,8 @@ class TrainingProgress(NamedTuple):
 
 
 def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProgress]:
-    """The progress of each model in `folders` ({model: Hugging Face folder}); CheckpointError for a model that megahead
-    did not export."""
+    """The progress of each model in `folders` ({model: Hugging Face folder}). A model that is such a folder itself has
+    no known log; CheckpointError for one that megahead did not export."""
     origins = {model: read_origin(folder) for model, folder in folders.items()}
     names, read_log = run_names(origins, folders), cache(_read_log)
     progress = {}

@@ -32,12 +32,12 @@ class Panel:
     percent: bool = False
     dots: bool = False
     """Whether to mark each value, since there are few (evaluations)."""
-    exact: bool = False
+    noise_free: bool = False
     """Whether values are free of noise, and not smoothed."""
 
     def smoothed(self, values: Any) -> Any:
         """The running mean over a fiftieth of the run if values are noisy; NaN where the value is NaN."""
-        if self.dots or self.exact:
+        if self.dots or self.noise_free:
             return values
         return np.where(np.isnan(values), np.nan, running_mean(values, ceil(len(values) / 100)))
 
@@ -50,7 +50,7 @@ HELD_OUT = (
 TRAINING = (
     Panel("loss", "Training loss", "each run's own objective: headless and vanilla are not comparable"),
     Panel("gradient_norm", "Gradient norm", "before clipping", log_scale=True),
-    Panel("learning_rate", "Learning rate", from_zero=True, exact=True),
+    Panel("learning_rate", "Learning rate", from_zero=True, noise_free=True),
     Panel("tokens_per_second", "Tokens per second", "while training, all ranks together", from_zero=True),
     Panel("candidates", "Candidates", "ids an output is compared with", from_zero=True),
     *(Panel(c.key, c.title, c.note, from_zero=c.from_zero, percent=c.percent) for c in auxiliary_curves()),

@@ -159,7 +159,7 @@ EARLY_STEPS = 64
 """Steps whose terms are added exactly (the quadrature error there, measured without warm-up, is 7e-4)."""
 _TOLERANCE = 1e-7
 MAX_WINDOW = 1024
-"""Largest number of terms. Not reached by runs: configs with betas whose window exceeds 798 are invalid."""
+"""Largest number of terms. No run reaches it: a config is invalid if its betas need a window above 798."""
 
 
 def convergence_window(betas: tuple[float, float]) -> float:

@@ -172,7 +172,8 @@ def progress_line(
 def held_out_line(
     result: ValidationResult, state: TrainingState, head: str, auxiliary: AuxiliarySettings | None = None
 ) -> str:
-    """For example: held out at step 500: perplexity 112.3, 1.402 bits per byte, accuracy 31.2% (pmi head)"""
+    """For example: held out at step 500: perplexity 112.3, 1.402 bits per byte, accuracy 31.2% (pmi head); with
+    ELECTRA: generator's perplexity 112.3, ..."""
     bound = "at most " if result.upper_bound else ""
     prefix, suffix = "", ""
     if auxiliary is not None and result.auxiliary is not None:
@@ -196,7 +197,7 @@ def describe_fault(report: StepReport, step: int, bad: BadSamples, state: Traini
 
 
 MeshShape = dict[str, int]
-"""The numbers of `data`, `tensor` and `waiting` ranks."""
+"""The numbers of `data` and `tensor` ranks, and of `waiting` ones: spare ranks, which do not train."""
 
 
 def previous_mesh(metrics: Path, mesh: MeshShape) -> MeshShape | None:

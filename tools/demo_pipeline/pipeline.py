@@ -1,5 +1,5 @@
-"""The demo's stages, each reading files of earlier ones: those of `megahead start`, plus a corpus, a second head
-and evaluation."""
+"""The demo's stages, each reading files of earlier ones: those of `megahead start`, plus a corpus, a softmax
+head fine-tuned for the headless model, and evaluation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Pipeline:
         ]
 
     def run(self, *, with_vanilla: bool) -> list[dict[str, Any]]:
-        """Runs all stages; returns a row of figures for each model."""
+        """Runs all stages; returns a row of measurements for each model."""
         headless = load_config("demo-headless", self.settings("headless"))
         self.text.make(self.stages, headless.model.vocab_size)
         self._train("headless")
@@ -152,7 +152,7 @@ class Pipeline:
         self._train("vanilla", [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 8)}"])
 
     def _evaluate(self, name: str, head: HeadName) -> dict[str, Any]:
-        """Exports the run with a head, scores it, and returns its figures."""
+        """Exports the run with a head, scores it, and returns its measurements."""
         run, model = self.folder / "runs" / name, self.folder / "models" / f"{name}-{head}"
         scores = self.folder / "scores" / f"{name}-{head}.json"
         latest = run / "checkpoints/latest"
@@ -207,7 +207,7 @@ def time_rows(stages: StepRunner) -> list[dict[str, str]]:
         taken = "reused" if stage.reused else format_duration(stage.seconds)
         rows.append({"stage": stage.name, "time": taken, "result": stage.description})
     spent = sum(stage.seconds for stage in stages.finished if not stage.reused)
-    return [*rows, {"stage": "this run", "time": format_duration(spent)}]
+    return [*rows, {"stage": "this call", "time": format_duration(spent)}]
 
 
 def _display_row(row: dict[str, Any]) -> dict[str, object]:

@@ -27,7 +27,7 @@ SIZES = (32_768, 120_000, 262_144, 420_000)
 STEPS = 900
 VANILLA_SIZES, SHORT_STEPS = (32_768, 120_000), 20
 HELD_OUT_BYTES = 10_000  # of each language, every tenth document; scoring time grows with the vocabulary
-SETTINGS = (  # constant learning rate, so that runs compare at any step; rare rows need a larger one than the body
+SETTINGS = (  # constant learning rate, so that runs compare at any step; rare rows need a larger one than the backbone
     *("data.sequence_length=128", "batch.micro_size=16", "schedule.name=constant"),
     *("optimizer.table.learning_rate_ratio=8", "training.evaluate_samples=512"),
 )
@@ -100,8 +100,8 @@ def _prepare_text(runner: ExperimentRunner, source: Path, size: int) -> Text:
 
 
 def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, smallest_vocabulary_tokens: int) -> Iterator[Row]:
-    """Yields a row at equal text and one at equal time; `smallest_vocabulary_tokens`: of the text in the first
-    vocabulary."""
+    """Yields a table row after as much text as the smallest vocabulary's run reads, and one after as much time;
+    `smallest_vocabulary_tokens`: tokens of the text in that vocabulary."""
     step = min(STEPS, round(STEPS * text.train.num_tokens / smallest_vocabulary_tokens))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
@@ -124,8 +124,8 @@ def _compare_with_vanilla(runner: ExperimentRunner, size: int, text: Text) -> li
 
     step_ms = {}
     for objective in ("headless", "vanilla"):
-        pair = train(objective, f"pair-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1")
-        step_ms[objective] = _step_milliseconds(pair)
+        probe = train(objective, f"probe-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1")
+        step_ms[objective] = _step_milliseconds(probe)
     steps = max(1, round(STEPS / (step_ms["vanilla"] / step_ms["headless"])))
     train("vanilla", f"vanilla-{size}", steps)
     train("headless", f"equal-text-{size}", steps)

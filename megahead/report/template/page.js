@@ -102,7 +102,7 @@ function draw(panel) {
   }
   for (const line of scale.lines) {
     const stroke = color(line.run), xs = line.x[axis], dashes = line.run >= 8 ? "5 5" : "none";
-    if (!panel.dots && !panel.exact) create("path", { class: "raw", stroke, d: path(xs, line.y, scale, panel.log_scale) }, svg);
+    if (!panel.dots && !panel.noise_free) create("path", { class: "raw", stroke, d: path(xs, line.y, scale, panel.log_scale) }, svg);
     create("path", { class: "mean", stroke, "stroke-dasharray": dashes, d: path(xs, line.mean, scale, panel.log_scale) }, svg);
     line.mean.forEach((y, k) => {
       if (y === null || (panel.log_scale && y <= 0) || (!panel.dots && line.mean.length > 1)) return;
