@@ -155,7 +155,8 @@ def _key(initial_model: InitialModel, data: TaskData, settings: FineTuningSettin
     """Everything that a result depends on. With random weights, only the folder's config and tokenizer are compared."""
     folder, weights = initial_model.folder, fingerprint_model(initial_model.folder)
     if initial_model.random_weights:
-        weights = f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
+        files = [path for path in (folder / "config.json", folder / "tokenizer.json") if path.exists()]
+        weights = f"random, {fingerprint_files(files)}"
     run = {"model": initial_model.name, "task": data.name, "seed": seed}
     return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
 

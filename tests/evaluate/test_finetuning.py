@@ -212,6 +212,8 @@ def test_a_floor_is_of_one_shape(tmp_path: Path) -> None:
     kept.add((first, same_word(), SETTINGS, 0), [EpochScores(0.5, {"rte": {"accuracy": 0.5}}, 1.0)])
     assert kept.find((first, same_word(), SETTINGS, 0)) is not None
     assert kept.find((second, same_word(), SETTINGS, 0)) is None
+    (first.folder / "tokenizer.json").unlink()
+    assert kept.find((first, same_word(), SETTINGS, 0)) is None  # loading it raises a CheckpointError
 
 
 def test_a_text_is_cut_at_the_models_context(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Pipeline:
         step_time = self.stages.run(
             "time vanilla",
             lambda: measure_step_seconds(config, ranks=RANKS),
-            settings={"seconds": seconds},
+            settings={"seconds": seconds, "config": config, "ranks": RANKS},
             describe_result=lambda seconds: f"{seconds:.2f} s a step",
         )
         steps = max(20, int(seconds / step_time.result))

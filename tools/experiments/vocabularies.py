@@ -105,14 +105,14 @@ def _score_at_equal(runner: ExperimentRunner, size: int, text: Text, smallest_vo
     step = min(STEPS, round(STEPS * text.train.num_tokens / smallest_vocabulary_tokens))
     name, info = f"headless-{size}", text.train.info
     assert info is not None
-    checkpoints = training_overrides(STEPS, checkpoint_every=step, keep_checkpoints=2)
+    checkpoints = training_overrides(STEPS, checkpoint_every=step, keep_checkpoints=STEPS // step + 1)
     run = runner.train("small-headless", name, *text.settings, *SETTINGS, *checkpoints)
     last = run.training[-1]
     for at, equal in ((step, "text"), (STEPS, "time")):
         bits = _bits_per_byte(runner, name, at, "pmi", text)
         megabytes = float(last["tokens"] / last["step"] * at * info.text_bytes / info.tokens / 1e6)
         row: Row = {"at equal": equal, "vocabulary": size, "steps": at, "MB of text": megabytes}
-        yield row | {"bits per byte": mean(bits.values()), "ms a step": _step_milliseconds(run)}
+        yield row | {"bits per byte": mean(bits.values()), "ms a step": round(_step_milliseconds(run))}
 
 
 def _compare_with_vanilla(runner: ExperimentRunner, size: int, text: Text) -> list[Row]:
@@ -138,7 +138,7 @@ def _compare_with_vanilla(runner: ExperimentRunner, size: int, text: Text) -> li
     for objective, number, name, head in runs:
         bits = mean(_bits_per_byte(runner, name, number, head, text).values())
         row = {"vocabulary": size, "objective": objective, "steps": number, "bits per byte": bits}
-        row |= {"ms a step": step_ms[objective], "minutes": number * step_ms[objective] / 60_000}
+        row |= {"ms a step": round(step_ms[objective]), "minutes": number * step_ms[objective] / 60_000}
         rows.append(row | {"times headless": step_ms[objective] / step_ms["headless"]})
     return rows
 
@@ -155,6 +155,6 @@ def _bits_per_byte(runner: ExperimentRunner, name: str, step: int, head: HeadNam
     return bits
 
 
-def _step_milliseconds(run: RunMetrics) -> int:
+def _step_milliseconds(run: RunMetrics) -> float:
     last = run.training[-1]
-    return round(1e3 * float(last["tokens"]) / float(last["step"]) / tokens_per_second(run))
+    return 1e3 * float(last["tokens"]) / float(last["step"]) / tokens_per_second(run)
