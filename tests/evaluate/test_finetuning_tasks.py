@@ -165,7 +165,12 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
             json.dumps({**COPA, "question": "why"}) + "\n",
             "example 1 is .*'question': 'why'",
         ),
-        ("superglue/cb", "superglue/CB/val.jsonl", json.dumps({**CB, "label": None}) + "\n", "JSON objects with a `label`, but line 1"),
+        (
+            "superglue/cb",
+            "superglue/CB/val.jsonl",
+            json.dumps({**CB, "label": None}) + "\n",
+            "JSON objects with a `label`, but line 1",
+        ),
         (
             "glue/rte",
             "glue/RTE/dev.tsv",
